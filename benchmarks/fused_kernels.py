@@ -24,13 +24,13 @@ from benchmarks.on_device import name_of, parse
 from services.worker.executor.step_graphs import CudaRecorder
 from services.worker.fused.library import FusedKernels
 from services.worker.memory.kv_cache import KVCache
-from services.worker.models.operators import LayerOperators, TorchOperators
+from services.worker.models.operators import LayerOperators
 from services.worker.models.rope import RopeTable
 from services.worker.models.spec import ModelSpec, read_spec
 from services.worker.models.weights import ParameterBuffer, buffer_bytes, layer_parts
 from services.worker.sampling.draw import RowSampling
 from services.worker.sampling.sampler import Sampler
-from services.worker.sampling.scoring import Scoring, TorchScoring
+from services.worker.sampling.scoring import Scoring
 
 ROWS = (1, 16, 256, 4096)
 CHOSEN_ROWS = (1, 16, 256)
@@ -88,7 +88,7 @@ def operators_table(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -
     cache = KVCache(spec, -(-max(ROWS) // 16), 16, dtype, device)
     rope = RopeTable(spec.rope, spec.rotary_dim, max(ROWS), dtype, device)
     fused = FusedKernels()
-    sides = ((TorchOperators(spec, rope, cache), TorchScoring()), (fused.operators(spec, rope, cache), fused.scoring()))
+    sides = ((LayerOperators(spec, rope, cache), Scoring()), (fused.operators(spec, rope, cache), fused.scoring()))
     table: list[tuple[str, ...]] = []
     for num_rows in ROWS:
         theirs, ours = (calls(*side, spec, weights, num_rows) for side in sides)

@@ -82,7 +82,7 @@ def of_layers(device: torch.device, num_dropped: int, rounds: int, *, huge: bool
     num_pages = NUM_LAYERS * LAYER_PAGES + 2 * NUM_LAYERS * 4
     sizes = (LAYER_PAGES * PAGE,) * NUM_LAYERS
     facts = MemoryFacts(sizes, 0, 0, 0, KV.block_bytes, PAGE, num_pages, 64 * num_pages)
-    memory = ElasticMemory(facts, KV, open_backend(device, num_pages, huge=huge), device)
+    memory = ElasticMemory(facts, KV, open_backend(device, num_pages, huge=huge))
     for layer in range(NUM_LAYERS):
         memory.parameters(layer, LAYER_PAGES * PAGE).fill_(1)
     cache = memory.open_kv(4 * 64, 0)

@@ -8,11 +8,9 @@ import torch
 
 from services.worker.memory.block_copies import copy_blocks, move_blocks, scatter_block_bytes, settle
 from services.worker.memory.kv_cache import KVCache
+from tests.support.gpu import ON_GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
+pytestmark = ON_GPU
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -19,14 +19,9 @@ from services.worker.attention.torch_paged import TorchPagedAttention
 from services.worker.contract.arrays import I32
 from services.worker.executor.kernels import choose_kernels
 from tests.support.attention_cases import AttentionCase, attention_spec
+from tests.support.gpu import NEEDS_FLASHINFER, WITH_LIBRARIES
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-    pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed"),
-    pytest.mark.timeout(900),  # its kernels are compiled when they are first used
-    pytest.mark.filterwarnings("default"),  # its dependencies' warnings are not ours
-]
+pytestmark = [*WITH_LIBRARIES, NEEDS_FLASHINFER]
 
 CUDA = torch.device("cuda")
 LIMITS = {torch.bfloat16: 2e-2, torch.float16: 4e-3}

@@ -14,7 +14,7 @@ from services.worker.sampling.draw import RowSampling, draw
 from shared.types import SamplingParams
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 from tests.support.runner_driver import Driver
-from tests.support.runners import MIB, open_runner
+from tests.support.runners import MIB, open_runner, soil
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -22,14 +22,10 @@ from services.worker.fused import choice_kernels, layer_kernels
 from services.worker.fused.drawing import choose
 from services.worker.fused.library import open_fused
 from services.worker.models.spec import read_spec
+from tests.support.gpu import WIDE, WITH_LIBRARIES
 from tests.support.late_blocks import stored_behind_nothing
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-    pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # other packages' warnings are not ours
-]
+pytestmark = WITH_LIBRARIES
 
 PARTIAL = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75}
 LARGE: dict[str, Any] = {"vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 3000, "num_layers": 1}
@@ -37,13 +33,10 @@ SHAPES = {
     "llama": CheckpointShape(**LARGE, num_heads=8, num_kv_heads=2, head_dim=128),
     "qwen3": CheckpointShape(family="qwen3", **LARGE, num_heads=8, num_kv_heads=2, head_dim=128),
     "phi3": CheckpointShape(
-        family="phi3", **LARGE, num_heads=8, num_kv_heads=8, head_dim=96, extra=(("rope_parameters", PARTIAL),)
+        family="phi3", **LARGE, num_heads=8, num_kv_heads=8, head_dim=96, extra={"rope_parameters": PARTIAL}
     ),
     "opt": CheckpointShape(family="opt", **LARGE, num_heads=16),
 }
-WIDE = CheckpointShape(
-    hidden_size=512, intermediate_size=1024, num_heads=8, num_kv_heads=2, head_dim=64, weight_std=0.05
-)
 DEVICE = "cuda"
 
 
@@ -106,8 +99,7 @@ def test_logits_are_those_of_torchs_operators() -> None:
         runner = open_runner(WIDE, device=DEVICE, dtype="bfloat16", fused=fused, memory_bytes=512 * MIB)
         assert runner.info.kernels.endswith("fused") == fused
         driver = Driver(runner)
-        for pool in runner.cache.pools():
-            pool.fill_(torch.nan)
+        soil(runner)
         sequence = driver.add(np.random.default_rng(2).integers(3, WIDE.vocab_size, 250).tolist())
         for count in (90, 96, 1, 40, 22, 1):
             driver.step_logits([(sequence, count)], [None])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import numpy as np
 import pytest
 import torch
@@ -13,22 +11,12 @@ from services.worker.executor.model_runner import ModelRunner
 from services.worker.executor.step import TorchForward
 from services.worker.executor.step_graphs import StepGraphs
 from shared.layers import LayerRange
-from tests.support.checkpoints import CheckpointShape, stored_checkpoint
+from tests.support.checkpoints import stored_checkpoint
+from tests.support.gpu import LIMITS, NEEDS_FLASHINFER, WIDE, WITH_LIBRARIES
 from tests.support.runner_driver import Driver
-from tests.support.runners import MIB, open_runner, runner_settings
+from tests.support.runners import MIB, open_runner, runner_settings, soil
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-    pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed"),
-    pytest.mark.timeout(900),  # FlashInfer's kernels are compiled when they are first used
-    pytest.mark.filterwarnings("default"),  # its dependencies' warnings are not ours
-]
-
-WIDE = CheckpointShape(
-    hidden_size=512, intermediate_size=1024, num_heads=8, num_kv_heads=2, head_dim=64, weight_std=0.05
-)
-LIMITS = {"dtype": "bfloat16", "kernels": "flashinfer", "memory_bytes": 768 * MIB, "max_batch_rows": 40, "max_rows": 64}
+pytestmark = [*WITH_LIBRARIES, NEEDS_FLASHINFER]
 
 
 def random_prompts(count: int) -> list[list[int]]:
@@ -51,8 +39,7 @@ def test_logits_of_recorded_steps_are_those_of_computed_ones(num_rows: int) -> N
     drivers = [Driver(runner) for runner in runners]
     following = np.random.default_rng(1).integers(3, WIDE.vocab_size, (20, num_rows)).tolist()
     for driver in drivers:
-        for pool in driver.runner.cache.pools():
-            pool.fill_(torch.nan)
+        soil(driver.runner)
         own = [driver.add(prompt) for prompt in random_prompts(num_rows)]
         for sequence, token in zip(own, following[0], strict=True):
             driver.step_logits([(sequence, len(sequence.tokens))], [token])

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 
+from tests.support.gpu import NEEDS_DRIVER, WITH_LIBRARIES
 from tests.support.one_device import MARGIN, drop_and_restore
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-    pytest.mark.skipif(importlib.util.find_spec("cuda") is None, reason="cuda-bindings is not installed"),
-    pytest.mark.timeout(900),  # FlashInfer's kernels are compiled when they are first used
-    pytest.mark.filterwarnings("default"),  # its dependencies' warnings are not ours
-]
+pytestmark = [*WITH_LIBRARIES, NEEDS_DRIVER]
 
 NUM_ROUNDS = 4
 LEAK_BYTES = 64 * 2**20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 
 import pytest
@@ -13,14 +12,11 @@ from services.worker.memory.ranges import MappingError, PageId
 from tests.support.checkpoints import CheckpointShape
 from tests.support.elastic_runners import texts_with_drops
 from tests.support.elastic_story import Story
+from tests.support.gpu import NEEDS_DRIVER, ON_GPU
 from tests.support.page_cards import Card, apply_and_commit
 from tests.support.runners import MIB, open_runner
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-    pytest.mark.skipif(importlib.util.find_spec("cuda") is None, reason="cuda-bindings is not installed"),
-]
+pytestmark = [*ON_GPU, NEEDS_DRIVER]
 
 CUDA = torch.device("cuda", 0)
 PAGE = 2 * MIB
@@ -95,16 +91,13 @@ def test_a_page_can_be_handed_to_another_memory() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_nothing_is_lost_whatever_happens(seed: int) -> None:
-    story = Story(seed, PAGE, open_memory, CUDA)
-    for _ in range(12):
-        story.step()
-    story.memory.close()
+    Story(seed, PAGE, open_memory).live(12)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_memories_of_one_card_swap_pages_and_none_is_lost(seed: int) -> None:
     free = torch.cuda.mem_get_info(CUDA)[0]
-    card = Card(seed, PAGE, lambda _number, num_pages: open_memory(num_pages), CUDA)
+    card = Card(seed, PAGE, lambda _number, num_pages: open_memory(num_pages))
     table = card.table()
     if table is not None:
         flows, taken = card.leave(table)

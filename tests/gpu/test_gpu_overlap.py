@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import numpy as np
 import pytest
-import torch
 
 from shared.types import SamplingParams
-from tests.support.checkpoints import CheckpointShape
+from tests.support.gpu import LIMITS, NEEDS_FLASHINFER, WIDE, WITH_LIBRARIES
 from tests.support.overlap import KINDS, answers, driven_texts, requests
 from tests.support.runner_driver import Driver
-from tests.support.runners import MIB, open_runner
+from tests.support.runners import open_runner
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-    pytest.mark.timeout(900),  # FlashInfer's kernels are compiled when they are first used
-    pytest.mark.filterwarnings("default"),  # its dependencies' warnings are not ours
-]
-
-WIDE = CheckpointShape(
-    hidden_size=512, intermediate_size=1024, num_heads=8, num_kv_heads=2, head_dim=64, weight_std=0.05
-)
-LIMITS = {"dtype": "bfloat16", "kernels": "flashinfer", "memory_bytes": 768 * MIB, "max_batch_rows": 40, "max_rows": 64}
+pytestmark = WITH_LIBRARIES
 
 
 @pytest.mark.parametrize("kinds", [KINDS[:2], KINDS[:3], KINDS])
@@ -38,7 +25,7 @@ async def test_answers_are_those_of_steps_one_after_the_other(kinds: tuple[str, 
     assert num_ahead > 20
 
 
-@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed")
+@NEEDS_FLASHINFER
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("seed", range(4))
 def test_steps_of_the_same_rows_choose_the_same_tokens_by_flashinfer(seed: int, *, graphs: bool) -> None:

@@ -15,11 +15,9 @@ from services.worker.peers.greeting import PeerWelcome
 from services.worker.peers.link_turns import LinkTurns
 from services.worker.roles.parameter_lending import ParameterLender, PeerSource
 from shared.layers import LayerRange
+from tests.support.gpu import ON_GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
+pytestmark = ON_GPU
 
 CUDA = torch.device("cuda", 0)
 PARTS = (Part("qkv", (700, 513), ()), Part("down", (33, 9), ()))

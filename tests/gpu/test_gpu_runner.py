@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from dataclasses import replace
 
@@ -19,26 +18,16 @@ from services.worker.sampling.logprobs import LogprobTable
 from services.worker.sampling.sampler import Sampler, SamplingTable
 from shared.errors import StartupError
 from shared.types import SamplingParams
-from tests.support.checkpoints import CheckpointShape, greedy_text, stored_checkpoint
+from tests.support.checkpoints import CheckpointShape, difference_from, greedy_text, stored_checkpoint
+from tests.support.gpu import NEEDS_FLASHINFER, WIDE, WITH_LIBRARIES
 from tests.support.runner_driver import Driver
 from tests.support.runners import MIB, open_runner
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-    pytest.mark.timeout(900),  # FlashInfer's kernels are compiled when they are first used
-    pytest.mark.filterwarnings("default"),  # its dependencies' warnings are not ours
-]
+pytestmark = WITH_LIBRARIES
 
-WITH_FLASHINFER = pytest.param(
-    "flashinfer",
-    marks=pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed"),
-)
+WITH_FLASHINFER = pytest.param("flashinfer", marks=NEEDS_FLASHINFER)
 
 SHAPE = CheckpointShape(seed=7)
-WIDE = CheckpointShape(
-    hidden_size=512, intermediate_size=1024, num_heads=8, num_kv_heads=2, head_dim=64, weight_std=0.05
-)
 
 
 def prompts(lengths: tuple[int, ...]) -> list[list[int]]:
@@ -90,8 +79,7 @@ def test_logits_on_the_gpu_stay_near_the_references(dtype: str, limit: float, ke
         driver.step_logits([(sequence, count)], [None])
     with torch.inference_mode():
         expected = stored_checkpoint(WIDE)[1](torch.tensor([tokens])).logits[0, -1]
-    difference = (sequence.logits[-1].cpu() - expected).abs().amax() / expected.abs().amax()
-    assert difference < limit
+    assert difference_from(sequence.logits[-1].cpu(), expected) < limit
 
 
 @pytest.mark.parametrize("kernels", ["torch", WITH_FLASHINFER])

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.pipeline.pipeline import PipelineExecutor
@@ -15,17 +14,13 @@ from services.worker.pipeline.runner_stage import RunnerStage
 from services.worker.pipeline.stage import MAX_LAUNCHED
 from shared.layers import LayerRange, even_split
 from tests.support.checkpoints import CheckpointShape
+from tests.support.gpu import WITH_LIBRARIES
 from tests.support.runner_driver import Driver
 from tests.support.runners import MIB, open_runner
 from tests.support.stage_texts import SHAPES, new_engine, stages_of, texts_of
 from tests.support.thread_pipeline import wire_up
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-    pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # those of the device's libraries are not ours
-]
+pytestmark = WITH_LIBRARIES
 
 ON_GPU = {"device": "cuda", "memory_bytes": 256 * MIB}
 WIDE = CheckpointShape(num_layers=4, hidden_size=1024, intermediate_size=2048, num_heads=8, num_kv_heads=2)

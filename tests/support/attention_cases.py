@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -12,6 +14,17 @@ from services.worker.memory.kv_cache import KVCache
 from services.worker.models.spec import ModelSpec, RopeSpec
 
 CPU = torch.device("cpu")
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Let torch and the library compute with so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def attention_spec(heads: tuple[int, int, int], windows: tuple[int | None, ...]) -> ModelSpec:

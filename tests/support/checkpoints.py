@@ -60,7 +60,7 @@ class CheckpointShape:
     tied: bool = False
     seed: int = 0
     weight_std: float = 0.15
-    extra: tuple[tuple[str, Any], ...] = field(default=())
+    extra: dict[str, Any] = field(default_factory=dict)
     """Further fields of the configuration."""
 
     def config(self) -> Any:
@@ -80,7 +80,7 @@ class CheckpointShape:
             **({} if self.family == "opt" else heads),
             **({"sliding_window": None} if self.family == "mistral" else {}),
         }
-        return FAMILIES[self.family][0](**{**fields, **dict(self.extra)})
+        return FAMILIES[self.family][0](**{**fields, **self.extra})
 
 
 def build_model(shape: CheckpointShape) -> PreTrainedModel:
@@ -134,6 +134,11 @@ def greedy_text(reference: Any, prompt: list[int], num_tokens: int) -> list[int]
         pad_token_id=PAD,
     )
     return [int(token) for token in tokens[0, len(prompt) :]]
+
+
+def difference_from(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return by how much numbers differ at most, in relation to the largest."""
+    return float((found - expected).abs().amax() / expected.abs().amax())
 
 
 def build_tokenizer(vocab_size: int) -> Any:

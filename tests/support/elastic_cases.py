@@ -13,7 +13,7 @@ from services.worker.memory.elastic import ElasticMemory, KvShape
 from services.worker.memory.kv_cache import KVCache
 from services.worker.memory.layout import MemoryFacts, Region, ceil_div
 from services.worker.memory.posix import PosixMemory
-from services.worker.memory.ranges import PageHandle, PageId, VirtualMemory, VirtualRange
+from services.worker.memory.ranges import PageId, VirtualMemory
 from services.worker.memory.spans import Spans
 
 CPU = torch.device("cpu")
@@ -28,54 +28,43 @@ SHAPES = (
 
 
 class MadeUpError(Exception):
-    """What a `FaultyMemory` raises."""
+    """What `Faults` raise."""
 
 
-class FaultyMemory:
-    """A `VirtualMemory` that fails when it is told to.
+class Faults:
+    """Lets a memory's calls of the system fail when it is told to.
 
     Attributes:
-        calls_left: calls of map_run and unmap_run that go well before one fails, which then counts as made up; None:
+        calls_left: calls of put and take_away that go well before one fails, which then counts as made up; None:
             all go well.
         num_faults: how many fail from then on.
         on_call: called before each of them.
     """
 
     def __init__(self, memory: VirtualMemory) -> None:
-        self._memory = memory
-        self.page_bytes, self.num_pages = memory.page_bytes, memory.num_pages
         self.calls_left: int | None = None
         self.num_faults = 1
         self.on_call: Callable[[], None] = lambda: None
+        for name in ("put", "take_away"):
+            setattr(memory, name, self._counted(getattr(memory, name)))
 
-    def fail_after(self, num_calls: int) -> None:
-        """Let one call fail after so many that go well."""
-        self.calls_left, self.num_faults = num_calls, 1
+    def fail_after(self, num_calls: int, num_faults: int = 1) -> None:
+        """Let one call, or more, fail after so many that go well."""
+        self.calls_left, self.num_faults = num_calls, num_faults
 
     @property
     def has_failed(self) -> bool:
         """All that was to fail has."""
         return self.calls_left is None
 
-    def reserve(self, num_bytes: int) -> VirtualRange:
-        return FaultyRange(self._memory.reserve(num_bytes), self)
+    def _counted(self, call: Callable[..., None]) -> Callable[..., None]:
+        def counted(address: int, pages: Sequence[PageId]) -> None:
+            self._count()
+            call(address, pages)
 
-    def export(self, page: PageId) -> PageHandle:
-        return self._memory.export(page)
+        return counted
 
-    def adopt(self, handle: PageHandle) -> PageId:
-        return self._memory.adopt(handle)
-
-    def disown(self, page: PageId) -> None:
-        self._memory.disown(page)
-
-    def hand_over(self, page: PageId) -> None:
-        self._memory.hand_over(page)
-
-    def close(self) -> None:
-        self._memory.close()
-
-    def count(self) -> None:
+    def _count(self) -> None:
         self.on_call()
         if self.calls_left is None:
             return
@@ -86,34 +75,6 @@ class FaultyMemory:
         if self.num_faults <= 0:
             self.calls_left = None
         raise MadeUpError
-
-
-class FaultyRange:
-    """A range of a `FaultyMemory`."""
-
-    def __init__(self, reserved: VirtualRange, memory: FaultyMemory) -> None:
-        self._reserved = reserved
-        self._memory = memory
-
-    def map(self, offset: int, page: PageId) -> None:
-        self.map_run(offset, [page])
-
-    def unmap(self, offset: int) -> PageId:
-        return self.unmap_run(offset, 1)[0]
-
-    def map_run(self, offset: int, pages: Sequence[PageId]) -> None:
-        self._memory.count()
-        self._reserved.map_run(offset, pages)
-
-    def unmap_run(self, offset: int, count: int) -> list[PageId]:
-        self._memory.count()
-        return self._reserved.unmap_run(offset, count)
-
-    def page_at(self, offset: int) -> PageId | None:
-        return self._reserved.page_at(offset)
-
-    def tensor(self) -> torch.Tensor:
-        return self._reserved.tensor()
 
 
 def random_facts(rng: np.random.Generator, page_bytes: int) -> tuple[MemoryFacts, KvShape]:
@@ -132,12 +93,11 @@ def random_facts(rng: np.random.Generator, page_bytes: int) -> tuple[MemoryFacts
     return facts, kv
 
 
-def open_elastic(
-    facts: MemoryFacts, kv: KvShape, backend: VirtualMemory | None = None, device: torch.device = CPU
-) -> tuple[ElasticMemory, FaultyMemory]:
+def open_elastic(facts: MemoryFacts, kv: KvShape, backend: VirtualMemory | None = None) -> tuple[ElasticMemory, Faults]:
     """Return a memory over main memory, or another, and what makes it fail."""
-    faulty = FaultyMemory(backend or PosixMemory(facts.page_bytes, facts.num_pages))
-    return ElasticMemory(facts, kv, faulty, device), faulty
+    backend = backend or PosixMemory(facts.page_bytes, facts.num_pages)
+    faults = Faults(backend)
+    return ElasticMemory(facts, kv, backend), faults
 
 
 class Contents:

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from services.worker.memory.holdings import NotEnoughPagesError
 from services.worker.memory.layout import Holding, ceil_div
 from services.worker.memory.ranges import VirtualMemory
 from services.worker.memory.spans import Spans
-from tests.support.elastic_cases import CPU, Contents, MadeUpError, open_elastic, random_facts, snapshot
+from tests.support.elastic_cases import Contents, MadeUpError, open_elastic, random_facts, snapshot
+
+CHANGES = ("drop", "grow", "shrink", "restore", "reside", "leave", "fill")
 
 
 class Story:
@@ -23,32 +24,27 @@ class Story:
         seed: of all that happens.
         page: bytes of a page.
         make: opens a backend with so many pages; None: main memory.
-        device: of the backend.
     """
 
-    def __init__(
-        self,
-        seed: int,
-        page: int = 4096,
-        make: Callable[[int], VirtualMemory] | None = None,
-        device: torch.device = CPU,
-    ) -> None:
+    def __init__(self, seed: int, page: int = 4096, make: Callable[[int], VirtualMemory] | None = None) -> None:
         self.rng = np.random.default_rng(seed)
         facts, kv = random_facts(self.rng, page)
-        self.memory, self.faulty = open_elastic(facts, kv, make and make(facts.num_pages), device)
+        self.memory, self.faulty = open_elastic(facts, kv, make and make(facts.num_pages))
         self.faulty.on_call = lambda: self.memory._pool.check_invariants()
         room = max(self.memory.layout.pool_pages(self.memory.holding), 0) * page // kv.block_bytes
         first = int(self.rng.integers(0, min(room, facts.max_blocks) + 1))
         cache = self.memory.open_kv(first, int(self.rng.integers(0, 2 * page)) if room == 0 else 0)
         self.contents = Contents(self.memory, cache, self.rng)
         self.contents.check()
-        self.num_faults = 0
+        self.num_faults = self.most_leaving = 0
+        self.done: set[str] = set()
+        """Changes that changed something."""
 
     def change(self, act: Callable[[], object]) -> object:
         """Act; every now and then with a fault first, after which nothing may have changed."""
         if self.rng.random() < 0.5:
             before = snapshot(self.memory)
-            self.faulty.calls_left, self.faulty.num_faults = int(self.rng.integers(0, 12)), 1
+            self.faulty.fail_after(int(self.rng.integers(0, 12)))
             try:
                 return act()
             except MadeUpError:
@@ -67,13 +63,17 @@ class Story:
         ends = sorted(int(at) for at in self.rng.integers(0, self.contents.facts.max_blocks + 1, 4))
         return Spans.of((ends[0], ends[1]), (ends[2], ends[3]))
 
-    def step(self) -> str:
-        names = ["drop", "grow", "shrink", "restore", "reside", "leave", "fill"]
-        name = names[self.rng.integers(len(names))]
-        getattr(self, name)()
-        self.contents.fill()
-        self.contents.check()
-        return name
+    def live(self, num_steps: int) -> None:
+        """Change so many times, and give the memory back."""
+        for _ in range(num_steps):
+            name, before = CHANGES[self.rng.integers(len(CHANGES))], self.memory.holding
+            getattr(self, name)()
+            self.contents.fill()
+            self.contents.check()
+            if self.memory.holding != before:
+                self.done.add(name)
+            self.most_leaving = max(self.most_leaving, len(self.memory.holding.leaving))
+        self.memory.close()
 
     def some_held(self) -> list[int]:
         held = self.memory.held_layers

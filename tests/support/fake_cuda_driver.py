@@ -1,4 +1,4 @@
-# ruff: noqa: N801, N802, N815  the names are the driver's own
+# ruff: noqa: N802, N815  the names are the driver's own
 """A stand-in for `cuda.bindings.driver`: its virtual memory calls over main memory, with the rules it documents.
 
 A handle is a memory file. Mapping gives no access (a touch would end the process) before `cuMemSetAccess`; unmapping
@@ -13,48 +13,20 @@ import mmap
 import os
 from dataclasses import dataclass, field
 from enum import IntEnum
+from types import SimpleNamespace
 from typing import Any
 
+from services.worker.memory.posix import MAP_FIXED, RESERVED, mmap_at, munmap
+
 GRANULARITY = 16384
-_FIXED, _NORESERVE = 0x10, 0x4000
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int64,
-)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_mprotect = ctypes.CDLL(None).mprotect
+_mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class CUresult(IntEnum):
     CUDA_SUCCESS = 0
     CUDA_ERROR_INVALID_VALUE = 1
     CUDA_ERROR_OUT_OF_MEMORY = 2
-
-
-class CUmemAllocationHandleType(IntEnum):
-    CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1
-
-
-class CUmemAllocationType(IntEnum):
-    CU_MEM_ALLOCATION_TYPE_PINNED = 1
-
-
-class CUmemLocationType(IntEnum):
-    CU_MEM_LOCATION_TYPE_DEVICE = 1
-
-
-class CUmemAccess_flags(IntEnum):
-    CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3
-
-
-class CUmemAllocationGranularity_flags(IntEnum):
-    CU_MEM_ALLOC_GRANULARITY_MINIMUM = 0
 
 
 @dataclass
@@ -81,21 +53,15 @@ INVALID = (CUresult.CUDA_ERROR_INVALID_VALUE,)
 SHORT = (CUresult.CUDA_ERROR_OUT_OF_MEMORY,)
 
 
-def _mmap(address: int | None, size: int, protection: int, flags: int, file: int = -1) -> int:
-    found = _libc.mmap(address, size, protection, flags, file, 0)
-    assert found not in (None, ctypes.c_void_p(-1).value)
-    return int(found)
-
-
 class FakeDriver:
     """One device with so many bytes."""
 
     CUresult = CUresult
-    CUmemAllocationHandleType = CUmemAllocationHandleType
-    CUmemAllocationType = CUmemAllocationType
-    CUmemLocationType = CUmemLocationType
-    CUmemAccess_flags = CUmemAccess_flags
-    CUmemAllocationGranularity_flags = CUmemAllocationGranularity_flags
+    CUmemAllocationHandleType = SimpleNamespace(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR=1)
+    CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
+    CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
+    CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
+    CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_MINIMUM=0)
     CUmemAllocationProp = _Properties
     CUmemAccessDesc = _Access
 
@@ -170,14 +136,14 @@ class FakeDriver:
     def cuMemAddressReserve(self, size: int, alignment: int, address: int, flags: int) -> Any:
         if size <= 0 or size % GRANULARITY or (alignment, address, flags) != (0, 0, 0):
             return INVALID
-        begin = _mmap(None, size, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        begin = mmap_at(None, size, 0, RESERVED)
         self.reserved[begin] = size
         return (*DONE, begin)
 
     def cuMemAddressFree(self, address: int, size: int) -> Any:
         if self.reserved.get(address) != size or any(address <= at < address + size for at in self.mapped):
             return INVALID
-        _libc.munmap(address, size)
+        munmap(address, size)
         del self.reserved[address]
         return DONE
 
@@ -205,7 +171,7 @@ class FakeDriver:
             at < address + size and address < at + length for at, (length, _) in self.mapped.items()
         ):
             return INVALID
-        _mmap(address, size, 0, mmap.MAP_SHARED | _FIXED, self.handles[handle][0])
+        mmap_at(address, size, 0, mmap.MAP_SHARED | MAP_FIXED, self.handles[handle][0])
         self.mapped[address] = (size, handle)
         return DONE
 
@@ -215,7 +181,7 @@ class FakeDriver:
             return INVALID
         if descriptions[0].location.type != 1 or descriptions[0].flags != 3:
             return INVALID
-        _libc.mprotect(address, size, 3)
+        _mprotect(address, size, 3)
         self.accessible.update(inside)
         return DONE
 
@@ -223,7 +189,7 @@ class FakeDriver:
         if address not in self.mapped or self.mapped[address][0] != size:
             return INVALID
         assert self._is_idle or address not in self.accessible, "pages were unmapped that kernels may be using"
-        _mmap(address, size, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE | _FIXED)
+        mmap_at(address, size, 0, RESERVED | MAP_FIXED)
         del self.mapped[address]
         self.accessible.discard(address)
         return DONE

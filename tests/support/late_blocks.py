@@ -7,7 +7,7 @@ import torch
 from services.worker.fused.operators import FusedOperators
 from services.worker.memory.kv_cache import KVCache
 from services.worker.memory.ranges import PageId, VirtualMemory
-from services.worker.models.operators import TorchOperators
+from services.worker.models.operators import LayerOperators
 from services.worker.models.rope import RopeTable
 from services.worker.models.spec import read_spec
 from services.worker.models.weights import ParameterBuffer
@@ -41,7 +41,7 @@ def stored_behind_nothing(memory: VirtualMemory, device: torch.device) -> list[t
     positions = torch.tensor([3, 7, 9], device=device)
     slots = torch.tensor([0, 5, 17], device=device) + (2 * blocks_per_page - 4) * 16
     found = []
-    for operators, cache in ((FusedOperators, late), (TorchOperators, plain)):
+    for operators, cache in ((FusedOperators, late), (LayerOperators, plain)):
         shape = (3, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
         heads = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
         weights = ParameterBuffer((), torch.float32, torch.zeros(0, dtype=torch.uint8))

@@ -47,7 +47,7 @@ SHAPES = {
     "tied": CheckpointShape(num_layers=4, hidden_size=32, num_heads=2, num_kv_heads=1, tied=True, seed=4),
     "tied, learned positions": CheckpointShape(family="opt", tied=True, num_layers=4, hidden_size=32, num_heads=2),
     "projected embedding": CheckpointShape(
-        family="opt", num_layers=4, hidden_size=32, num_heads=2, extra=(("word_embed_proj_dim", 24),)
+        family="opt", num_layers=4, hidden_size=32, num_heads=2, extra={"word_embed_proj_dim": 24}
     ),
 }
 PAGE = 4096

@@ -26,7 +26,7 @@ LONG_SHAPES = {
         num_heads=2,
         num_kv_heads=1,
         max_positions=2048,
-        extra=(("sliding_window", 300),),
+        extra={"sliding_window": 300},
     ),
 }
 LENGTHS = (40, 300, 530, 700, 1100, 530, 257, 511)

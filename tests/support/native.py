@@ -14,14 +14,19 @@ LEVEL_NAMES = [level.name for level in runnable(read_cpu_flags())]
 """Best first."""
 
 
+def compiler() -> str:
+    """Return the C++ compiler; without one the test is skipped."""
+    found = find_compiler()
+    if found is None:
+        pytest.skip("no C++ compiler")
+    return found
+
+
 @functools.cache
 def built_library(name: str = LEVEL_NAMES[0]) -> NativeLibrary:
     """Return the library of a level; the test is skipped where no compiler can have built it."""
     library = open_library(name)
     if library is not None:
         return library
-    compiler = find_compiler()
-    if compiler is None:
-        pytest.skip("no C++ compiler")
     level = next(level for level in runnable(read_cpu_flags()) if level.name == name)
-    return NativeLibrary(build(level, compiler), level.name)
+    return NativeLibrary(build(level, compiler()), level.name)

@@ -20,7 +20,7 @@ from services.worker.memory.ranges import PageId, VirtualMemory
 from services.worker.memory.spans import Spans
 from services.worker.pages.flows import PageFlow, blocks_of, page_flows, shift_of, table_by_pages
 from shared.layers import LayerRange
-from tests.support.elastic_cases import CPU, FaultyMemory, open_elastic, random_facts
+from tests.support.elastic_cases import Faults, open_elastic, random_facts
 
 Bits = dict[tuple[int, bytes], bytes]
 """By layer and name of a block: its keys and values."""
@@ -33,16 +33,9 @@ class Card:
         seed: of sizes and contents.
         page: bytes of a page.
         make: opens a backend for a memory of this number and so many pages; None: main memory.
-        device: of the backends.
     """
 
-    def __init__(
-        self,
-        seed: int,
-        page: int = 4096,
-        make: Callable[[int, int], VirtualMemory] | None = None,
-        device: torch.device = CPU,
-    ) -> None:
+    def __init__(self, seed: int, page: int = 4096, make: Callable[[int, int], VirtualMemory] | None = None) -> None:
         self.rng = rng = np.random.default_rng(seed)
         self.facts, self.kv = facts_with_room(rng, page)
         num_layers = self.facts.num_layers
@@ -50,10 +43,10 @@ class Card:
         ends = sorted(int(at) for at in rng.choice(np.arange(1, num_layers), self.num - 1, replace=False))
         self.ranges = [LayerRange(first, end) for first, end in zip([0, *ends], [*ends, num_layers], strict=True)]
         self.memories: list[ElasticMemory] = []
-        self.faulty: list[FaultyMemory] = []
+        self.faulty: list[Faults] = []
         for number in range(self.num):
             backend = None if make is None else make(number, self.facts.num_pages)
-            memory, faulty = open_elastic(self.facts, self.kv, backend, device)
+            memory, faulty = open_elastic(self.facts, self.kv, backend)
             most = max(memory.layout.pool_pages(memory.holding), 0) * page // self.kv.block_bytes
             memory.open_kv(int(rng.integers(0, min(most, self.facts.max_blocks) + 1)), 0)
             self.memories.append(memory)

@@ -23,7 +23,6 @@ from sim.devices.modelled_device import ModelledGroupDevice
 from sim.faults.cluster import FaultCluster
 from sim.faults.nodes import WorkerNode
 from sim.worker import SimWorker
-from tests.support.elastic_cases import CPU
 
 _FLOATS = 4
 
@@ -34,7 +33,7 @@ def open_twin(facts: MemoryFacts) -> ElasticMemory:
     Its blocks are of one token; for pages only their size counts.
     """
     kv = KvShape(1, 1, facts.block_bytes // _FLOATS, torch.float32)
-    memory = ElasticMemory(facts, kv, PosixMemory(facts.page_bytes, facts.num_pages), CPU)
+    memory = ElasticMemory(facts, kv, PosixMemory(facts.page_bytes, facts.num_pages))
     memory.open_kv(0, 0)
     memory.grow()
     return memory

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from services.worker.executor.runner import ModelRunner, RunnerSettings, load_runner
 from services.worker.native.build import find_compiler
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
@@ -25,6 +27,17 @@ def runner_settings(folder: Path, **changes: Any) -> RunnerSettings:
         "kernels": KERNELS,
     }
     return RunnerSettings(folder, **{**defaults, "num_threads": 1, **changes})
+
+
+def load(folder: Path, **changes: Any) -> ModelRunner:
+    """Return a runner over a checkpoint, on whatever kernels."""
+    return load_runner(runner_settings(folder, **changes), lambda _done, _what: None)
+
+
+def soil(runner: ModelRunner) -> None:
+    """Put numbers that are none into the KV: who reads what nobody wrote is found out."""
+    for pool in runner.cache.pools():
+        pool.fill_(torch.nan)
 
 
 def open_runner(shape: CheckpointShape, **changes: Any) -> ModelRunner:

@@ -43,27 +43,7 @@ def byte_level_json() -> str:
 def sentencepiece_json() -> str:
     """A BPE in the manner of Llama 2: `▁` for spaces, byte fallback, a BOS in front of every prompt."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{value:02X}>" for value in range(256))]
-    words = [
-        "▁",
-        "▁the",
-        "▁fox",
-        "t",
-        "h",
-        "e",
-        "f",
-        "o",
-        "x",
-        "th",
-        "the",
-        "fo",
-        "fox",
-        "é",
-        "好",
-        "你",
-        "a",
-        "s",
-        "/",
-    ]
+    words = ["▁", "▁the", "▁fox", *"thefox", "th", "the", "fo", "fox", *"é好你as/"]
     vocab = {token: i for i, token in enumerate([*tokens, *words])}
     merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("f", "o"), ("fo", "x"), ("▁", "fox")]
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))

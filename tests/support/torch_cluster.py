@@ -45,7 +45,7 @@ from shared.wire import decode_json
 from sim.requests import SimAnswer, SimRequest, new_answers, serve_choices
 from sim.worker import MODEL_NAME, NO_FOLDER
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
-from tests.support.elastic_cases import FaultyMemory
+from tests.support.elastic_cases import Faults
 from tests.support.hand_planner import HandPlanner
 from tests.support.live_groups import PAGE, SHAPES, stated_peak
 from tests.support.mapped_pages import mapped_pages
@@ -66,7 +66,7 @@ class TorchWorker:
     service: WorkerService
     device: TorchGroupDevice
     bus: MemoryBus
-    faulty: FaultyMemory
+    faulty: Faults
 
     @property
     def memory(self) -> ElasticMemory:
@@ -120,7 +120,7 @@ class TorchCluster:
         self._max_batch_rows = max_batch_rows
         self._max_model_len = max_model_len
         self._num_processes = 0
-        self._made: list[FaultyMemory] = []
+        self._made: list[Faults] = []
         patch.setattr(model_memory, "PosixMemory", self._make_memory)
         patch.setattr(opening, "peak_bytes", stated_peak)
         self.bus = self.broker.connect("test")
@@ -136,9 +136,10 @@ class TorchCluster:
     def _fail(self, name: str, error: BaseException) -> None:
         self.failures.append((name, error))
 
-    def _make_memory(self, page_bytes: int, num_pages: int, *, huge: bool = False) -> FaultyMemory:
-        self._made.append(FaultyMemory(PosixMemory(page_bytes, num_pages, huge=huge)))
-        return self._made[-1]
+    def _make_memory(self, page_bytes: int, num_pages: int, *, huge: bool = False) -> PosixMemory:
+        memory = PosixMemory(page_bytes, num_pages, huge=huge)
+        self._made.append(Faults(memory))
+        return memory
 
     async def __aenter__(self) -> Self:
         await self.bus.subscribe("sluice.*.event.>", self._on_event)
@@ -299,7 +300,7 @@ def check_pages(memory: ElasticMemory) -> None:
     pool = memory._pool
     num_parameters, num_kv = pool.count(Kind.OUTER, Kind.PARAMETERS), pool.count(Kind.KEYS, Kind.VALUES)
     assert num_parameters + num_kv + memory._pool.num_free == pool.budget
-    posix = memory._memory._memory if isinstance(memory._memory, FaultyMemory) else memory._memory
+    posix = memory._memory
     assert isinstance(posix, PosixMemory)
     mapped = mapped_pages(posix.page_bytes, inode=os.fstat(posix._file.descriptor).st_ino)
     assert len(mapped) == len(set(mapped)) == num_parameters + num_kv, "pages are mapped twice, or not at all"

@@ -91,18 +91,6 @@ class Attention(Protocol[PlanT]):
         ...
 
 
-class FixedDecodes(Protocol):
-    """Attention of one token of each of a fixed number of rows. Calls that were recorded read the newest plan."""
-
-    def plan(self, rows: RaggedRows) -> None:
-        """Prepare what all layers of a step share, in memory that stays where it is."""
-        ...
-
-    def attend(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
-        """Return the attention's output; see `Attention.attend`. Waits for nothing."""
-        ...
-
-
 def slots_at(tables: torch.Tensor, positions: torch.Tensor, block_size: int) -> torch.Tensor:
     """Return the cache slots of positions.
 

@@ -78,18 +78,18 @@ class _FixedBuffers:
 
 
 class FixedFlashInfer:
-    """A `FixedDecodes`; see `FlashInferAttention.fixed`."""
+    """Attention of one token of each of a fixed number of rows; see `FlashInferAttention.fixed`."""
 
     def __init__(self, attention: FlashInferAttention, wrappers: Wrappers) -> None:
         self._attention = attention
         self._wrappers = wrappers
 
     def plan(self, rows: RaggedRows) -> None:
-        """Prepare what all layers of a step share; see `FixedDecodes`."""
+        """Prepare what all layers of a step share, in memory that stays where it is: recorded calls read the newest."""
         self._plan = self._attention.plan_by(rows, ((self._wrappers, slice(None)),))
 
     def attend(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
-        """Return the attention's output; see `Attention.attend`."""
+        """Return the attention's output; see `Attention.attend`. Waits for nothing."""
         return self._attention.attend(self._plan, layer, queries)
 
 

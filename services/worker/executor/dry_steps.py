@@ -9,9 +9,10 @@ import numpy as np
 import structlog
 
 from services.worker.contract.arrays import I32
-from services.worker.contract.batch import Batch, RowInit, TableDelta
+from services.worker.contract.batch import Batch, RowInit
 from services.worker.cost.steps import MeasuredStep, shape_of
 from services.worker.executor.model_runner import ModelInfo, ModelRunner
+from services.worker.executor.trial_batch import trial_batch
 from shared.types import SamplingParams
 
 BUDGET_S: Final = 0.2
@@ -65,15 +66,6 @@ def _shapes(info: ModelInfo, max_batch_rows: int) -> list[tuple[I32, I32]]:
 
 def _batch(start: I32, num_tokens: I32, block_size: int) -> Batch:
     """Return a batch of rows from 0 on, which share their blocks: what is computed does not matter."""
-    num_rows, num_blocks = start.size, -(-int((start + num_tokens).max()) // block_size)
-    rows, index = np.arange(num_rows, dtype=np.int32), np.arange(num_blocks, dtype=np.int32)
-    return Batch(
-        step_id=0,
-        rows=rows,
-        num_tokens=num_tokens,
-        start=start,
-        tokens=np.zeros(int(num_tokens.sum()), dtype=np.int32),
-        sample=np.ones(num_rows, dtype=np.bool_),
-        table_delta=TableDelta(np.repeat(rows, num_blocks), np.tile(index, num_rows), np.tile(index, num_rows)),
-        admits=tuple(RowInit(row, SamplingParams(max_tokens=1, temperature=0)) for row in rows.tolist()),
-    )
+    num_blocks = -(-int((start + num_tokens).max()) // block_size)
+    admits = tuple(RowInit(row, SamplingParams(max_tokens=1, temperature=0)) for row in range(start.size))
+    return trial_batch(start, num_tokens, num_blocks, admits=admits)

@@ -20,8 +20,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch
-
 from services.worker.attention.base import Attention
 from services.worker.contract.executor import KvCapacity
 from services.worker.executor.model_runner import ModelInfo, ModelRunner, RunnerSettings
@@ -34,10 +32,8 @@ from services.worker.memory.change import MemoryLostError
 from services.worker.memory.elastic import ElasticMemory
 from services.worker.memory.holdings import NotEnoughPagesError
 from services.worker.memory.kv_cache import KVCache
-from services.worker.memory.layout import MemoryFacts, MemoryLayout
 from services.worker.memory.page_swap import PageSwap
 from services.worker.memory.spans import Spans
-from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import ModelWeights, stage_parts
 from shared.errors import StartupError
 from shared.layers import LayerRange
@@ -68,7 +64,16 @@ class ElasticModel:
         memory = loaded.runner.memory
         assert isinstance(memory, ElasticMemory), "only memory in pages can drop layers"
         self._memory = memory
-        self._opener, self._cache = loaded.opener, loaded.cache
+        self.spec, self.whole = loaded.opener.spec, LayerRange(0, loaded.runner.info.num_layers)
+        """The model, and all of its layers."""
+        self.layout, self.facts, self.device = memory.layout, memory.layout.facts, memory.device
+        """Of the memory: arithmetic of its pages and blocks, and its sizes."""
+        self._opener = loaded.opener
+        self.cache: KVCache = loaded.cache
+        """Keys and values of the layers that are held: to copy what is in blocks before and after a change.
+
+        What a change does to their contents: blocks of layers that stay keep theirs as long as there are as many.
+        """
         self._loading = ParameterLoading(loaded.opener.spec, loaded.opener.weights, loaded.tensors)
         self._addresses = self._find_addresses()
         self._runner = loaded.runner
@@ -99,39 +104,6 @@ class ElasticModel:
         """How far parameters are that `reside` loads; None: none are being loaded. In any thread."""
         return self._loading.load_now
 
-    @property
-    def whole(self) -> LayerRange:
-        """All layers."""
-        return LayerRange(0, self.info.num_layers)
-
-    @property
-    def facts(self) -> MemoryFacts:
-        """Sizes of the memory."""
-        return self._memory.layout.facts
-
-    @property
-    def layout(self) -> MemoryLayout:
-        """Arithmetic of its pages and blocks."""
-        return self._memory.layout
-
-    @property
-    def device(self) -> torch.device:
-        """Of the memory."""
-        return self._memory.device
-
-    @property
-    def cache(self) -> KVCache:
-        """Keys and values of the layers that are held: to copy what is in blocks before and after a change.
-
-        What a change does to their contents: blocks of layers that stay keep theirs as long as there are as many.
-        """
-        return self._cache
-
-    @property
-    def spec(self) -> ModelSpec:
-        """The model."""
-        return self._opener.spec
-
     def host_attention(self, cache: KVCache) -> Attention[Any]:
         """Return an attention over keys and values of the model that lie in main memory."""
         return self._opener.host_attention(cache)
@@ -148,11 +120,10 @@ class ElasticModel:
         """
         if layers == self.whole:
             return self.info.capacity.num_blocks
-        if not self.layers.covers(layers):
-            raise ValueError(f"layers {layers} are not all among those held, {self.layers}")
+        self._check_held(layers)
         if resident is not None and not (resident.covers(layers) and self.whole.covers(resident)):
             raise ValueError(f"layers {layers} are not all among the resident ones, {resident}")
-        return holdings.room(self._memory.layout, layers, resident or layers)
+        return holdings.room(self.layout, layers, resident or layers)
 
     def blocks_ahead(self, layers: LayerRange, num_blocks: int) -> int:
         """Return of how many blocks a stage can have all layers beside the whole model and its own KV.
@@ -161,7 +132,7 @@ class ElasticModel:
             layers: of the stage: of this model, or of one in a memory like this.
             num_blocks: of those that it computes with.
         """
-        return holdings.room_ahead(self._memory.layout, layers, num_blocks)
+        return holdings.room_ahead(self.layout, layers, num_blocks)
 
     def open(self) -> ModelRunner:
         """Return a runner of the layers that are held, which is to be closed before another change than `reside`."""
@@ -169,7 +140,7 @@ class ElasticModel:
         assert self._loading.is_complete, "parameters are missing that were not loaded"
         self._check_addresses()
         self._runner = self._opener.open(
-            self._cache, self.info.max_model_len, self.info.reserve_bytes, owns_memory=False
+            self.cache, self.info.max_model_len, self.info.reserve_bytes, owns_memory=False
         )
         self._describe()
         return self._runner
@@ -182,12 +153,9 @@ class ElasticModel:
             MemoryLostError: pages are not where they should be; only `close` is left to do.
             OSError, MemoryError: the system refuses; all of them are still held.
         """
-        self._runner.close()
-        if not self.layers.covers(layers):
-            raise ValueError(f"layers {layers} are not all among those held, {self.layers}")
+        gone = self._close_for(layers)
         if layers == self.resident:
             return
-        gone = [layer for layer in self.layers if layer not in layers]
         self._make_room(self.layers, 0)
         if gone:
             self._changed(lambda: self._memory.drop(gone))
@@ -212,10 +180,7 @@ class ElasticModel:
             ValueError, MemoryLostError, OSError, MemoryError: as in `keep`.
             BaseException: what `hand_over` raised.
         """
-        self._runner.close()
-        if not self.layers.covers(layers):
-            raise ValueError(f"layers {layers} are not all among those held, {self.layers}")
-        gone = [layer for layer in self.layers if layer not in layers]
+        gone = self._close_for(layers)
         self._make_room(self.layers, 0)
         self._changed(lambda: self._memory.leave(gone, in_use, by_blocks))
         self._loading.take_in(layers)
@@ -293,11 +258,11 @@ class ElasticModel:
     @property
     def lendable(self) -> ModelWeights:
         """The parameters of the layers that are held, which stay loaded until those change."""
-        return self._opener.weights.of_stage(self._opener.spec, self.layers)
+        return self._opener.weights.of_stage(self.spec, self.layers)
 
     def outer_names(self, layers: LayerRange) -> tuple[str, ...]:
         """Return the names of the parts outside of the layers that a stage with these needs."""
-        return tuple(part.name for part in stage_parts(self._opener.spec, layers))
+        return tuple(part.name for part in stage_parts(self.spec, layers))
 
     def restore(self) -> None:
         """Hold all layers again, with as many KV blocks as at the start. Called again after a failure, it goes on.
@@ -325,6 +290,16 @@ class ElasticModel:
         """Check that every page is at exactly one place, and that nothing has moved. Slow: looks at every address."""
         self._memory.check_invariants()
         self._check_addresses()
+
+    def _close_for(self, layers: LayerRange) -> list[int]:
+        """Close the runner, and return the layers that are held besides some of those that are."""
+        self._runner.close()
+        self._check_held(layers)
+        return [layer for layer in self.layers if layer not in layers]
+
+    def _check_held(self, layers: LayerRange) -> None:
+        if not self.layers.covers(layers):
+            raise ValueError(f"layers {layers} are not all among those held, {self.layers}")
 
     def _take_back(self) -> None:
         memory, num_blocks = self._memory, self.info.capacity.num_blocks
@@ -359,9 +334,9 @@ class ElasticModel:
         holding, runner = self._memory.holding, self._runner
         runner.info = replace(
             runner.info,
-            param_bytes=self._memory.layout.fixed_pages(holding) * self.facts.page_bytes,
-            kv_bytes=self._cache.num_bytes,
-            capacity=KvCapacity(self._cache.num_blocks, self._cache.block_size),
+            param_bytes=self.layout.fixed_pages(holding) * self.facts.page_bytes,
+            kv_bytes=self.cache.num_bytes,
+            capacity=KvCapacity(self.cache.num_blocks, self.cache.block_size),
         )
 
     def _find_addresses(self) -> tuple[int, ...]:
@@ -373,5 +348,5 @@ class ElasticModel:
     def _check_addresses(self) -> None:
         assert self._find_addresses() == self._addresses, "parameters or KV have moved"
         for layer in self.layers:
-            lies_at = (self._cache.keys[layer].data_ptr(), self._cache.values[layer].data_ptr())
+            lies_at = (self.cache.keys[layer].data_ptr(), self.cache.values[layer].data_ptr())
             assert lies_at == tuple(part.data_ptr() for part in self._memory.kv(layer)), f"the KV of {layer} has moved"

@@ -1,4 +1,4 @@
-"""What torch's operators need of a `Batch` on the device, and the block tables that outlive steps."""
+"""What torch's operators need of a `Batch` on the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from services.worker.attention.base import RaggedRows
 from services.worker.contract.arrays import I32, I64
-from services.worker.contract.batch import Batch, TableDelta
+from services.worker.contract.batch import Batch
 from services.worker.memory.host_link import Turns
 from services.worker.sampling.own_samples import OwnSamples
 
@@ -30,21 +30,6 @@ class StepInputs:
     """[k] int64, index of the last token of each row whose next token is wanted"""
     rows: RaggedRows
     """Of the same step, on the host."""
-
-
-class BlockTables:
-    """Block ids by row of the engine's table and position in the row.
-
-    Attributes:
-        entries: [max_rows, max_blocks]; those past the end of a row's sequence mean nothing.
-    """
-
-    def __init__(self, max_rows: int, max_blocks: int) -> None:
-        self.entries: I32 = np.zeros((max_rows, max_blocks), dtype=np.int32)
-
-    def apply(self, delta: TableDelta) -> None:
-        """Take in what changed."""
-        self.entries[delta.row, delta.index] = delta.block_id
 
 
 class InputBuffers:

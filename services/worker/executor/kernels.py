@@ -29,13 +29,13 @@ from services.worker.executor.step import DecodeLayers, ForwardPass, TorchForwar
 from services.worker.executor.step_graphs import Recorder, StepGraphs
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.decoder import Decoder, TiledDecoder
-from services.worker.models.operators import TorchOperators
+from services.worker.models.operators import LayerOperators
 from services.worker.models.rope import RopeTable
 from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import ModelWeights
 from services.worker.native.library import NativeLibrary, open_library
 from services.worker.sampling.own_samples import OwnSamples
-from services.worker.sampling.scoring import TorchScoring
+from services.worker.sampling.scoring import Scoring
 from shared.errors import StartupError
 
 if TYPE_CHECKING:
@@ -126,14 +126,13 @@ class Kernels:
         self, spec: ModelSpec, weights: ModelWeights, rope: RopeTable, cache: KVCache, *, deterministic: bool
     ) -> DecodeLayers:
         if self.fused is not None:
-            operators = self.fused.operators(spec, rope, cache)
-            fused = Decoder(spec, weights, operators)
-            return DecodeLayers(fused, operators, self.fused.scoring(), weights, rope, cache)
-        operators = TorchOperators(spec, rope, cache)
+            fused = Decoder(spec, weights, self.fused.operators(spec, rope, cache))
+            return DecodeLayers(fused, self.fused.scoring(), rope, cache)
+        operators = LayerOperators(spec, rope, cache)
         decoder = (
             TiledDecoder(spec, weights, operators, TILE_ROWS) if deterministic else Decoder(spec, weights, operators)
         )
-        return DecodeLayers(decoder, operators, TorchScoring(), weights, rope, cache)
+        return DecodeLayers(decoder, Scoring(), rope, cache)
 
     def _attention(self, spec: ModelSpec, cache: KVCache, *, deterministic: bool) -> Attention[Any]:
         if self.library is not None:

@@ -20,7 +20,6 @@ from services.worker.contract.arrays import I32, I64
 from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.contract.executor import BatchFailedError, CopyFailedError, HostCopy, HostMemory, KvCapacity
 from services.worker.contract.remote import RemoteLostError
-from services.worker.executor.inputs import BlockTables
 from services.worker.executor.launched import Done, Launched
 from services.worker.executor.step import ForwardPass
 from services.worker.memory.host_kv import HostKV
@@ -153,7 +152,8 @@ class ModelRunner:
     ) -> None:
         self.info = info
         self._samples = samples
-        self._overlaps = overlaps
+        self.overlaps = overlaps
+        """Its steps are to be launched before those before them have ended."""
         self._ended_s = 0.0
         self._forward: ForwardPass | None = forward
         self.memory = memory
@@ -161,7 +161,9 @@ class ModelRunner:
         self._host: HostKV | None = None
         self._is_sound = True
         self._device = forward.cache.keys[0].device
-        self._tables = BlockTables(max_rows, -(-info.max_model_len // info.capacity.block_size))
+        max_blocks = -(-info.max_model_len // info.capacity.block_size)
+        self._tables: I32 = np.zeros((max_rows, max_blocks), dtype=np.int32)
+        """Block ids by row of the engine's table; those past the end of a row's sequence mean nothing."""
         self._chooser = chooser
 
     @property
@@ -226,11 +228,6 @@ class ModelRunner:
         """
         return self.launch(batch, hidden).end()
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether its steps are to be launched before those before them have ended."""
-        return self._overlaps
-
     def launch(self, batch: Batch, hidden: torch.Tensor | None = None) -> Launched:
         """Begin one step; else as `run`. Decodes may begin with `OWN_SAMPLE`.
 
@@ -242,7 +239,7 @@ class ModelRunner:
 
     def advance(self, batch: Batch, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """Compute one step up to the last layer here; return its hidden states. Else as `run`."""
-        return self._applied(batch, lambda known: self._open().advance(known, self._tables.entries, hidden))
+        return self._applied(batch, lambda known: self._open().advance(known, self._tables, hidden))
 
     def skip(self, batch: Batch) -> None:
         """Only apply what a batch says of rows, tables and copies: its step has failed elsewhere. Else as `run`."""
@@ -268,7 +265,7 @@ class ModelRunner:
         """Compute one step; instead of sampling, return the logits [n, vocab_size], float32, of each last token."""
         with torch.inference_mode():
             self._apply(batch)
-            scores = self._open().run(batch, self._tables.entries, np.arange(len(batch.rows)), hidden)
+            scores = self._open().run(batch, self._tables, np.arange(len(batch.rows)), hidden)
             return scores.logits.clone()
 
     @property
@@ -311,8 +308,9 @@ class ModelRunner:
         for admitted in batch.admits:
             self._samples.admit(admitted.row)
         self._chooser.take_in(batch)
-        if len(batch.table_delta.row):
-            self._tables.apply(batch.table_delta)
+        delta = batch.table_delta
+        if len(delta.row):
+            self._tables[delta.row, delta.index] = delta.block_id
         if len(batch.copies.source):
             source, target = (blocks.astype(np.int64) for blocks in (batch.copies.source, batch.copies.target))
             self._open().cache.copy_blocks(send(source, self._device), send(target, self._device))
@@ -320,7 +318,7 @@ class ModelRunner:
 
     def _begin(self, batch: Batch, hidden: torch.Tensor | None, began_s: float) -> Launched:
         sampled: I64 = batch.sample.nonzero()[0]
-        scores = self._open().run(batch, self._tables.entries, sampled, hidden)
+        scores = self._open().run(batch, self._tables, sampled, hidden)
         rows = batch.rows[sampled]
         position = (batch.start + batch.num_tokens)[sampled].astype(np.int64)
         choosing = self._chooser.begin(scores, rows, position)

@@ -46,13 +46,8 @@ class _Workspace:
 
     @classmethod
     def make(cls, spec: ModelSpec, num_tokens: int, dtype: torch.dtype) -> _Workspace:
-        widths = (
-            spec.hidden_size,
-            spec.hidden_size,
-            spec.q_size + 2 * spec.kv_size,
-            spec.q_size,
-            spec.intermediate_size,
-        )
+        hidden, heads = spec.hidden_size, spec.q_size + 2 * spec.kv_size
+        widths = (hidden, hidden, heads, spec.q_size, spec.intermediate_size)
         return cls(num_tokens, *(torch.empty((num_tokens, width), dtype=dtype) for width in widths))
 
 
@@ -249,22 +244,9 @@ class NativeForward:
 
 
 def _layer_args(spec: ModelSpec, weights: ParameterBuffer, cache: KVCache, layer: int) -> LayerArgs:
-    up = "gate_up" if spec.gated_mlp else "up"
+    places = {part.name.replace("gate_up", "up"): weights[part.name].data_ptr() for part in weights.parts}
     return LayerArgs(
-        attention_norm=_pointer(weights, "attention_norm"),
-        attention_norm_bias=_pointer(weights, "attention_norm_bias"),
-        qkv=_pointer(weights, "qkv"),
-        qkv_bias=_pointer(weights, "qkv_bias"),
-        q_norm=_pointer(weights, "q_norm"),
-        k_norm=_pointer(weights, "k_norm"),
-        output=_pointer(weights, "output"),
-        output_bias=_pointer(weights, "output_bias"),
-        mlp_norm=_pointer(weights, "mlp_norm"),
-        mlp_norm_bias=_pointer(weights, "mlp_norm_bias"),
-        up=_pointer(weights, up),
-        up_bias=_pointer(weights, f"{up}_bias"),
-        down=_pointer(weights, "down"),
-        down_bias=_pointer(weights, "down_bias"),
+        **places,
         keys=cache.keys[layer].data_ptr(),
         values=cache.values[layer].data_ptr(),
         window=spec.windows[layer] or 0,

@@ -15,11 +15,12 @@ import torch
 from services.worker.attention.base import Attention
 from services.worker.attention.native_paged import split_bytes
 from services.worker.attention.torch_paged import GROUP_BYTES, max_group_rows
-from services.worker.contract.batch import Batch, RowInit, TableDelta
+from services.worker.contract.batch import Batch, RowInit
 from services.worker.contract.executor import BatchFailedError, KvCapacity
 from services.worker.executor.kernels import Kernels
 from services.worker.executor.model_runner import ModelInfo, ModelRunner, RunnerSettings
 from services.worker.executor.step_graphs import Recorder, StepGraphs, graph_sizes
+from services.worker.executor.trial_batch import trial_batch
 from services.worker.memory.budget import (
     MIN_RESERVE_BYTES,
     RESERVE_MARGIN,
@@ -76,8 +77,8 @@ class RunnerOpener:
         recorder: Recorder | None = None,
     ) -> None:
         self._settings = settings
-        self._spec = spec
-        self._weights = weights
+        self.spec = spec
+        self.weights = weights
         self._demand = demand
         self._device = memory.device
         self._kernels = kernels
@@ -92,19 +93,9 @@ class RunnerOpener:
     def _max_rows(self) -> int:
         return max(self._settings.max_rows, self._settings.max_batch_rows)
 
-    @property
-    def spec(self) -> ModelSpec:
-        """The model."""
-        return self._spec
-
-    @property
-    def weights(self) -> ModelWeights:
-        """Its parameters."""
-        return self._weights
-
     def host_attention(self, cache: KVCache) -> Attention[Any]:
         """Return an attention over keys and values of the model that lie in main memory."""
-        return self._kernels.host_attention(self._spec, cache)
+        return self._kernels.host_attention(self.spec, cache)
 
     def open(self, cache: KVCache, max_model_len: int, reserve_bytes: int, *, owns_memory: bool = True) -> ModelRunner:
         """Return a runner over a cache, for the layers that have blocks there; it knows of no row.
@@ -115,7 +106,7 @@ class RunnerOpener:
             reserve_bytes: kept free for steps.
             owns_memory: the memory is closed with the runner.
         """
-        settings, spec, dtype = self._settings, self._spec, cache.keys[0].dtype
+        settings, spec, dtype = self._settings, self.spec, cache.keys[0].dtype
         layers = LayerRange(cache.layers[0], cache.layers[-1] + 1)
         info = ModelInfo(
             vocab_size=spec.vocab_size,
@@ -138,7 +129,7 @@ class RunnerOpener:
         )
         forward = self._kernels.open(
             spec,
-            self._weights.of_stage(spec, layers),
+            self.weights.of_stage(spec, layers),
             self._rope_for(max_model_len, dtype),
             cache,
             max_tokens=settings.max_batch_tokens,
@@ -186,9 +177,9 @@ class RunnerOpener:
 
     def _new_graphs(self, cache: KVCache, max_model_len: int, *, only_largest: bool = False) -> StepGraphs:
         assert self._recorder is not None
-        settings, spec, dtype = self._settings, self._spec, self._weights.dtype
+        settings, spec, dtype = self._settings, self.spec, self.weights.dtype
         sizes = graph_sizes(settings.max_batch_rows)
-        weights = self._weights.of_stage(spec, LayerRange(0, spec.num_layers))
+        weights = self.weights.of_stage(spec, LayerRange(0, spec.num_layers))
         rope = self._rope_for(max_model_len, dtype)
         chosen = sizes[-1:] if only_largest else sizes
         return self._kernels.graphs(spec, weights, rope, cache, self._recorder, sizes=chosen, samples=self._samples)
@@ -211,12 +202,12 @@ class RunnerOpener:
             return self._graphs.layers.rope
         if self._rope is None or self._rope.num_positions != max_model_len:
             self._rope = None  # the old one goes before the new one comes
-            self._rope = RopeTable(self._spec.rope, self._spec.rotary_dim, max_model_len, dtype, self._device)
+            self._rope = RopeTable(self.spec.rope, self.spec.rotary_dim, max_model_len, dtype, self._device)
         return self._rope
 
     def _measure(self, context: int) -> int:
         """Return the reserve: the peak of a dry step in the worst case, with a margin, and the table of angles."""
-        settings, spec, dtype = self._settings, self._spec, self._weights.dtype
+        settings, spec, dtype = self._settings, self.spec, self.weights.dtype
         blocks = -(-context // settings.block_size)
         cache = KVCache(spec, blocks, settings.block_size, dtype, self._device, settings.layers)
         runner = self.open(cache, context, 0)
@@ -284,25 +275,12 @@ def _worst_batch(settings: RunnerSettings, vocab_size: int, context: int, num_lo
     num_tokens = np.concatenate((np.ones(num_decodes, dtype=np.int32), chunks))
     start = np.asarray(context - num_tokens, dtype=np.int32)
     start[num_long : max(num_decodes, num_long)] = 0
-    table = TableDelta(
-        np.repeat(np.arange(len(start), dtype=np.int32), num_blocks),
-        np.tile(np.arange(num_blocks, dtype=np.int32), len(start)),
-        np.tile(np.arange(num_blocks, dtype=np.int32), len(start)),
-    )
     sampling = SamplingParams(max_tokens=1, top_p=0.9, top_k=vocab_size - 1, repetition_penalty=1.5, logprobs=20)
     known = np.arange(context, dtype=np.int32) % np.int32(vocab_size)
     num_penalised = MAX_EDITS // min(context, vocab_size) + 1
     unpenalised = sampling.model_copy(update={"repetition_penalty": 1.0})
-    return Batch(
-        step_id=0,
-        rows=np.arange(len(start), dtype=np.int32),
-        num_tokens=num_tokens,
-        start=start,
-        tokens=np.zeros(int(num_tokens.sum()), dtype=np.int32),
-        sample=np.ones(len(start), dtype=np.bool_),
-        table_delta=table,
-        admits=tuple(
-            RowInit(row, sampling, context, known) if row < num_penalised else RowInit(row, unpenalised, context)
-            for row in range(len(start))
-        ),
+    admits = tuple(
+        RowInit(row, sampling, context, known) if row < num_penalised else RowInit(row, unpenalised, context)
+        for row in range(len(start))
     )
+    return trial_batch(start, num_tokens, num_blocks, admits=admits)

@@ -7,7 +7,6 @@ KV blocks → in deterministic mode, a proof on the model's own shapes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -23,15 +22,12 @@ from services.worker.memory.budget import Demand, longest_context
 from services.worker.memory.kv_cache import KVCache, bytes_per_block
 from services.worker.memory.model_memory import ModelMemory, ModelSizes, open_memory
 from services.worker.models.checkpoint import TensorEntry, check_against, find_tensors
-from services.worker.models.loader import load_weights
+from services.worker.models.loader import Progress, load_weights
 from services.worker.models.spec import ModelSpec, check_context, read_spec
 from services.worker.models.weights import parameter_bytes
 from shared.errors import StartupError
 
 __all__ = ["LoadedModel", "ModelInfo", "ModelRunner", "Progress", "RunnerSettings", "load_model", "load_runner"]
-
-Progress = Callable[[float, str], None]
-"""Called with the share done, 0 to 1, and what is going on."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _LOADED = 0.8
@@ -89,7 +85,7 @@ def load_model(settings: RunnerSettings, progress: Progress, *, lends_memory: bo
     with ExitStack() as on_failure:
         on_failure.callback(memory.close)
         weights = load_weights(
-            spec, tensors, dtype, memory, lambda done, what: progress(done * _LOADED, what), settings.layers
+            spec, tensors, dtype, memory.parameters, lambda done, what: progress(done * _LOADED, what), settings.layers
         )
         opener = RunnerOpener(
             settings, spec, weights, demand, kernels, memory, recorder=_recorder(settings, device, kernels)

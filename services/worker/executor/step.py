@@ -15,9 +15,7 @@ from services.worker.contract.batch import Batch
 from services.worker.executor.inputs import InputBuffers, StepInputs
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.decoder import Decoder
-from services.worker.models.operators import LayerOperators
 from services.worker.models.rope import RopeTable
-from services.worker.models.weights import ModelWeights
 from services.worker.sampling.own_samples import OwnSamples
 from services.worker.sampling.scoring import Scores, Scoring
 
@@ -76,27 +74,15 @@ class DecodeLayers:
 
     Args:
         decoder: of these layers.
-        operators: of the same.
         scoring: of the last layer's rows.
-        weights: of these layers.
         rope: angles of every position that may occur.
         cache: of these layers.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        operators: LayerOperators,
-        scoring: Scoring,
-        weights: ModelWeights,
-        rope: RopeTable,
-        cache: KVCache,
-    ) -> None:
+    def __init__(self, decoder: Decoder, scoring: Scoring, rope: RopeTable, cache: KVCache) -> None:
         self.cache = cache
         self._decoder = decoder
-        self._operators = operators
         self._scoring = scoring
-        self._weights = weights
         self.rope = rope
 
     def compute(self, inputs: StepInputs, hidden: torch.Tensor | None, attend: Attend) -> torch.Tensor:
@@ -108,7 +94,7 @@ class DecodeLayers:
             attend: called for each layer with its queries [t, num_heads, head_dim]; keys and values are stored then.
         """
         decoder = self._decoder
-        turn = self._operators.turning(inputs.positions, inputs.slots)
+        turn = decoder.operators.turning(inputs.positions, inputs.slots)
         if hidden is None:
             hidden = decoder.embed(inputs.tokens, inputs.positions)
         for layer in self.cache.layers:
@@ -140,8 +126,8 @@ class DecodeLayers:
         """Yield everything that is read or written beside a step's own."""
         yield from self.cache.pools()
         yield self.rope.cos
-        yield self._weights.outer.storage
-        for layer in self._weights.layers:
+        yield self._decoder.weights.outer.storage
+        for layer in self._decoder.weights.layers:
             yield layer.storage
 
 

@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from services.worker.attention.base import FixedDecodes
+from services.worker.attention.flashinfer_paged import FixedFlashInfer
 from services.worker.contract.arrays import I32, I64
 from services.worker.contract.batch import Batch
 from services.worker.executor.inputs import InputBuffers, StepInputs
@@ -65,7 +65,7 @@ class CudaRecorder:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    attention: FixedDecodes
+    attention: FixedFlashInfer
     start: Callable[[], None]
 
 
@@ -85,7 +85,7 @@ class StepGraphs:
     def __init__(
         self,
         layers: DecodeLayers,
-        fixed: Callable[[int], FixedDecodes],
+        fixed: Callable[[int], FixedFlashInfer],
         recorder: Recorder,
         sizes: tuple[int, ...],
         samples: OwnSamples | None = None,
@@ -116,7 +116,7 @@ class StepGraphs:
             inputs = self._laid_out(batch, np.zeros((1, 1), dtype=np.int32))
             attention.plan(inputs.rows)
 
-            def compute(inputs: StepInputs = inputs, attention: FixedDecodes = attention) -> None:
+            def compute(inputs: StepInputs = inputs, attention: FixedFlashInfer = attention) -> None:
                 hidden = self.layers.compute(inputs, None, attention.attend)
                 self.layers.scores(hidden, inputs, self._kept().first(inputs.rows.num_tokens.size))
 

@@ -59,27 +59,19 @@ class ThreadExecutor:
     May be created in any thread, is used on `loop`. Owns the runner and closes it.
     """
 
+    num_lanes = 1
+
     def __init__(self, runner: Runner, loop: asyncio.AbstractEventLoop) -> None:
         self._runner = runner
         self._loop = loop
-        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._recent = RecentSteps()
         self._closed = False
         self._ended: asyncio.Future[None] = loop.create_future()
         self._copiers = {True: _Thread("copies out"), False: _Thread("copies back")} if runner.copies_beside else {}
         self._lander = _Thread("step ends") if runner.overlaps else None
-        self._thread = threading.Thread(target=self._work, name="executor", daemon=True)
-        self._thread.start()
-
-    @property
-    def depth(self) -> int:
+        self.depth = 1 if self._lander is None else 2
         """One batch, and another one behind it where steps overlap."""
-        return 1 if self._lander is None else 2
-
-    @property
-    def num_lanes(self) -> int:
-        """One."""
-        return 1
+        self._thread = _Thread("executor")
 
     @property
     def capacity(self) -> KvCapacity:
@@ -102,7 +94,7 @@ class ThreadExecutor:
         if self._closed:
             future.set_exception(BatchFailedError(batch.step_id, "the executor is closed"))
         else:
-            self._queue.put(lambda: self._run(batch, future))
+            self._thread.put(lambda: self._run(batch, future))
         return future
 
     def copy(self, copy: HostCopy) -> asyncio.Future[None]:
@@ -111,21 +103,20 @@ class ThreadExecutor:
         if self._closed:
             future.set_exception(CopyFailedError(copy.copy_id, "the executor is closed"))
         else:
-            self._queue.put(lambda: self._begin_copy(copy, future))
+            self._thread.put(lambda: self._begin_copy(copy, future))
         return future
 
     async def close(self) -> None:
         """Finish what is queued, end the thread and close the runner. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._queue.put(None)
+            self._thread.put(self._end)
+            self._thread.put(None)
         await asyncio.shield(self._ended)
         self._thread.join()
 
-    def _work(self) -> None:
-        """Body of the thread."""
-        while (work := self._queue.get()) is not None:
-            work()
+    def _end(self) -> None:
+        """Close the runner behind all that is under way."""
         if self._lander is not None:
             self._lander.close()
         for copier in self._copiers.values():
@@ -195,14 +186,18 @@ class _Thread:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, work: Callable[[], None]) -> None:
-        """Have something done behind what is queued."""
+    def put(self, work: Callable[[], None] | None) -> None:
+        """Have something done behind what is queued; None: the thread ends then."""
         self._queue.put(work)
+
+    def join(self) -> None:
+        """Return when the thread has ended."""
+        self._thread.join()
 
     def close(self) -> None:
         """Return when everything is done and the thread has ended."""
-        self._queue.put(None)
-        self._thread.join()
+        self.put(None)
+        self.join()
 
     def _work(self) -> None:
         while (work := self._queue.get()) is not None:

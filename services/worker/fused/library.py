@@ -18,12 +18,12 @@ from services.worker.contract.arrays import F64, I64
 from services.worker.fused.drawing import choose
 from services.worker.fused.operators import FusedOperators, FusedScoring
 from services.worker.memory.kv_cache import KVCache
-from services.worker.models.operators import LayerOperators, TorchOperators
+from services.worker.models.operators import LayerOperators
 from services.worker.models.rope import RopeTable
 from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import ParameterBuffer, buffer_bytes, layer_parts
 from services.worker.sampling.draw import RowSampling, draw
-from services.worker.sampling.scoring import Scoring, TorchScoring
+from services.worker.sampling.scoring import Scoring
 
 LIMIT: Final = 0.02
 """Difference that is taken for rounding, in relation to 1 and to the number itself."""
@@ -36,17 +36,9 @@ _IN_LAYERS: Final = ("attention_norm", "attention_norm_bias", "q_norm", "k_norm"
 class FusedKernels:
     """Triton's kernels for a model on a device of CUDA."""
 
-    def operators(self, spec: ModelSpec, rope: RopeTable, cache: KVCache) -> LayerOperators:
-        """Return the operators of the model's layers over a cache."""
-        return FusedOperators(spec, rope, cache)
-
-    def scoring(self) -> Scoring:
-        """Return what looks at a step's rows."""
-        return FusedScoring()
-
-    def choose(self, logits: torch.Tensor, sampling: RowSampling, points: F64) -> torch.Tensor:
-        """Return chosen ids on the device; see `drawing.py`."""
-        return choose(logits, sampling, points)
+    operators = FusedOperators
+    scoring = FusedScoring
+    choose = staticmethod(choose)
 
 
 def open_fused(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple[FusedKernels | None, str | None]:
@@ -59,7 +51,7 @@ def open_fused(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tup
     except Exception as error:  # whatever a compiler or a driver raises, the worker can go on without them
         return None, f"they failed: {type(error).__name__}: {str(error).strip()[:500]}"
     with torch.inference_mode():
-        expected = _results(TorchOperators, TorchScoring(), spec, dtype, device)
+        expected = _results(LayerOperators, Scoring(), spec, dtype, device)
         drawn = torch.from_numpy(_sampled(*_draws(spec.vocab_size, torch.device("cpu"))))
     for name, ours in found.items():
         theirs = expected[name].float()

@@ -1,4 +1,4 @@
-"""`LayerOperators` and `Scoring` by Triton's kernels: one where torch takes three to ten. For devices of CUDA."""
+"""A model's operators and scoring by Triton's kernels: one where torch takes three to ten. For devices of CUDA."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from torch.nn import functional
 from services.worker.fused import choice_kernels, launching, layer_kernels
 from services.worker.fused.launching import block_of, warps_of
 from services.worker.memory.kv_cache import KVCache
-from services.worker.models.operators import TorchOperators, Turn
+from services.worker.models.operators import LayerOperators, Turn
 from services.worker.models.rope import RopeTable
 from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import ParameterBuffer
+from services.worker.sampling.scoring import Scoring
 
 GATE_BLOCK = 1024
 """Numbers of one program."""
@@ -21,8 +22,8 @@ LOGITS_BLOCK = 8192
 """Logits of a row that are looked at at a time."""
 
 
-class FusedOperators:
-    """See `LayerOperators`.
+class FusedOperators(LayerOperators):
+    """Operators of which some are kernels of ours.
 
     Products with a matrix add to the hidden states in place, and round the sum once, where torch's operators round the
     product too. What takes one kernel anyway is torch's.
@@ -34,10 +35,8 @@ class FusedOperators:
     """
 
     def __init__(self, spec: ModelSpec, rope: RopeTable, cache: KVCache) -> None:
-        self._spec = spec
-        self._rope = rope
-        self._cache = cache
-        self._torch = TorchOperators(spec, rope, cache)
+        super().__init__(spec, rope, cache)
+        self._pools = cache
         rest = spec.head_dim - spec.rotary_dim
         self._turn_constants = {
             "NUM_HEADS": spec.num_heads,
@@ -76,7 +75,7 @@ class FusedOperators:
 
     def turning(self, positions: torch.Tensor, slots: torch.Tensor) -> Turn:
         """Return what takes the heads of a step's layers; see `LayerOperators`."""
-        spec, cache, rope, constants = self._spec, self._cache, self._rope, self._turn_constants
+        spec, cache, rope, constants = self._spec, self._pools, self._rope, self._turn_constants
         num_programs = -(-(spec.num_heads + 2 * spec.num_kv_heads) // constants["HEADS_BLOCK"])
 
         def turn(layer: int, heads: torch.Tensor, weights: ParameterBuffer) -> torch.Tensor:
@@ -111,10 +110,6 @@ class FusedOperators:
         launching.launch(layer_kernels.gate_rows, grid, pair, out, WIDTH=width, ACTIVATION=activation, BLOCK=GATE_BLOCK)
         return out
 
-    def activate(self, inside: torch.Tensor) -> torch.Tensor:
-        """Return the activation; see `LayerOperators`."""
-        return self._torch.activate(inside)
-
     def add_product(
         self, hidden: torch.Tensor, inputs: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
@@ -124,8 +119,8 @@ class FusedOperators:
         return hidden.addmm_(inputs, matrix.t())
 
 
-class FusedScoring:
-    """See `Scoring`."""
+class FusedScoring(Scoring):
+    """Scoring by kernels of ours."""
 
     def finite(self, hidden: torch.Tensor, last: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
         """Look at hidden states; see `Scoring`."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from services.worker.memory.holdings import NotEnoughPagesError
 from services.worker.memory.layout import Holding, Kind, MemoryLayout, Region
@@ -156,44 +157,24 @@ def carry_out(
         BaseException: whatever a range raised; all is as it was.
     """
     undo: list[Callable[[], object]] = []
+    runs = [(move, pages.tolist()) for move, pages in zip(prepared.moves, prepared.pages, strict=True)]
     try:
-        _carry_out(prepared, ranges, page_bytes, (before, after), undo)
+        for move, pages in runs:
+            if move.source is not None:
+                reserved, offset = ranges[move.source.region], move.source.first * page_bytes
+                found = reserved.unmap_run(offset, len(pages))
+                undo.append(partial(reserved.map_run, offset, found))
+                expected = [before[page] for page in pages]
+                assert found == expected, f"the ledger says that {move} moves pages {expected}, but {found} were mapped"
+        for move, pages in runs:
+            if move.target is not None:
+                reserved, offset = ranges[move.target.region], move.target.first * page_bytes
+                reserved.map_run(offset, [after[page] for page in pages])
+                undo.append(partial(reserved.unmap_run, offset, len(pages)))
     except BaseException as error:
         _undo(undo, error)
         raise
     return lambda: _undo(undo, None)
-
-
-def _carry_out(
-    prepared: Prepared,
-    ranges: Mapping[Region, VirtualRange],
-    page_bytes: int,
-    page_ids: tuple[Sequence[PageId], Sequence[PageId]],
-    undo: list[Callable[[], object]],
-) -> None:
-    """See `carry_out`; `undo` gets what takes each step back, in order."""
-    before, after = page_ids
-    runs = [(move, pages.tolist()) for move, pages in zip(prepared.moves, prepared.pages, strict=True)]
-    for move, pages in runs:
-        if move.source is not None:
-            reserved, offset = ranges[move.source.region], move.source.first * page_bytes
-            found = reserved.unmap_run(offset, len(pages))
-            undo.append(_mapping(reserved, offset, found))
-            expected = [before[page] for page in pages]
-            assert found == expected, f"the ledger says that {move} moves pages {expected}, but {found} were mapped"
-    for move, pages in runs:
-        if move.target is not None:
-            reserved, offset = ranges[move.target.region], move.target.first * page_bytes
-            reserved.map_run(offset, [after[page] for page in pages])
-            undo.append(_unmapping(reserved, offset, len(pages)))
-
-
-def _mapping(reserved: VirtualRange, offset: int, pages: list[PageId]) -> Callable[[], object]:
-    return lambda: reserved.map_run(offset, pages)
-
-
-def _unmapping(reserved: VirtualRange, offset: int, count: int) -> Callable[[], object]:
-    return lambda: reserved.unmap_run(offset, count)
 
 
 def _undo(undo: list[Callable[[], object]], error: BaseException | None) -> None:

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from services.worker.memory.page_rules import CheckedRange, PageBook
-from services.worker.memory.ranges import MappingError, PageHandle, PageId
+from services.worker.memory.ranges import MappingError, PageHandle, PageId, VirtualMemory
 
 _NO_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 
@@ -38,7 +37,7 @@ class CudaError(OSError):
         self.is_memory_short = getattr(code, "name", "") == _NO_MEMORY
 
 
-class CudaMemory:
+class CudaMemory(VirtualMemory):
     """A `VirtualMemory` of one GPU.
 
     Args:
@@ -54,71 +53,34 @@ class CudaMemory:
     """
 
     def __init__(self, page_bytes: int, num_pages: int, device: torch.device, driver: Any = None) -> None:
-        self._book = PageBook(page_bytes, num_pages)
-        self.device = device
+        super().__init__(page_bytes, num_pages, device)
         self._driver = _Driver(driver or importlib.import_module("cuda.bindings.driver"), device.index or 0)
         granularity = self._driver.granularity()
         if page_bytes % granularity:
             self._driver.close()
             raise ValueError(f"pages of {page_bytes} bytes are not a multiple of the device's {granularity}")
-        self._ranges: list[_CudaRange] = []
         self._handles: dict[PageId, Any] = {}
 
-    @property
-    def page_bytes(self) -> int:
-        """Size of a page."""
-        return self._book.page_bytes
+    def _reserve(self, num_bytes: int) -> int:
+        return self._driver.reserve(num_bytes)
 
-    @property
-    def num_pages(self) -> int:
-        """Pages of its own."""
-        return self._book.num_pages
-
-    def reserve(self, num_bytes: int) -> CheckedRange:
-        """Reserve addresses; see `VirtualMemory`."""
-        self._book.check_open()
-        if num_bytes < 1:
-            raise MappingError(f"a range of {num_bytes} bytes cannot be reserved")
-        num_bytes = -(-num_bytes // self.page_bytes) * self.page_bytes
-        address = self._driver.reserve(num_bytes)
-        self._ranges.append(_CudaRange(address, num_bytes, self._book, self))
-        return self._ranges[-1]
-
-    def export(self, page: PageId) -> PageHandle:
-        """Return a new descriptor of a page; see `VirtualMemory`."""
-        self._book.check_known(page)
+    def _export(self, page: PageId) -> PageHandle:
         return PageHandle(self._driver.export(self._handle(page)), 0)
 
-    def adopt(self, handle: PageHandle) -> PageId:
-        """Take in an exported page; see `VirtualMemory`. Its size is the exporter's to say: the driver does not."""
-        self._book.check_open()
+    def _take_in(self, page: PageId, handle: PageHandle) -> None:
+        """Have an exported page, whose size is the exporter's to say: the driver does not."""
         if handle.offset:
             raise MappingError("a page of a GPU fills its descriptor")
-        imported = self._driver.import_handle(handle.descriptor)
-        page = self._book.adopt()
-        self._handles[page] = imported
-        return page
+        self._handles[page] = self._driver.import_handle(handle.descriptor)
 
-    def disown(self, page: PageId) -> None:
-        """Forget an adopted page; see `VirtualMemory`."""
-        self._book.disown(page)
+    def _forget(self, page: PageId) -> None:
+        """Have a page no more; its memory stays for as long as another process has it."""
         self._driver.release(self._handles.pop(page))
 
-    def hand_over(self, page: PageId) -> None:
-        """Forget a page; see `VirtualMemory`. Its memory stays for as long as another process has it."""
-        if page >= self.num_pages:
-            self.disown(page)
-            return
-        self._book.hand_over(page)
-        self._driver.release(self._handles.pop(page))
-
-    def close(self) -> None:
-        """Give everything back; see `VirtualMemory`."""
-        if not self._book.is_open:
-            return
+    def _close(self) -> None:
         for reserved in self._ranges:
             reserved.clear()
-        self._book.is_open = False
+        self._is_open = False
         for reserved in self._ranges:
             self._driver.free(reserved.address, reserved.num_bytes)
         for handle in self._handles.values():
@@ -126,7 +88,7 @@ class CudaMemory:
         self._driver.close()
 
     def put(self, address: int, pages: Sequence[PageId]) -> None:
-        """Map pages that are known to be free at an address that is known to be reserved: all or none."""
+        """Map pages; see `VirtualMemory`."""
         size, done = self.page_bytes, 0
         try:
             for page in pages:
@@ -139,7 +101,7 @@ class CudaMemory:
             raise
 
     def take_away(self, address: int, pages: Sequence[PageId]) -> None:
-        """Unmap the pages that lie from an address on, when the device is done with them: all or none."""
+        """Unmap pages when the device is done with them; see `VirtualMemory`."""
         size, done = self.page_bytes, 0
         self._driver.synchronize()
         try:
@@ -156,20 +118,6 @@ class CudaMemory:
         if page not in self._handles:
             self._handles[page] = self._driver.create(self.page_bytes)
         return self._handles[page]
-
-
-class _CudaRange(CheckedRange):
-    """Addresses of a `CudaMemory`."""
-
-    def __init__(self, address: int, num_bytes: int, book: PageBook, memory: CudaMemory) -> None:
-        super().__init__(address, num_bytes, book, memory.device)
-        self._memory = memory
-
-    def _map(self, address: int, pages: Sequence[PageId]) -> None:
-        self._memory.put(address, pages)
-
-    def _unmap(self, address: int, pages: Sequence[PageId]) -> None:
-        self._memory.take_away(address, pages)
 
 
 class _Driver:

@@ -54,7 +54,6 @@ class ElasticMemory:
         facts: sizes; `num_pages` and `page_bytes` are the memory's.
         kv: of which the facts' `block_bytes` follow.
         memory: whose pages nobody else uses; closed with this.
-        device: of the memory.
 
     Raises:
         NotEnoughPagesError: the budget does not hold the parameters.
@@ -62,51 +61,43 @@ class ElasticMemory:
         OSError, MemoryError: the system refuses.
     """
 
-    def __init__(self, facts: MemoryFacts, kv: KvShape, memory: VirtualMemory, device: torch.device) -> None:
+    def __init__(self, facts: MemoryFacts, kv: KvShape, memory: VirtualMemory) -> None:
         if (facts.page_bytes, facts.num_pages) != (memory.page_bytes, memory.num_pages):
             raise ValueError("the facts are not those of the memory")
         if facts.block_bytes != kv.block_bytes:
             raise ValueError(f"blocks of {kv.block_bytes} bytes are not of {facts.block_bytes}")
-        self.device = device
-        self._layout = MemoryLayout(facts)
+        self.device = memory.device
+        self.layout = MemoryLayout(facts)
+        """Arithmetic of pages and blocks."""
         self._kv = kv
         self._memory = memory
-        self._holding = Holding((), Spans())
+        self.holding = Holding((), Spans())
+        """What the pages are for now."""
         self._caches: list[KVCache] = []
         self._is_sound = True
-        regions = {region: self._layout.reserved_pages(region) for region in self._layout.regions}
+        regions = {region: self.layout.reserved_pages(region) for region in self.layout.regions}
         self._pool = PagePool(facts.num_pages, regions)
         self._page_ids = [PageId(page) for page in range(facts.num_pages)]
         """The memory's page that stands for each of the ledger's; another one after a swap."""
         self._ranges: dict[Region, VirtualRange] = {
             region: memory.reserve(count * facts.page_bytes) for region, count in regions.items()
         }
-        self._change(holdings.whole(self._layout, 0))
-
-    @property
-    def layout(self) -> MemoryLayout:
-        """Arithmetic of pages and blocks."""
-        return self._layout
-
-    @property
-    def holding(self) -> Holding:
-        """What the pages are for now."""
-        return self._holding
+        self._change(holdings.whole(self.layout, 0))
 
     @property
     def held_layers(self) -> tuple[int, ...]:
         """Layers whose parameters and KV are there, ascending."""
-        return self._holding.layers
+        return self.holding.layers
 
     @property
     def resident_layers(self) -> tuple[int, ...]:
         """Layers whose parameters are there, with KV or without, ascending."""
-        return self._holding.resident
+        return self.holding.resident
 
     @property
     def usable(self) -> Spans:
         """Ids of the blocks whose keys and values are backed in every layer that is held."""
-        return self._layout.usable(self._holding)
+        return self.layout.usable(self.holding)
 
     @property
     def num_blocks(self) -> int:
@@ -121,7 +112,7 @@ class ElasticMemory:
         """
         if not num_bytes:
             return torch.empty(0, dtype=torch.uint8, device=self.device)
-        facts = self._layout.facts
+        facts = self.layout.facts
         expected = facts.outer_bytes if layer is None else facts.layer_bytes[layer]
         if num_bytes != expected:
             raise ValueError(f"{num_bytes} bytes are not the {expected} of these parameters")
@@ -141,9 +132,9 @@ class ElasticMemory:
         Raises:
             NotEnoughPagesError: the budget does not hold them.
         """
-        facts = self._layout.facts
+        facts = self.layout.facts
         self._limit(facts.num_pages - ceil_div(reserve_bytes, facts.page_bytes))
-        self._change(holdings.backed(self._layout, self._holding, Spans.of((0, num_blocks))))
+        self._change(holdings.backed(self.layout, self.holding, Spans.of((0, num_blocks))))
         keys, values = zip(*(self.kv(layer) for layer in range(facts.num_layers)), strict=True)
         cache = KVCache.over(keys, values, self.usable.end)
         self._caches.append(cache)
@@ -166,16 +157,16 @@ class ElasticMemory:
         Raises:
             ValueError: as in `holdings.dropped`; nothing was changed.
         """
-        after = holdings.dropped(self._layout, self._holding, layers, Spans())
-        self._change(holdings.grown(self._layout, after))
+        after = holdings.dropped(self.layout, self.holding, layers, Spans())
+        self._change(holdings.grown(self.layout, after))
 
     def grow(self, max_blocks: int | None = None) -> None:
         """Back more blocks at the tail with free pages; see `holdings.grown`."""
-        self._change(holdings.grown(self._layout, self._holding, max_blocks))
+        self._change(holdings.grown(self.layout, self.holding, max_blocks))
 
     def shrink(self, num_blocks: int) -> None:
         """Give back the pages behind the first blocks; see `holdings.shrunk`. Their contents are lost."""
-        self._change(holdings.shrunk(self._layout, self._holding, num_blocks))
+        self._change(holdings.shrunk(self.layout, self.holding, num_blocks))
 
     def restore(self, layers: Iterable[int], min_blocks: int) -> Spans:
         """Take some layers back: room for their parameters and KV comes from blocks at the tail.
@@ -193,7 +184,7 @@ class ElasticMemory:
         Raises:
             ValueError, NotEnoughPagesError: as in `holdings.restored`; nothing was changed.
         """
-        return self._with_outer(holdings.restored(self._layout, self._holding, layers, min_blocks))
+        return self._with_outer(holdings.restored(self.layout, self.holding, layers, min_blocks))
 
     def reside(self, beside: Iterable[int], min_blocks: int, ahead: Spans | None = None) -> Spans:
         """Have pages for the parameters of exactly these layers beside those that are held.
@@ -214,7 +205,7 @@ class ElasticMemory:
         Raises:
             ValueError, NotEnoughPagesError: as in `holdings.resided`; nothing was changed.
         """
-        return self._with_outer(holdings.resided(self._layout, self._holding, beside, min_blocks, ahead))
+        return self._with_outer(holdings.resided(self.layout, self.holding, beside, min_blocks, ahead))
 
     def leave(self, layers: Iterable[int], in_use: Spans, by_blocks: int) -> None:
         """Give up parameters of some layers, and all KV but that in use; what is free then stays free until `fill`.
@@ -228,8 +219,8 @@ class ElasticMemory:
         Raises:
             ValueError: as in `holdings.left`; nothing was changed.
         """
-        after = holdings.left(self._layout, self._holding, layers, in_use, by_blocks)
-        self._change(after, holdings.page_shift(self._layout, by_blocks))
+        after = holdings.left(self.layout, self.holding, layers, in_use, by_blocks)
+        self._change(after, holdings.page_shift(self.layout, by_blocks))
 
     def swap(self, taken: Spans, carry_out: Callable[[PageSwap], None]) -> None:
         """Hand over all KV of layers that are not held, against KV of those that are.
@@ -244,8 +235,8 @@ class ElasticMemory:
             BaseException: what `carry_out` raised.
         """
         self._check_sound()
-        after = holdings.handed_over(self._layout, self._holding, taken)
-        prepared = self._pool.prepare(plan_change(self._layout, self._holding, after).moves)
+        after = holdings.handed_over(self.layout, self.holding, taken)
+        prepared = self._pool.prepare(plan_change(self.layout, self.holding, after).moves)
 
         def commit(page_ids: list[PageId]) -> None:
             self._pool.commit(prepared)
@@ -264,7 +255,7 @@ class ElasticMemory:
         Raises:
             ValueError: as in `holdings.filled`; nothing was changed.
         """
-        self._change(holdings.filled(self._layout, self._holding))
+        self._change(holdings.filled(self.layout, self.holding))
 
     def close(self) -> None:
         """Give back everything; tensors must not be touched any more. Idempotent."""
@@ -273,8 +264,8 @@ class ElasticMemory:
     def check_invariants(self) -> None:
         """Check that holding, ledger and mappings say the same, and that every page is at exactly one place."""
         self._pool.check_invariants()
-        mapped, page_bytes = self._layout.mapped(self._holding), self._layout.facts.page_bytes
-        assert self._pool.budget == self._layout.facts.num_pages, "ledger and layout have different budgets"
+        mapped, page_bytes = self.layout.mapped(self.holding), self.layout.facts.page_bytes
+        assert self._pool.budget == self.layout.facts.num_pages, "ledger and layout have different budgets"
         for region, reserved in self._ranges.items():
             assert self._pool.places(region) == mapped.get(region, Spans()), f"{region} holds what nobody wants"
             for place, page in enumerate(self._pool.pages(region).tolist()):
@@ -288,20 +279,20 @@ class ElasticMemory:
             assert cache.layers == self.held_layers, "a cache has other layers than the memory"
 
     def _limit(self, num_pages: int) -> None:
-        if num_pages < (needed := self._layout.num_pages(self._holding)):
+        if num_pages < (needed := self.layout.num_pages(self.holding)):
             raise holdings.NotEnoughPagesError(needed, num_pages)
         self._pool.set_budget(num_pages)
-        self._layout = MemoryLayout(replace(self._layout.facts, num_pages=num_pages))
+        self.layout = MemoryLayout(replace(self.layout.facts, num_pages=num_pages))
 
     def _kv_tensor(self, region: Region) -> torch.Tensor:
         """Return [max_blocks, block_size, num_kv_heads, head_dim] over a whole range."""
-        facts, kv = self._layout.facts, self._kv
+        facts, kv = self.layout.facts, self._kv
         flat = self._ranges[region].tensor()[: facts.max_blocks * facts.block_bytes].view(kv.dtype)
         return flat.view(facts.max_blocks, kv.block_size, kv.num_kv_heads, kv.head_dim)
 
     def _with_outer(self, after: Holding) -> Spans:
         """Change to a holding, and return the bytes of the outer parameters that have new pages."""
-        layout, before = self._layout, self._holding
+        layout, before = self.layout, self.holding
         self._change(after)
         page, end = layout.facts.page_bytes, layout.facts.outer_bytes
         new = layout.outer_pages(after.resident) - layout.outer_pages(before.resident)
@@ -309,8 +300,8 @@ class ElasticMemory:
 
     def _change(self, after: Holding, shift: int = 0) -> None:
         self._check_sound()
-        layout = self._layout
-        change = plan_change(layout, self._holding, after, shift)
+        layout = self.layout
+        change = plan_change(layout, self.holding, after, shift)
         try:
             apply(change, self._pool, self._ranges, layout.facts.page_bytes, self._page_ids)
         except MemoryLostError:
@@ -323,6 +314,6 @@ class ElasticMemory:
 
     def _take(self, after: Holding) -> None:
         """Hold what is mapped now."""
-        self._holding = after
+        self.holding = after
         for cache in self._caches:
             cache.resize(self.usable.end, self.held_layers)

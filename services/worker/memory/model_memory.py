@@ -124,7 +124,7 @@ def open_memory(
     else:
         memory = PosixMemory(page_bytes, num_pages, huge=page_bytes % HUGE_PAGE_BYTES == 0)
     try:
-        return ElasticMemory(memory_facts(sizes, page_bytes, num_pages), _kv_shape(sizes), memory, device)
+        return ElasticMemory(memory_facts(sizes, page_bytes, num_pages), _kv_shape(sizes), memory)
     except BaseException:
         memory.close()
         raise

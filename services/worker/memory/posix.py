@@ -18,30 +18,24 @@ from dataclasses import dataclass
 
 import torch
 
-from services.worker.memory.page_rules import CheckedRange, PageBook, runs
-from services.worker.memory.ranges import MappingError, PageHandle, PageId
+from services.worker.memory.ranges import MappingError, PageHandle, PageId, VirtualMemory, runs
 
 HUGE_PAGE_BYTES = 2 * 2**20
-_PROT_NONE, _MAP_FIXED, _MAP_NORESERVE, _MADV_COLLAPSE = 0, 0x10, 0x4000, 25
-_RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+MAP_FIXED = 0x10
+_PROT_NONE, _MAP_NORESERVE, _MADV_COLLAPSE = 0, 0x4000, 25
+RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+"""Flags of addresses without memory."""
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int64,
-)
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(3 * (ctypes.c_int,)), ctypes.c_int64)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-class PosixMemory:
+class PosixMemory(VirtualMemory):
     """A `VirtualMemory` of the CPU, on Linux.
 
     Args:
@@ -56,16 +50,15 @@ class PosixMemory:
     """
 
     def __init__(self, page_bytes: int, num_pages: int, *, huge: bool = False) -> None:
-        self._book = PageBook(page_bytes, num_pages)
+        super().__init__(page_bytes, num_pages, torch.device("cpu"))
         unit = HUGE_PAGE_BYTES if huge else mmap.PAGESIZE
         if page_bytes % unit:
             raise ValueError(f"pages of {page_bytes} bytes are not a multiple of the system's {unit}")
         self._huge = huge
         self._taken: set[int] = set()
         """Own pages that were mapped once."""
-        self._ranges: list[_PosixRange] = []
-        self._adopted: dict[PageId, tuple[_File, int]] = {}
-        """Where a page lies: file, and offset in it."""
+        self._places: dict[PageId, tuple[_File, int]] = {}
+        """Where an adopted page lies: file, and offset in it."""
         self._files: dict[tuple[int, int], _File] = {}
         """Of adopted pages, by device and inode: as many descriptors as there are files."""
         descriptor = os.memfd_create("sluice-memory", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -77,44 +70,26 @@ class PosixMemory:
             os.close(descriptor)
             raise
 
-    @property
-    def page_bytes(self) -> int:
-        """Size of a page."""
-        return self._book.page_bytes
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of its own."""
-        return self._book.num_pages
-
-    def reserve(self, num_bytes: int) -> CheckedRange:
-        """Reserve addresses, aligned to a page; see `VirtualMemory`."""
-        self._book.check_open()
-        if num_bytes < 1:
-            raise MappingError(f"a range of {num_bytes} bytes cannot be reserved")
+    def _reserve(self, num_bytes: int) -> int:
+        """Reserve addresses, aligned to a page."""
         page_bytes = self.page_bytes
-        num_bytes = -(-num_bytes // page_bytes) * page_bytes
-        begin = _mmap(None, num_bytes + page_bytes, _PROT_NONE, _RESERVED)
+        begin = mmap_at(None, num_bytes + page_bytes, _PROT_NONE, RESERVED)
         address = -(-begin // page_bytes) * page_bytes
-        _munmap(begin, address - begin)
-        _munmap(address + num_bytes, begin + page_bytes - address)
-        self._ranges.append(_PosixRange(address, num_bytes, self._book, self))
-        return self._ranges[-1]
+        munmap(begin, address - begin)
+        munmap(address + num_bytes, begin + page_bytes - address)
+        return address
 
-    def export(self, page: PageId) -> PageHandle:
-        """Return a new descriptor of the file that holds a page; see `VirtualMemory`."""
-        self._book.check_known(page)
+    def _export(self, page: PageId) -> PageHandle:
+        """Return a new descriptor of the file that holds a page."""
         file, offset = self._held(page)
         return PageHandle(os.dup(file.descriptor), offset)
 
-    def adopt(self, handle: PageHandle) -> PageId:
-        """Take in an exported page; see `VirtualMemory`.
+    def _take_in(self, page: PageId, handle: PageHandle) -> None:
+        """Have a page of a sealed file, where it begins on a border of pages.
 
-        Raises:
-            MappingError: the file ends before the page does or could become shorter (whoever reads behind its end is
-                killed), or the page does not begin on a border of pages.
+        A file that ends before the page does or could become shorter is refused: whoever reads behind its end is
+        killed.
         """
-        self._book.check_open()
         found = os.fstat(handle.descriptor)
         if handle.offset % self.page_bytes or not 0 <= handle.offset <= found.st_size - self.page_bytes:
             raise MappingError(f"the file has no page of {self.page_bytes} bytes at {handle.offset}")
@@ -123,62 +98,50 @@ class PosixMemory:
         key = (found.st_dev, found.st_ino)
         if key not in self._files:
             self._files[key] = _File(os.dup(handle.descriptor))
-        page = self._book.adopt()
         self._files[key].num_pages += 1
-        self._adopted[page] = (self._files[key], handle.offset)
-        return page
+        self._places[page] = (self._files[key], handle.offset)
 
-    def disown(self, page: PageId) -> None:
-        """Forget an adopted page; see `VirtualMemory`."""
-        self._book.disown(page)
-        file, _ = self._adopted.pop(page)
+    def _forget(self, page: PageId) -> None:
+        """Have a page no more. One of its own stays in the file, for whoever has it."""
+        if page not in self._places:
+            return
+        file, _ = self._places.pop(page)
         file.num_pages -= 1
         if not file.num_pages:
             os.close(file.descriptor)
             self._files = {key: kept for key, kept in self._files.items() if kept is not file}
 
-    def hand_over(self, page: PageId) -> None:
-        """Forget a page; see `VirtualMemory`. One of its own stays in the file, for whoever has it."""
-        if page >= self.num_pages:
-            self.disown(page)
-        else:
-            self._book.hand_over(page)
-
-    def close(self) -> None:
-        """Give everything back; see `VirtualMemory`."""
-        if not self._book.is_open:
-            return
-        self._book.is_open = False
+    def _close(self) -> None:
+        self._is_open = False
         for reserved in self._ranges:
-            _munmap(reserved.address, reserved.num_bytes)
+            munmap(reserved.address, reserved.num_bytes)
         for file in (self._file, *self._files.values()):
             os.close(file.descriptor)
 
     def put(self, address: int, pages: Sequence[PageId]) -> None:
-        """Map pages that are known to be free at an address that is known to be reserved: all or none."""
+        """Map pages; see `VirtualMemory`."""
         done = 0
         try:
             for first, count in self._runs(pages):
                 self._put_run(address + done * self.page_bytes, first, count)
                 done += count
         except OSError:
-            self.clear(address, len(pages))  # also where the system failed half-way
+            self.take_away(address, pages)  # also where the system failed half-way
             raise
 
-    def clear(self, address: int, num_pages: int) -> None:
-        """Make addresses reserved ones again."""
-        if num_pages:
-            _mmap(address, num_pages * self.page_bytes, _PROT_NONE, _RESERVED | _MAP_FIXED)
+    def take_away(self, address: int, pages: Sequence[PageId]) -> None:
+        """Make addresses reserved ones again; see `VirtualMemory`."""
+        mmap_at(address, len(pages) * self.page_bytes, _PROT_NONE, RESERVED | MAP_FIXED)
 
     def _runs(self, pages: Sequence[PageId]) -> list[tuple[PageId, int]]:
         """Return the parts that lie side by side in one file: each is one call of the system, not one per page."""
-        if self._adopted:
+        if self._places:
             return [(page, 1) for page in pages]
         return [(PageId(first), count) for first, count in runs(pages)]
 
     def _put_run(self, address: int, first: PageId, count: int) -> None:
         (file, offset), num_bytes = self._held(first), count * self.page_bytes
-        _mmap(address, num_bytes, _READ_WRITE, mmap.MAP_SHARED | _MAP_FIXED, file.descriptor, offset)
+        mmap_at(address, num_bytes, _READ_WRITE, mmap.MAP_SHARED | MAP_FIXED, file.descriptor, offset)
         if self._huge:
             self._take_huge(address, range(first, first + count))
 
@@ -196,7 +159,7 @@ class PosixMemory:
 
     def _held(self, page: PageId) -> tuple[_File, int]:
         """Return where a page lies."""
-        return self._adopted.get(page) or (self._file, page * self.page_bytes)
+        return self._places.get(page) or (self._file, page * self.page_bytes)
 
 
 @dataclass(slots=True, eq=False)
@@ -209,21 +172,7 @@ class _File:
     """That were adopted from it."""
 
 
-class _PosixRange(CheckedRange):
-    """Addresses of a `PosixMemory`."""
-
-    def __init__(self, address: int, num_bytes: int, book: PageBook, memory: PosixMemory) -> None:
-        super().__init__(address, num_bytes, book, torch.device("cpu"))
-        self._memory = memory
-
-    def _map(self, address: int, pages: Sequence[PageId]) -> None:
-        self._memory.put(address, pages)
-
-    def _unmap(self, address: int, pages: Sequence[PageId]) -> None:
-        self._memory.clear(address, len(pages))
-
-
-def _mmap(
+def mmap_at(
     address: int | None, num_bytes: int, protection: int, flags: int, descriptor: int = -1, offset: int = 0
 ) -> int:
     """Call mmap.
@@ -238,7 +187,12 @@ def _mmap(
     return found
 
 
-def _munmap(address: int, num_bytes: int) -> None:
+def munmap(address: int, num_bytes: int) -> None:
+    """Call munmap, unless there is nothing to unmap.
+
+    Raises:
+        OSError: it refuses.
+    """
     if num_bytes and _libc.munmap(address, num_bytes):
         number = ctypes.get_errno()
         raise OSError(number, f"munmap of {num_bytes} bytes: {os.strerror(number)}")

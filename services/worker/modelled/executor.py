@@ -32,6 +32,8 @@ def step_s(cost: CostModel | StageCost, batch: Batch) -> float:
 class ModelledExecutor:
     """One modelled worker: steps run one after the other, in the order in which they were submitted."""
 
+    num_lanes = 1
+
     def __init__(
         self,
         cost: CostModel,
@@ -55,7 +57,8 @@ class ModelledExecutor:
         self._kv = kv
         self._host = host
         self._failure = failure
-        self._overlaps = overlaps
+        self.depth = 1 + overlaps
+        """One batch in flight, and another one behind it where steps overlap."""
         self._recent = RecentSteps()
         self._copying: dict[Future[None], None] = {}
         self._link_free_s = {True: 0.0, False: 0.0}
@@ -67,16 +70,6 @@ class ModelledExecutor:
     def recent_step_s(self) -> float:
         """How long a step with prompts took lately, seconds; 0 before the first one."""
         return self._recent.long_s
-
-    @property
-    def depth(self) -> int:
-        """One batch in flight, and another one behind it where steps overlap."""
-        return 1 + self._overlaps
-
-    @property
-    def num_lanes(self) -> int:
-        """One."""
-        return 1
 
     @property
     def capacity(self) -> KvCapacity:

@@ -32,13 +32,13 @@ class Decoder:
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights, operators: LayerOperators) -> None:
         self.spec = spec
-        self._weights = weights
-        self._operators = operators
+        self.weights = weights
+        self.operators = operators
         self._head = weights.outer.get("embedding" if spec.tied_embeddings else "head")
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the hidden states [t, hidden_size] of the tokens [t] (int64) at their positions [t] (int64)."""
-        outer = self._weights.outer
+        outer = self.weights.outer
         hidden = functional.embedding(tokens, outer["embedding"])
         if self.spec.embedding_size is not None:
             hidden = functional.linear(hidden, outer["project_in"])
@@ -55,7 +55,7 @@ class Decoder:
             turn: of the same tokens.
         """
         heads = self._heads(layer, hidden).unflatten(1, (-1, self.spec.head_dim))
-        return turn(layer, heads, self._weights.layers[layer])
+        return turn(layer, heads, self.weights.layers[layer])
 
     def post(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Return the hidden states behind the layer.
@@ -65,7 +65,7 @@ class Decoder:
             hidden: [t, hidden_size] as given to `pre`; may be overwritten.
             attended: [t, num_heads * head_dim], attention's output.
         """
-        operators, weights = self._operators, self._weights.layers[layer]
+        operators, weights = self.operators, self.weights.layers[layer]
         hidden = operators.add_product(hidden, attended, weights["output"], weights.get("output_bias"))
         if self.spec.norm_first:
             return self._add_mlp(hidden, operators.norm(hidden, weights, "mlp_norm"), weights)
@@ -74,9 +74,9 @@ class Decoder:
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits [t, vocab_size], in the model's type, behind the hidden states of the last layer."""
-        outer = self._weights.outer
+        outer = self.weights.outer
         if self.spec.final_norm:
-            hidden = self._operators.norm(hidden, outer, "norm")
+            hidden = self.operators.norm(hidden, outer, "norm")
         if self.spec.embedding_size is not None:
             hidden = functional.linear(hidden, outer["project_out"])
         assert self._head is not None, "only the last stage has the head"
@@ -84,13 +84,13 @@ class Decoder:
 
     def _heads(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """Return the projections of queries, keys and values [t, (num_heads + 2 * num_kv_heads) * head_dim]."""
-        weights = self._weights.layers[layer]
-        normed = self._operators.norm(hidden, weights, "attention_norm") if self.spec.norm_first else hidden
+        weights = self.weights.layers[layer]
+        normed = self.operators.norm(hidden, weights, "attention_norm") if self.spec.norm_first else hidden
         return functional.linear(normed, weights["qkv"], weights.get("qkv_bias"))
 
     def _add_mlp(self, hidden: torch.Tensor, inputs: torch.Tensor, weights: ParameterBuffer) -> torch.Tensor:
         """Return hidden [t, hidden_size] with the MLP of the inputs, of the same shape, added."""
-        operators = self._operators
+        operators = self.operators
         if self.spec.gated_mlp:
             pair = functional.linear(inputs, weights["gate_up"], weights.get("gate_up_bias"))
             inside = operators.gate(pair)

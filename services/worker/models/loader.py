@@ -8,14 +8,12 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from services.worker.memory.model_memory import ModelMemory
 from services.worker.models.checkpoint import TensorEntry
 from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import (
     ModelWeights,
     ParameterBuffer,
     Part,
-    Source,
     buffer_bytes,
     layer_parts,
     stage_parts,
@@ -25,13 +23,15 @@ from shared.layers import LayerRange
 
 Progress = Callable[[float, str], None]
 """Called with the share done, 0 to 1, and what is going on."""
+Room = Callable[[int | None, int], torch.Tensor]
+"""Returns memory for the parameters of a layer, so many bytes; see `ModelMemory.parameters`."""
 
 
 def load_weights(
     spec: ModelSpec,
     tensors: dict[str, TensorEntry],
     dtype: torch.dtype,
-    memory: ModelMemory,
+    room: Room,
     progress: Progress,
     layers: LayerRange | None = None,
 ) -> ModelWeights:
@@ -41,7 +41,7 @@ def load_weights(
         spec: the model.
         tensors: of `find_tensors`, checked by `check_against`.
         dtype: of all parameters.
-        memory: gives the buffers.
+        room: of the buffers.
         progress: called after each tensor with the share of bytes read.
         layers: of a stage, which loads nothing else; None: the whole model.
 
@@ -49,9 +49,9 @@ def load_weights(
         StartupError: a file changed or broke since it was checked.
     """
     held = LayerRange(0, spec.num_layers) if layers is None else layers
-    outer = _buffer(stage_parts(spec, held), None, dtype, memory)
+    outer = _buffer(stage_parts(spec, held), None, dtype, room)
     parts = (layer_parts(spec, i) if i in held else () for i in range(spec.num_layers))
-    buffers = tuple(_buffer(each, i, dtype, memory) for i, each in enumerate(parts))
+    buffers = tuple(_buffer(each, i, dtype, room) for i, each in enumerate(parts))
     _fill((outer, *buffers), tensors, progress)
     return ModelWeights(outer, buffers)
 
@@ -91,22 +91,18 @@ def _fill(buffers: tuple[ParameterBuffer, ...], tensors: dict[str, TensorEntry],
         progress(done / total, f"loading {name}")
 
 
-def _buffer(parts: tuple[Part, ...], layer: int | None, dtype: torch.dtype, memory: ModelMemory) -> ParameterBuffer:
-    return ParameterBuffer(parts, dtype, memory.parameters(layer, buffer_bytes(parts, dtype)))
+def _buffer(parts: tuple[Part, ...], layer: int | None, dtype: torch.dtype, room: Room) -> ParameterBuffer:
+    return ParameterBuffer(parts, dtype, room(layer, buffer_bytes(parts, dtype)))
 
 
 def _targets(buffers: tuple[ParameterBuffer, ...]) -> dict[str, torch.Tensor]:
     """Return, by name in the checkpoint, the rows that the tensor fills."""
     return {
-        source.name: _rows(buffer[part.name], source)
+        source.name: buffer[part.name][source.first_row : source.first_row + source.shape[0]]
         for buffer in buffers
         for part in buffer.parts
         for source in part.sources
     }
-
-
-def _rows(part: torch.Tensor, source: Source) -> torch.Tensor:
-    return part[source.first_row : source.first_row + source.shape[0]]
 
 
 def _read(path: Path, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -15,7 +15,6 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from services.worker.memory.kv_cache import KVCache
 from services.worker.models.rope import RopeTable, rotate
 from services.worker.models.spec import Activation, ModelSpec
 from services.worker.models.weights import ParameterBuffer
@@ -33,8 +32,28 @@ its weights. Stores the keys and values in the cache, and returns the queries [t
 are normalised if the model has norms over heads, and rotated if it has a rotary embedding."""
 
 
-class LayerOperators(Protocol):
-    """The operators of a model's layers over a cache. Results are in the model's type."""
+class KvStore(Protocol):
+    """Where keys and values go; see `KVCache`."""
+
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store one layer's keys and values [t, num_kv_heads, head_dim] in slots [t]."""
+        ...
+
+
+class LayerOperators:
+    """The operators of a model's layers over a cache, by torch's own, on any device. Results are in the model's type.
+
+    Args:
+        spec: the model.
+        rope: angles of every position that may occur.
+        cache: for keys and values.
+    """
+
+    def __init__(self, spec: ModelSpec, rope: RopeTable, cache: KvStore) -> None:
+        self._spec = spec
+        self._rope = rope
+        self._cache = cache
+        self._activate = _ACTIVATIONS[spec.activation]
 
     def norm(self, hidden: torch.Tensor, weights: ParameterBuffer, name: str) -> torch.Tensor:
         """Return the hidden states [t, hidden_size] normalised, by the model's kind of norm.
@@ -44,63 +63,18 @@ class LayerOperators(Protocol):
             weights: have those of the norm, if it has any.
             name: of the norm in them.
         """
-        ...
-
-    def turning(self, positions: torch.Tensor, slots: torch.Tensor) -> Turn:
-        """Return what takes the heads of a step's layers.
-
-        Args:
-            positions: [t] int64, of each token in its sequence.
-            slots: [t] int64, where its keys and values go: block * block_size + offset.
-        """
-        ...
-
-    def gate(self, pair: torch.Tensor) -> torch.Tensor:
-        """Return [t, n]: the activation of the first n columns of `pair` [t, 2 * n], times the others."""
-        ...
-
-    def activate(self, inside: torch.Tensor) -> torch.Tensor:
-        """Return the activation of `inside`, of the same shape."""
-        ...
-
-    def add_product(
-        self, hidden: torch.Tensor, inputs: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return hidden + inputs @ matrix.T + bias.
-
-        Args:
-            hidden: [t, n]; may be overwritten.
-            inputs: [t, m].
-            matrix: [n, m].
-            bias: [n]; None: there is none.
-        """
-        ...
-
-
-class TorchOperators:
-    """`LayerOperators` by torch's own, on any device.
-
-    Args:
-        spec: the model.
-        rope: angles of every position that may occur.
-        cache: for keys and values.
-    """
-
-    def __init__(self, spec: ModelSpec, rope: RopeTable, cache: KVCache) -> None:
-        self._spec = spec
-        self._rope = rope
-        self._cache = cache
-        self._activate = _ACTIVATIONS[spec.activation]
-
-    def norm(self, hidden: torch.Tensor, weights: ParameterBuffer, name: str) -> torch.Tensor:
-        """Return the last dimension normalised; see `LayerOperators`."""
         width, eps = hidden.shape[-1:], self._spec.norm_eps
         if self._spec.norm_kind == "layer":
             return functional.layer_norm(hidden, width, weights.get(name), weights.get(f"{name}_bias"), eps)
         return functional.rms_norm(hidden, width, weights.get(name), eps)
 
     def turning(self, positions: torch.Tensor, slots: torch.Tensor) -> Turn:
-        """Look up a step's angles once; see `LayerOperators`."""
+        """Return what takes the heads of a step's layers; the step's angles are looked up once.
+
+        Args:
+            positions: [t] int64, of each token in its sequence.
+            slots: [t] int64, where its keys and values go: block * block_size + offset.
+        """
         spec, cache = self._spec, self._cache
         cos, sin = self._rope.rows(positions)
         num_rotated = spec.num_heads + spec.num_kv_heads
@@ -116,18 +90,25 @@ class TorchOperators:
         return turn
 
     def gate(self, pair: torch.Tensor) -> torch.Tensor:
-        """Return the gated activation; see `LayerOperators`."""
+        """Return [t, n]: the activation of the first n columns of `pair` [t, 2 * n], times the others."""
         inner = pair.shape[-1] // 2
         return self._activate(pair[:, :inner]).mul_(pair[:, inner:])
 
     def activate(self, inside: torch.Tensor) -> torch.Tensor:
-        """Return the activation; see `LayerOperators`."""
+        """Return the activation of `inside`, of the same shape."""
         return self._activate(inside)
 
     def add_product(
         self, hidden: torch.Tensor, inputs: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the sum; see `LayerOperators`."""
+        """Return hidden + inputs @ matrix.T + bias.
+
+        Args:
+            hidden: [t, n]; may be overwritten.
+            inputs: [t, m].
+            matrix: [n, m].
+            bias: [n]; None: there is none.
+        """
         return functional.linear(inputs, matrix, bias).add_(hidden)
 
     def _norm_heads(self, heads: torch.Tensor, weights: ParameterBuffer) -> torch.Tensor:

@@ -63,6 +63,7 @@ class RopeTable:
     def __init__(
         self, rope: RopeSpec, rotary_dim: int, max_positions: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        self.num_positions = max_positions
         positions = torch.arange(max_positions, dtype=torch.float32)
         angles = torch.outer(positions, inverse_frequencies(rope, rotary_dim))
         cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
@@ -70,11 +71,6 @@ class RopeTable:
         """[max_positions, rotary_dim]"""
         self.sin = torch.cat((-sin, sin), dim=-1).to(device, dtype)
         """[max_positions, rotary_dim]; the first half negated, so that a plain swap of halves serves as the rotation"""
-
-    @property
-    def num_positions(self) -> int:
-        """Positions that are held."""
-        return int(self.cos.shape[0])
 
     def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin at the positions [t], each [t, 1, rotary_dim]."""

@@ -10,26 +10,18 @@ ABI = 6
 _I32, _I64, _F32, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
+def _all(kind: type, *names: str) -> list[tuple[str, type]]:
+    """Return fields that follow each other and are of one type."""
+    return [(name, kind) for name in names]
+
+
 class LayerArgs(ctypes.Structure):
     """One layer's parameters and pools."""
 
     _fields_ = [
-        ("attention_norm", _PTR),
-        ("attention_norm_bias", _PTR),
-        ("qkv", _PTR),
-        ("qkv_bias", _PTR),
-        ("q_norm", _PTR),
-        ("k_norm", _PTR),
-        ("output", _PTR),
-        ("output_bias", _PTR),
-        ("mlp_norm", _PTR),
-        ("mlp_norm_bias", _PTR),
-        ("up", _PTR),
-        ("up_bias", _PTR),
-        ("down", _PTR),
-        ("down_bias", _PTR),
-        ("keys", _PTR),
-        ("values", _PTR),
+        *_all(_PTR, "attention_norm", "attention_norm_bias", "qkv", "qkv_bias", "q_norm", "k_norm"),
+        *_all(_PTR, "output", "output_bias", "mlp_norm", "mlp_norm_bias", "up", "up_bias", "down", "down_bias"),
+        *_all(_PTR, "keys", "values"),
         ("window", _I64),
     ]
 
@@ -38,31 +30,12 @@ class ModelArgs(ctypes.Structure):
     """A model: sizes, parameters outside the layers, and its layers."""
 
     _fields_ = [
-        ("is_bf16", _I32),
-        ("layer_norm", _I32),
-        ("activation", _I32),
-        ("gated", _I32),
-        ("hidden", _I64),
-        ("inner", _I64),
-        ("vocab", _I64),
-        ("num_layers", _I64),
-        ("heads", _I64),
-        ("kv_heads", _I64),
-        ("head_dim", _I64),
-        ("rotary_dim", _I64),
-        ("block_size", _I64),
-        ("num_blocks", _I64),
-        ("num_positions", _I64),
-        ("norm_eps", _F32),
-        ("scale", _F32),
-        ("embedding", _PTR),
-        ("position_embedding", _PTR),
-        ("norm", _PTR),
-        ("norm_bias", _PTR),
-        ("head", _PTR),
-        ("head_bias", _PTR),
-        ("cos", _PTR),
-        ("sin", _PTR),
+        *_all(_I32, "is_bf16", "layer_norm", "activation", "gated"),
+        *_all(_I64, "hidden", "inner", "vocab", "num_layers", "heads", "kv_heads", "head_dim", "rotary_dim"),
+        *_all(_I64, "block_size", "num_blocks", "num_positions"),
+        *_all(_F32, "norm_eps", "scale"),
+        *_all(_PTR, "embedding", "position_embedding", "norm", "norm_bias", "head", "head_bias"),
+        *_all(_PTR, "cos", "sin"),
         ("layers", ctypes.POINTER(LayerArgs)),
     ]
 
@@ -71,12 +44,8 @@ class RowsArgs(ctypes.Structure):
     """The rows of one step."""
 
     _fields_ = [
-        ("num_rows", _I64),
-        ("num_tokens", _I64),
-        ("row_tokens", _PTR),
-        ("row_start", _PTR),
-        ("row_table", _PTR),
-        ("tables", _PTR),
+        *_all(_I64, "num_rows", "num_tokens"),
+        *_all(_PTR, "row_tokens", "row_start", "row_table", "tables"),
         ("table_stride", _I64),
     ]
 
@@ -93,12 +62,8 @@ class FarArgs(ctypes.Structure):
     """Rows some of whose keys lie elsewhere."""
 
     _fields_ = [
-        ("row_state", _PTR),
-        ("row_first", _PTR),
-        ("row_end", _PTR),
-        ("states", _PTR),
-        ("ask", FAR_CALL),
-        ("take", FAR_CALL),
+        *_all(_PTR, "row_state", "row_first", "row_end", "states"),
+        *_all(FAR_CALL, "ask", "take"),
     ]
 
 
@@ -107,22 +72,11 @@ class StepArgs(ctypes.Structure):
 
     _fields_ = [
         ("rows", RowsArgs),
-        ("num_threads", _I32),
-        ("embed", _I32),
-        ("first_layer", _I64),
-        ("last_layer", _I64),
-        ("tokens", _PTR),
-        ("hidden", _PTR),
-        ("normed", _PTR),
-        ("heads", _PTR),
-        ("attended", _PTR),
-        ("inner", _PTR),
-        ("finite", _PTR),
+        *_all(_I32, "num_threads", "embed"),
+        *_all(_I64, "first_layer", "last_layer"),
+        *_all(_PTR, "tokens", "hidden", "normed", "heads", "attended", "inner", "finite"),
         ("num_sampled", _I64),
-        ("sampled", _PTR),
-        ("logits", _PTR),
-        ("largest", _PTR),
-        ("seconds", _PTR),
+        *_all(_PTR, "sampled", "logits", "largest", "seconds"),
         ("far", ctypes.POINTER(FarArgs)),
     ]
 
@@ -132,22 +86,11 @@ class AttendArgs(ctypes.Structure):
 
     _fields_ = [
         ("rows", RowsArgs),
-        ("num_threads", _I32),
-        ("is_bf16", _I32),
-        ("heads", _I64),
-        ("kv_heads", _I64),
-        ("head_dim", _I64),
-        ("block_size", _I64),
-        ("window", _I64),
+        *_all(_I32, "num_threads", "is_bf16"),
+        *_all(_I64, "heads", "kv_heads", "head_dim", "block_size", "window"),
         ("scale", _F32),
         ("any_head_dim", _I32),
-        ("keys", _PTR),
-        ("values", _PTR),
-        ("queries", _PTR),
+        *_all(_PTR, "keys", "values", "queries"),
         ("query_stride", _I64),
-        ("out", _PTR),
-        ("row_first", _PTR),
-        ("row_end", _PTR),
-        ("row_state", _PTR),
-        ("states", _PTR),
+        *_all(_PTR, "out", "row_first", "row_end", "row_state", "states"),
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -39,12 +39,8 @@ class SamplingTable:
 
     def put(self, row: int, sampling: SamplingParams) -> None:
         """Take in a row's parameters."""
-        columns = self._columns
-        columns.temperature[row] = sampling.temperature
-        columns.top_p[row] = sampling.top_p
-        columns.top_k[row] = sampling.top_k
-        columns.min_p[row] = sampling.min_p
-        columns.seed[row] = sampling.seed
+        for column in fields(self._columns):
+            getattr(self._columns, column.name)[row] = getattr(sampling, column.name)
 
     def take(self, rows: I32) -> RowSampling:
         """Return the parameters of rows, in their order."""

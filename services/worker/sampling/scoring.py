@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -36,8 +35,8 @@ class Scores:
         return Scores(self.finite[:num_rows], self.logits[:num_rows], self.largest[:num_rows])
 
 
-class Scoring(Protocol):
-    """Finds out what a step says of its rows."""
+class Scoring:
+    """Finds out what a step says of its rows, by torch's operators, on any device."""
 
     def finite(self, hidden: torch.Tensor, last: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
         """Return [n] bool, whether hidden states are made of numbers.
@@ -47,7 +46,8 @@ class Scoring(Protocol):
             last: [n] int64, the tokens that are looked at.
             into: [n] bool, for the result; None: new memory.
         """
-        ...
+        finite = torch.isfinite(hidden.index_select(0, last).sum(dim=-1, dtype=torch.float32))
+        return finite if into is None else into.copy_(finite)
 
     def largest(
         self, products: torch.Tensor, into: tuple[torch.Tensor, torch.Tensor] | None
@@ -58,21 +58,6 @@ class Scoring(Protocol):
             products: [k, vocab_size] of the head, in the model's type; k may be 0.
             into: [k, vocab_size] float32 and [k] int64, for the result; None: new memory.
         """
-        ...
-
-
-class TorchScoring:
-    """`Scoring` by torch's operators, on any device."""
-
-    def finite(self, hidden: torch.Tensor, last: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
-        """Look at hidden states; see `Scoring`."""
-        finite = torch.isfinite(hidden.index_select(0, last).sum(dim=-1, dtype=torch.float32))
-        return finite if into is None else into.copy_(finite)
-
-    def largest(
-        self, products: torch.Tensor, into: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Look at logits; see `Scoring`."""
         if into is None:
             logits = products.float()
             return logits, finite_largest(logits)

@@ -21,7 +21,7 @@ from services.worker.contract.remote import SPLIT_KEYS
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.spec import ModelSpec
 from tests.support import fake_flashinfer
-from tests.support.attention_cases import AttentionCase, attention_spec
+from tests.support.attention_cases import AttentionCase, attention_spec, torch_threads
 from tests.support.native import LEVEL_NAMES, built_library
 
 Maker = Callable[[ModelSpec, KVCache], Attention[Any]]
@@ -100,14 +100,10 @@ def test_parts_one_after_the_other_give_the_bits_of_the_whole(
 def test_few_rows_with_long_contexts_whose_splits_are_computed_side_by_side(threads: int) -> None:
     case = AttentionCase(attention_spec((4, 2, 64), (None,)), [(9000, 1), (5000, 2)], seed=1)
     cuts = np.array([1024, 0], np.int32), np.array([8448, 4864], np.int32)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        maker = native(LEVEL_NAMES[0])
+    maker = native(LEVEL_NAMES[0])
+    with torch_threads(threads):
         found, tokens = folded(case, 0, cuts, [maker] * 3)
         assert torch.equal(found, whole(case, 0, maker)[tokens])
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

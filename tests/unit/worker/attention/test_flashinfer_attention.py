@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -43,6 +45,17 @@ def attention_of(case: AttentionCase, library: Any = fake_flashinfer) -> FlashIn
     return FlashInferAttention(library, case.spec, case.cache, WORKSPACE_BYTES)
 
 
+def library_that(notes: Callable[..., object], **changes: Any) -> Any:
+    """Return the fake whose `plan` is noted first, and has other arguments, as one that reads them wrongly."""
+
+    class Changed(BatchPrefillWithPagedKVCacheWrapper):
+        def plan(self, *places: Any, **named: Any) -> None:
+            notes(self, *places, **named)
+            super().plan(*places, **{**named, **changes})
+
+    return SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Changed)
+
+
 def check(case: AttentionCase) -> None:
     attention = attention_of(case)
     plan = attention.plan(case.rows)
@@ -77,13 +90,7 @@ def test_other_blocks_and_heads(block_size: int, heads: tuple[int, int, int]) ->
 def test_decodes_at_the_head_and_other_rows_are_planned_apart() -> None:
     """Two decodes at the head; behind them a prefill and a decode, which is computed as a prefill of one token."""
     calls: list[tuple[str, list[int]]] = []
-
-    class Recording(BatchPrefillWithPagedKVCacheWrapper):
-        def plan(self, qo_indptr: torch.Tensor, *rest: Any, **named: Any) -> None:
-            calls.append((self.backend, qo_indptr.tolist()))
-            super().plan(qo_indptr, *rest, **named)
-
-    library = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Recording)
+    library = library_that(lambda wrapper, qo_indptr, *_, **__: calls.append((wrapper.backend, qo_indptr.tolist())))
     case = AttentionCase(attention_spec(GROUPED, (None,)), [(9, 1), (20, 1), (5, 6), (3, 1)])
     attention = attention_of(case, library)
     attention.plan(case.rows)
@@ -205,16 +212,6 @@ def fault(library: Any, windows: tuple[int | None, ...] = (None, 4096)) -> str |
     return attention_fault(make, attention_spec(GROUPED, windows), torch.bfloat16, CPU)
 
 
-def library_with(**changes: Any) -> Any:
-    """Return the fake with some of `plan`'s arguments changed, as a library would that reads them wrongly."""
-
-    class Changed(BatchPrefillWithPagedKVCacheWrapper):
-        def plan(self, *places: Any, **named: Any) -> None:
-            super().plan(*places, **{**named, **changes})
-
-    return SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Changed)
-
-
 def test_the_trial_accepts_a_library_that_agrees_with_torch() -> None:
     assert fault(fake_flashinfer) is None
 
@@ -224,18 +221,15 @@ def test_the_trial_accepts_a_library_that_agrees_with_torch() -> None:
 )
 def test_the_trial_finds_a_library_that_reads_an_argument_wrongly(changes: dict[str, Any]) -> None:
     """A scale of 0.15 instead of 0.125; no window, or one of 99 or 101 keys instead of 100."""
-    reason = fault(library_with(**changes), windows=(4096,))
+    reason = fault(library_that(lambda *_, **__: None, **changes), windows=(4096,))
     assert reason is not None
     assert "differ from torch's by" in reason
 
 
 def test_the_trial_turns_a_compilers_error_into_a_reason() -> None:
-    class Failing(BatchPrefillWithPagedKVCacheWrapper):
-        def plan(self, *_places: Any, **_named: Any) -> None:
-            raise RuntimeError("nvcc not found")
-
     assert (
-        fault(SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Failing)) == "it failed: RuntimeError: nvcc not found"
+        fault(library_that(Mock(side_effect=RuntimeError("nvcc not found"))))
+        == "it failed: RuntimeError: nvcc not found"
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ from services.worker.attention import torch_paged
 from services.worker.attention.fixed_splits import FixedSplitAttention
 from services.worker.attention.merge import merge_states
 from services.worker.attention.torch_paged import WASTE_KEYS, TorchPagedAttention, group_rows
-from tests.support.attention_cases import AttentionCase, attention_spec
+from tests.support.attention_cases import AttentionCase, attention_spec, torch_threads
 
 MAX_KEYS = 600
 
@@ -24,10 +23,8 @@ MAX_KEYS = 600
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     """Products this small gain nothing from threads, and lose much where other processes use the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(1):
+        yield
 
 
 def make_case(
@@ -37,9 +34,10 @@ def make_case(
     return AttentionCase(attention_spec(heads, (None, window)), lengths, dtype=torch.float32, seed=seed)
 
 
-def attend(attention: Any, case: AttentionCase) -> torch.Tensor:
-    result: torch.Tensor = attention.attend(attention.plan(case.rows), 1, case.queries)
-    return result
+def check(kind: type[Any], case: AttentionCase) -> None:
+    attention = kind(case.spec, case.cache)
+    found = attention.attend(attention.plan(case.rows), 1, case.queries)
+    torch.testing.assert_close(found.double(), case.expected(1), atol=2e-5, rtol=1e-4)
 
 
 LENGTHS = st.lists(
@@ -59,10 +57,7 @@ HEADS = st.sampled_from([(4, 2, 8), (4, 4, 6), (8, 1, 4), (3, 1, 10)])
 def test_attention_equals_attention_written_out_and_never_reads_past_a_row(
     kind: type[Any], lengths: list[tuple[int, int]], heads: tuple[int, int, int], seed: int, window: int | None
 ) -> None:
-    case = make_case(lengths, heads, seed, window)
-    torch.testing.assert_close(
-        attend(kind(case.spec, case.cache), case).double(), case.expected(1), atol=2e-5, rtol=1e-4
-    )
+    check(kind, make_case(lengths, heads, seed, window))
 
 
 @pytest.mark.parametrize(
@@ -73,18 +68,13 @@ def test_attention_equals_attention_written_out_and_never_reads_past_a_row(
 def test_border_cases_of_groups_tiles_splits_and_windows(
     kind: type[Any], window: int | None, lengths: list[tuple[int, int]]
 ) -> None:
-    case = make_case(lengths, (4, 2, 8), 3, window)
-    torch.testing.assert_close(
-        attend(kind(case.spec, case.cache), case).double(), case.expected(1), atol=2e-5, rtol=1e-4
-    )
+    check(kind, make_case(lengths, (4, 2, 8), 3, window))
 
 
 @pytest.mark.parametrize("window", [None, 1, 50, 200])
 def test_long_contexts_take_smaller_tiles(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     monkeypatch.setattr(torch_paged, "LONG_KEYS", 90)
-    case = make_case([(0, 140), (60, 31), (200, 77), (5, 1)], (4, 2, 8), 3, window)
-    actual = attend(TorchPagedAttention(case.spec, case.cache), case)
-    torch.testing.assert_close(actual.double(), case.expected(1), atol=2e-5, rtol=1e-4)
+    check(TorchPagedAttention, make_case([(0, 140), (60, 31), (200, 77), (5, 1)], (4, 2, 8), 3, window))
 
 
 def test_a_plan_has_no_more_keys_than_the_window_shows() -> None:
@@ -114,19 +104,6 @@ def test_groups_hold_every_row_once_and_keep_their_limits(num_keys: Any, max_key
         assert (keys.max() - keys).sum() <= WASTE_KEYS
 
 
-@given(st.integers(0, 12), st.integers(0, 12), st.integers(0, 2**31))
-def test_merged_parts_equal_the_whole(num_first: int, num_second: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.randn(3, num_first + num_second, generator=generator) * 5
-    values = torch.randn(3, num_first + num_second, 4, generator=generator)
-    merged, lse = merge_states(
-        *_part(scores[:, :num_first], values[:, :num_first]), *_part(scores[:, num_first:], values[:, num_first:])
-    )
-    expected, expected_lse = _part(scores, values)
-    torch.testing.assert_close(merged, expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
-
-
 def test_an_empty_part_leaves_the_other_bit_by_bit() -> None:
     part = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
     lse = torch.tensor([-100.0, -1.0, 0.0, 3.3, 80.0])
@@ -134,10 +111,3 @@ def test_an_empty_part_leaves_the_other_bit_by_bit() -> None:
     for merged in (merge_states(part, lse, empty, nothing), merge_states(empty, nothing, part, lse)):
         assert torch.equal(merged[0], part)
         assert torch.equal(merged[1], lse)
-
-
-def _part(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if not scores.shape[1]:
-        return torch.zeros(3, 4), torch.full((3,), -torch.inf)
-    out = torch.einsum("nk,nkd->nd", scores.softmax(dim=-1), values)
-    return out, torch.logsumexp(scores, dim=-1) / math.log(2)

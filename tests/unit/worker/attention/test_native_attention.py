@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 
 import numpy as np
@@ -16,18 +14,8 @@ from hypothesis import strategies as st
 from services.worker.attention.base import RaggedRows
 from services.worker.attention.native_paged import NativePagedAttention
 from services.worker.native.library import NativeLibrary
-from tests.support.attention_cases import AttentionCase, attention_spec
+from tests.support.attention_cases import AttentionCase, attention_spec, torch_threads
 from tests.support.native import LEVEL_NAMES, built_library
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def attend(
@@ -44,8 +32,11 @@ def attend(
     return attention.attend(plan, 0, case.queries if queries is None else queries)
 
 
-TOLERANCE = {torch.float32: (2e-5, 1e-4), torch.bfloat16: (2e-2, 2e-2)}
-"""Absolute and relative."""
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    atol, rtol = {torch.float32: (2e-5, 1e-4), torch.bfloat16: (2e-2, 2e-2)}[found.dtype]
+    torch.testing.assert_close(found.double(), expected, atol=atol, rtol=rtol)
+
+
 HEADS = [
     ((4, 2, 64), None),
     ((3, 1, 80), None),
@@ -68,8 +59,7 @@ def test_every_shape_equals_attention_written_out(
     level: str, heads: tuple[int, int, int], window: int | None, dtype: torch.dtype
 ) -> None:
     case = AttentionCase(attention_spec(heads, (window,)), RAGGED, dtype=dtype, seed=5)
-    atol, rtol = TOLERANCE[dtype]
-    torch.testing.assert_close(attend(built_library(level), case).double(), case.expected(0), atol=atol, rtol=rtol)
+    assert_near(attend(built_library(level), case), case.expected(0))
 
 
 @functools.cache
@@ -95,8 +85,7 @@ def test_keys_are_found_in_blocks_of_every_size_and_those_before_the_window_do_n
 ) -> None:
     """The matrix unit reads blocks of 16 and 32 where they lie; of those of 24 it has its keys copied."""
     case, expected = case_with_nothing_to_see_elsewhere(dtype, block_size, window)
-    atol, rtol = TOLERANCE[dtype]
-    torch.testing.assert_close(attend(built_library(level), case).double(), expected, atol=atol, rtol=rtol)
+    assert_near(attend(built_library(level), case), expected)
 
 
 OWN_CODE = [64, 80, 96, 128, 256]
@@ -121,7 +110,7 @@ LENGTHS = st.lists(st.tuples(st.integers(0, 560), st.integers(1, 40)), min_size=
 @given(lengths=LENGTHS, window=st.sampled_from([None, 1, 16, 257]), seed=st.integers(0, 1000))
 def test_random_rows_equal_attention_written_out(lengths: list[tuple[int, int]], window: int | None, seed: int) -> None:
     case = AttentionCase(attention_spec((4, 2, 16), (window,)), lengths, dtype=torch.float32, seed=seed)
-    torch.testing.assert_close(attend(built_library(), case).double(), case.expected(0), atol=2e-5, rtol=1e-4)
+    assert_near(attend(built_library(), case), case.expected(0))
 
 
 @pytest.mark.parametrize("level", LEVEL_NAMES)
@@ -140,6 +129,6 @@ def test_a_tokens_bits_depend_on_its_context_alone(level: str, dtype: torch.dtyp
             at = int(case.rows.first_token[row]) + first
             tokens = slice(at, at + end - first)
             for number in (1, 3):
-                with threads(number):
+                with torch_threads(number):
                     out = attend(library, case, rows, case.queries[tokens])
                 assert torch.equal(out, whole[tokens])

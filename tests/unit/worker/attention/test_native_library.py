@@ -17,7 +17,7 @@ from services.worker.native import library as opening
 from services.worker.native import structures
 from services.worker.native.levels import LEVELS, Level, read_cpu_flags, runnable
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
-from tests.support.native import built_library
+from tests.support.native import built_library, compiler
 from tests.support.runners import MIB
 
 MIRRORS = {"Layer": structures.LayerArgs, "Model": structures.ModelArgs, "Rows": structures.RowsArgs}
@@ -37,13 +37,6 @@ FLAG_OF_MACRO = {
 } | {f"__{name.upper()}__": name for name in ("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "movbe")}
 FLAG_OF_MACRO |= {f"__AVX512{name}__": f"avx512{name.lower()}" for name in ("F", "BW", "CD", "DQ", "VL")}
 FLAG_OF_MACRO["__BMI__"] = "bmi1"
-
-
-def compiler() -> str:
-    found = building.find_compiler()
-    if found is None:
-        pytest.skip("no C++ compiler")
-    return found
 
 
 def compile_text(text: str, *flags: str) -> subprocess.CompletedProcess[str]:

@@ -12,17 +12,11 @@ from services.worker.native import build as building
 from services.worker.native import structures
 from services.worker.native.levels import Level, read_cpu_flags, runnable
 from services.worker.native.library import NativeLibrary
+from tests.support.native import compiler
 
 PROGRAM = Path(__file__).parents[3] / "support" / "products.cpp"
 BEST = [level for level in runnable(read_cpu_flags()) if level.name != "baseline"][:2]
 """The two best levels: where the best one has a matrix unit, the next has none."""
-
-
-def compiler() -> str:
-    found = building.find_compiler()
-    if found is None:
-        pytest.skip("no C++ compiler")
-    return found
 
 
 @pytest.mark.parametrize("level", BEST, ids=lambda level: level.name)

@@ -35,6 +35,12 @@ def sample_of(steps: list[MeasuredStep]) -> StepSample:
     return sample
 
 
+def fitted(steps: list[MeasuredStep]) -> CostModel:
+    found = sample_of(steps).fit()
+    assert found is not None
+    return found
+
+
 def decodes(count: int, random: np.random.Generator) -> list[MeasuredStep]:
     rows = random.integers(1, 40, count).tolist()
     return [taken(StepShape(n, n * int(random.integers(20, 900)), 0)) for n in rows]
@@ -48,25 +54,21 @@ def test_a_shape_counts_tokens_kv_of_decodes_and_pairs_of_chunks() -> None:
 
 
 def test_a_few_steps_say_what_they_cost_and_the_same_ones_the_same() -> None:
-    found = sample_of([taken(shape) for shape in TRIED]).fit()
-    assert found is not None
+    found = fitted([taken(shape) for shape in TRIED])
     assert astuple(found) == pytest.approx(astuple(COST), rel=1e-6)
-    again = sample_of([taken(shape) for shape in TRIED]).fit()
-    assert found == again, "to the last bit"
+    assert found == fitted([taken(shape) for shape in TRIED]), "to the last bit"
 
 
 def test_thousands_of_decodes_do_not_push_out_what_prefill_costs() -> None:
     random = np.random.default_rng(1)
-    found = sample_of([*map(taken, TRIED), *decodes(3000, random)]).fit()
-    assert found is not None
+    found = fitted([*map(taken, TRIED), *decodes(3000, random)])
     assert (found.token_s, found.d_s, found.a_s) == pytest.approx((COST.token_s, COST.d_s, COST.a_s), rel=1e-4)
 
 
 def test_steps_follow_a_device_that_has_become_slower() -> None:
     """Everything takes twice as long: after a few of each kind nothing is left of before."""
     steps = [taken(shape) for shape in TRIED] + [taken(shape, factor=2.0) for shape in TRIED] * PER_KIND
-    found = sample_of(steps).fit()
-    assert found is not None
+    found = fitted(steps)
     assert found.token_s == pytest.approx(2 * COST.token_s, rel=1e-6)
 
 
@@ -83,8 +85,7 @@ def test_noise_and_steps_that_were_held_up_move_it_little(seed: int) -> None:
             held_up = 20.0 if random.random() < 0.1 else 1.0
             shape = StepShape(rows + chunk, rows * int(random.integers(10, 900)), pairs)
             steps.append(taken(shape, factor=held_up * float(np.exp(0.05 * random.standard_normal()))))
-    found = sample_of(steps).fit()
-    assert found is not None
+    found = fitted(steps)
     assert min(astuple(found)) >= 0
     assert found.token_s == pytest.approx(COST.token_s, rel=0.25)
     assert found.a_s == pytest.approx(COST.a_s, rel=0.25)
@@ -95,8 +96,7 @@ def test_two_branches_are_found_where_there_are_steps_enough() -> None:
     sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256]
     steps = [taken(StepShape(n, n * kv, 0), cost) for n in sizes for kv in (50, 400, 3000)]
     steps += [taken(StepShape(n, 0, n * p + n * (n + 1) // 2), cost) for n in (100, 300, 700, 1500) for p in (0, 900)]
-    found = sample_of(steps).fit()
-    assert found is not None
+    found = fitted(steps)
     assert found.token_s == pytest.approx(cost.token_s, rel=0.05)
 
 

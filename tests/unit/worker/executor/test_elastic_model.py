@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,9 +15,10 @@ from services.worker.memory.change import MemoryLostError
 from shared.errors import StartupError
 from shared.layers import LayerRange
 from tests.support.checkpoints import stored_checkpoint
-from tests.support.live_groups import PAGE, SHAPES, open_elastic_model, ranges_of, spoil
+from tests.support.live_groups import PAGE, SHAPES, ranges_of, spoil
 from tests.support.model_bits import calm_logits, logits_of, parameters_of
 from tests.support.runners import KERNELS, MIB, open_runner
+from tests.unit.worker.executor.conftest import ModelOf
 
 pytestmark = pytest.mark.kernels
 
@@ -37,10 +38,12 @@ CASES = sorted(
 
 
 @pytest.mark.parametrize(("name", "dtype", "kernels"), CASES)
-def test_stages_and_the_whole_say_the_same_after_every_change(name: str, dtype: str, kernels: str) -> None:
+def test_stages_and_the_whole_say_the_same_after_every_change(
+    model_of: ModelOf, name: str, dtype: str, kernels: str
+) -> None:
     """Two models split in three ways and come back after each: first, middle and last stages, and stages of stages."""
     expected = calm_logits(name, dtype, kernels)
-    models = [open_elastic_model(SHAPES[name], dtype=dtype, kernels=kernels) for _ in range(3)]
+    models = [model_of(name, dtype=dtype, kernels=kernels) for _ in range(3)]
     parameters, num_blocks = parameters_of(models[0]), models[0].info.capacity.num_blocks
     for split in (ranges_of(2, 4), ranges_of(1, 2, 4), ranges_of(3, 4)):
         stages = models[: len(split)]
@@ -67,45 +70,10 @@ def test_stages_and_the_whole_say_the_same_after_every_change(name: str, dtype: 
             runner.close()
     for model in models:
         model.close()
-        model.close()
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_random_lives_keep_every_page_and_what_was_claimed(seed: int) -> None:
-    """Sub-ranges of what is held, or all again; the claim is what comes about, and the whole is as at the start."""
-    random = np.random.default_rng(seed)
-    name = list(SHAPES)[seed % len(SHAPES)]
-    page = PAGE * int(random.integers(1, 4))
-    model = open_elastic_model(SHAPES[name], page_bytes=page, block_size=int(random.integers(3, 20)))
-    parameters, num_changes = parameters_of(model), 0
-    while num_changes < 25:
-        held = model.layers
-        first = int(random.integers(held.first, held.end))
-        layers = LayerRange(first, int(random.integers(first + 1, held.end + 1)))
-        if random.random() < 0.4:
-            layers = model.whole
-            model.restore()
-        else:
-            claimed = model.blocks_with(layers)
-            model.keep(layers)
-            assert model._memory.num_blocks == claimed
-        num_changes += 1
-        model.check_invariants()
-        assert model.layers == layers
-        assert model._memory.num_blocks >= model.info.capacity.num_blocks
-        runner = model.open()
-        facts, memory = model.facts, model._memory
-        kv_pages = 2 * len(layers) * memory.holding.kv.total
-        assert runner.info.param_bytes + (kv_pages + memory._pool.num_free) * page == facts.num_pages * page
-        spoil(model)
-        runner.close()
-    model.restore()
-    assert all(map(torch.equal, parameters_of(model), parameters))
-    model.close()
-
-
-def test_layers_that_are_not_held_cannot_be_kept_nor_claimed() -> None:
-    model = open_elastic_model(SHAPES["llama"])
+def test_layers_that_are_not_held_cannot_be_kept_nor_claimed(model_of: ModelOf) -> None:
+    model = model_of("llama")
     model.keep(LayerRange(1, 3))
     for layers in (LayerRange(0, 2), LayerRange(2, 4), LayerRange(0, 9)):
         with pytest.raises(ValueError, match=r"are not all among those held, \[1, 3\)"):
@@ -114,12 +82,11 @@ def test_layers_that_are_not_held_cannot_be_kept_nor_claimed() -> None:
             model.blocks_with(layers)
     assert model.blocks_with(model.whole) == model.info.capacity.num_blocks
     model.check_invariants()
-    model.close()
 
 
-def test_parameters_that_a_stage_does_not_have_cannot_be_used_by_mistake() -> None:
+def test_parameters_that_a_stage_does_not_have_cannot_be_used_by_mistake(model_of: ModelOf) -> None:
     """They would be addresses without memory: the end of the process."""
-    model = open_elastic_model(SHAPES["projected embedding"], kernels="torch")
+    model = model_of("projected embedding", kernels="torch")
     model.keep(LayerRange(1, 3))
     weights = model._opener.weights.of_stage(model._opener.spec, model.layers)
     assert not weights.outer.parts
@@ -128,28 +95,28 @@ def test_parameters_that_a_stage_does_not_have_cannot_be_used_by_mistake() -> No
     with pytest.raises(KeyError):
         weights.layers[0]["qkv"]
     assert weights.layers[1]["qkv"].data_ptr() == model._opener.weights.layers[1]["qkv"].data_ptr()
-    model.close()
 
 
-def test_a_new_runner_knows_none_of_the_rows_before() -> None:
-    model = open_elastic_model(SHAPES["llama"])
+def test_a_new_runner_knows_none_of_the_rows_before(model_of: ModelOf) -> None:
+    model = model_of("llama")
     before = logits_of(model.open())
     first = model._runner
-    assert first._tables.entries.any()
+    assert first._tables.any()
     first.close()
     again = model.open()
-    assert not again._tables.entries.any()
-    assert again.cache is model._cache
+    assert not again._tables.any()
+    assert again.cache is model.cache
     assert torch.equal(logits_of(again), before)
     with pytest.raises(AssertionError, match="one runner is open at a time"):
         model.open()
-    model.close()
 
 
-def test_a_checkpoint_that_is_gone_or_another_is_refused_and_its_return_is_enough(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_gone_or_another_is_refused_and_its_return_is_enough(
+    model_of: ModelOf, tmp_path: Path
+) -> None:
     shape = SHAPES["tied"]
     folder = Path(shutil.copytree(stored_checkpoint(shape)[0], tmp_path / "model"))
-    model = open_elastic_model(shape, folder)
+    model = model_of("tied", folder)
     model.keep(LayerRange(0, 2))
     file = folder / "model.safetensors"
     state, data = file.stat(), file.read_bytes()
@@ -166,19 +133,15 @@ def test_a_checkpoint_that_is_gone_or_another_is_refused_and_its_return_is_enoug
     model.restore()
     model.check_invariants()
     assert torch.equal(logits_of(model.open()), calm_logits("tied", "float32", KERNELS))
-    model.close()
 
 
 def test_a_fault_in_a_drop_leaves_all_as_it_was_and_lost_memory_never_comes_back(
+    model_of: ModelOf,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = open_elastic_model(SHAPES["llama"])
+    model = model_of("llama")
     drop = model._memory.drop
-
-    def fail(*_args: object, **_more: object) -> None:
-        raise OSError(12, "too many mappings")
-
-    monkeypatch.setattr(model._memory, "drop", fail)
+    monkeypatch.setattr(model._memory, "drop", Mock(side_effect=OSError(12, "too many mappings")))
     with pytest.raises(OSError, match="too many mappings"):
         model.keep(LayerRange(0, 1))
     model.restore()
@@ -193,12 +156,11 @@ def test_a_fault_in_a_drop_leaves_all_as_it_was_and_lost_memory_never_comes_back
         model.keep(LayerRange(0, 1))
     with pytest.raises(StartupError, match="dropped layers cannot come back: pages are nowhere"):
         model.restore()
-    model.close()
 
 
-def test_host_memory_is_refused() -> None:
+def test_host_memory_is_refused(model_of: ModelOf) -> None:
     with pytest.raises(StartupError, match="no host memory for KV"):
-        open_elastic_model(SHAPES["llama"], host_memory_bytes=MIB)
+        model_of("llama", host_memory_bytes=MIB)
 
 
 def test_the_reserve_of_pages_has_room_for_activations_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,10 +16,11 @@ from services.worker.memory.change import MemoryLostError
 from shared.errors import StartupError
 from shared.layers import LayerRange
 from tests.support.checkpoints import stored_checkpoint
-from tests.support.live_groups import PAGE, SHAPES, open_elastic_model, ranges_of, spoil
+from tests.support.live_groups import PAGE, SHAPES, ranges_of, spoil
 from tests.support.loading_gate import LoadingGate, byte_ranges, wait_until_loaded
 from tests.support.model_bits import calm_logits, logits_of, parameters_of
 from tests.support.runners import KERNELS
+from tests.unit.worker.executor.conftest import ModelOf
 
 pytestmark = pytest.mark.kernels
 
@@ -49,14 +52,30 @@ def all_beside(model: ElasticModel) -> int:
     return model.reside(model.whole, model.blocks_with(model.layers, model.whole))
 
 
+def held_up(model: ElasticModel, layers: LayerRange, gate: LoadingGate, num_pieces: int = 0) -> int:
+    """Let a model become an open stage, whose other parameters stop after some pieces; return the blocks it has."""
+    stage_of(model, layers)
+    gate.hold(num_pieces)
+    blocks = all_beside(model)
+    gate.wait()
+    return blocks
+
+
+def loaded(model: ElasticModel, gate: LoadingGate) -> bool:
+    """Let the rest be loaded, and return whether nothing is lacking."""
+    gate.open()
+    wait_until_loaded(model)
+    return model.loaded_ratio == 1
+
+
 @pytest.mark.parametrize(("name", "dtype", "kernels"), CASES)
 @pytest.mark.parametrize("ends", [(2, 4), (1, 2, 4)])
 def test_stages_say_the_same_while_layers_load_beside_them(
-    name: str, dtype: str, kernels: str, ends: tuple[int, ...], gate: LoadingGate
+    model_of: ModelOf, name: str, dtype: str, kernels: str, ends: tuple[int, ...], gate: LoadingGate
 ) -> None:
     """Before, with some pieces loaded, with all, when they are memory for KV again, and with the layers restored."""
     expected = calm_logits(name, dtype, kernels)
-    models = [open_elastic_model(SHAPES[name], dtype=dtype, kernels=kernels) for _ in ends]
+    models = [model_of(name, dtype=dtype, kernels=kernels) for _ in ends]
     parameters, whole = parameters_of(models[0]), models[0].whole
     for model, layers in zip(models, ranges_of(*ends), strict=True):
         stage_of(model, layers)
@@ -87,14 +106,15 @@ def test_stages_say_the_same_while_layers_load_beside_them(
         assert all(map(torch.equal, parameters_of(model), parameters))
         spoil(model)
         assert torch.equal(logits_of(model.open()), expected)
-        model.close()
 
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("layers", [*ranges_of(1, 4), LayerRange(1, 3)])
-def test_only_what_an_open_stage_does_not_have_is_written(name: str, layers: LayerRange, gate: LoadingGate) -> None:
+def test_only_what_an_open_stage_does_not_have_is_written(
+    model_of: ModelOf, name: str, layers: LayerRange, gate: LoadingGate
+) -> None:
     """Each part once, and all but those in pages that the stage has anyway, where they have stayed."""
-    model = open_elastic_model(SHAPES[name], page_bytes=3 * PAGE)
+    model = model_of(name, page_bytes=3 * PAGE)
     parameters = parameters_of(model)
     stage_of(model, layers)
     weights = model._opener.weights
@@ -109,12 +129,11 @@ def test_only_what_an_open_stage_does_not_have_is_written(name: str, layers: Lay
     assert not own & set(read)
     assert set(read) <= everything
     assert all(map(torch.equal, parameters_of(model), parameters))
-    model.close()
 
 
-def test_the_loaded_ratio_counts_bytes_and_is_one_when_all_is_there(gate: LoadingGate) -> None:
+def test_the_loaded_ratio_counts_bytes_and_is_one_when_all_is_there(model_of: ModelOf, gate: LoadingGate) -> None:
     """A stage of two layers of four, whose embedding is on both ends: two layers and a norm are lacking."""
-    model = open_elastic_model(SHAPES["tied"])
+    model = model_of("tied")
     assert model.loaded_ratio == 1
     stage_of(model, LayerRange(0, 2))
     assert (model.loaded_ratio, model.resident) == (1, LayerRange(0, 2)), "of what is resident"
@@ -129,18 +148,14 @@ def test_the_loaded_ratio_counts_bytes_and_is_one_when_all_is_there(gate: Loadin
     assert all(before < after for before, after in pairwise([*seen, 1.0]))
     assert len(seen) == gate.num_pieces > 20
     assert model.loaded_ratio == 1
-    model.close()
 
 
 @pytest.mark.parametrize("num_pieces", [0, 1, 8, 11, 20])
-def test_a_restore_ends_the_loading_and_reads_the_rest(num_pieces: int, gate: LoadingGate) -> None:
+def test_a_restore_ends_the_loading_and_reads_the_rest(model_of: ModelOf, num_pieces: int, gate: LoadingGate) -> None:
     """Wherever it is: of what has been loaded, no more is read again than the layer that was under way."""
-    model = open_elastic_model(SHAPES["llama"])
+    model = model_of("llama")
     parameters = parameters_of(model)
-    stage_of(model, LayerRange(1, 2))
-    gate.hold(num_pieces)
-    all_beside(model)
-    gate.wait()
+    held_up(model, LayerRange(1, 2), gate, num_pieces)
     num_lacking = len(model._loading._lacking)
     assert num_lacking == (3 if num_pieces == 20 else 4), "three layers of 15 pieces, and what is outside"
     gate.read.clear()
@@ -150,27 +165,22 @@ def test_a_restore_ends_the_loading_and_reads_the_rest(num_pieces: int, gate: Lo
     assert model.loaded_ratio == 1
     assert all(map(torch.equal, parameters_of(model), parameters))
     assert torch.equal(logits_of(model.open()), calm_logits("llama", "float32", KERNELS))
-    model.close()
 
 
-def test_what_was_under_way_does_not_count(gate: LoadingGate) -> None:
-    model = open_elastic_model(SHAPES["llama"])
-    stage_of(model, LayerRange(1, 2))
-    gate.hold()
-    all_beside(model)
-    gate.wait()
+def test_what_was_under_way_does_not_count(model_of: ModelOf, gate: LoadingGate) -> None:
+    model = model_of("llama")
+    held_up(model, LayerRange(1, 2), gate)
     at_first = model.loaded_ratio
     gate.hold(8)
     gate.wait()
     assert model.loaded_ratio > at_first
     model._loading.stop()
     assert model.loaded_ratio == at_first
-    model.close()
 
 
 @pytest.mark.parametrize("num_pieces", [0, 5, 12])
-def test_a_loading_that_fails_is_tried_again(num_pieces: int, gate: LoadingGate) -> None:
-    model = open_elastic_model(SHAPES["tied"])
+def test_a_loading_that_fails_is_tried_again(model_of: ModelOf, num_pieces: int, gate: LoadingGate) -> None:
+    model = model_of("tied")
     parameters = parameters_of(model)
     stage_of(model, LayerRange(2, 4))
     runner = model._runner
@@ -193,15 +203,11 @@ def test_a_loading_that_fails_is_tried_again(num_pieces: int, gate: LoadingGate)
     model.restore()
     assert all(map(torch.equal, parameters_of(model), parameters))
     assert torch.equal(logits_of(model.open()), calm_logits("tied", "float32", KERNELS))
-    model.close()
 
 
-def test_another_file_is_not_loaded_beside(tmp_path: Path) -> None:
-    shape, folder = SHAPES["llama"], tmp_path / "model"
-    folder.mkdir()
-    for file in stored_checkpoint(shape)[0].iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    model = open_elastic_model(shape, folder)
+def test_another_file_is_not_loaded_beside(model_of: ModelOf, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(stored_checkpoint(SHAPES["llama"])[0], tmp_path / "model"))
+    model = model_of("llama", folder)
     stage_of(model, LayerRange(0, 3))
     (folder / "model.safetensors").write_bytes(b"")
     all_beside(model)
@@ -209,15 +215,11 @@ def test_another_file_is_not_loaded_beside(tmp_path: Path) -> None:
     assert model.loaded_ratio < 1
     with pytest.raises(StartupError, match=r"model\.safetensors is not the file that was loaded"):
         model.restore()
-    model.close()
 
 
-def test_what_cannot_lie_beside_is_refused_and_the_loading_goes_on(gate: LoadingGate) -> None:
-    model = open_elastic_model(SHAPES["llama"])
-    stage_of(model, LayerRange(1, 3))
-    gate.hold(3)
-    blocks = all_beside(model)
-    gate.wait()
+def test_what_cannot_lie_beside_is_refused_and_the_loading_goes_on(model_of: ModelOf, gate: LoadingGate) -> None:
+    model = model_of("llama")
+    blocks = held_up(model, LayerRange(1, 3), gate, 3)
     before = model._memory.holding
     for layers, wanted, reason in (
         (LayerRange(0, 2), 0, r"\[1, 3\) are not all among the resident ones, \[0, 2\)"),
@@ -227,60 +229,43 @@ def test_what_cannot_lie_beside_is_refused_and_the_loading_goes_on(gate: Loading
         with pytest.raises(ValueError, match=reason):
             model.reside(layers, wanted)
     assert model._memory.holding == before
-    gate.open()
-    wait_until_loaded(model)
-    assert model.loaded_ratio == 1
-    model.close()
+    assert loaded(model, gate)
 
 
-def test_memory_that_refuses_leaves_the_loading_as_it_was(gate: LoadingGate, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = open_elastic_model(SHAPES["llama"])
-    stage_of(model, LayerRange(1, 3))
-
-    def fail(*_args: object) -> None:
-        raise OSError(12, "too many mappings")
-
-    gate.hold(3)
-    all_beside(model)
-    gate.wait()
+def test_memory_that_refuses_leaves_the_loading_as_it_was(
+    model_of: ModelOf, gate: LoadingGate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of("llama")
+    held_up(model, LayerRange(1, 3), gate, 3)
     before = model._memory.holding
     with monkeypatch.context() as patch:
-        patch.setattr(model._memory, "reside", fail)
+        patch.setattr(model._memory, "reside", Mock(side_effect=OSError(12, "too many mappings")))
         with pytest.raises(OSError, match="too many mappings"):
             model.reside(model.layers, 0)
     assert (model._memory.holding, model.resident) == (before, model.whole)
-    gate.open()
-    wait_until_loaded(model)
-    assert model.loaded_ratio == 1
-    model.close()
+    assert loaded(model, gate)
 
 
-def test_nothing_is_loaded_into_memory_that_is_lost(gate: LoadingGate, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = open_elastic_model(SHAPES["llama"])
-    stage_of(model, LayerRange(1, 3))
-    gate.hold(3)
-    all_beside(model)
-    gate.wait()
-
-    def lose(*_args: object) -> None:
-        raise MemoryLostError("pages are nowhere")
-
-    monkeypatch.setattr(model._memory, "reside", lose)
+def test_nothing_is_loaded_into_memory_that_is_lost(
+    model_of: ModelOf, gate: LoadingGate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of("llama")
+    held_up(model, LayerRange(1, 3), gate, 3)
+    monkeypatch.setattr(model._memory, "reside", Mock(side_effect=MemoryLostError("pages are nowhere")))
     with pytest.raises(MemoryLostError):
         model.reside(model.layers, 0)
     assert model._loading._thread is None
     with pytest.raises(StartupError, match="dropped layers cannot come back: pages are nowhere"):
         model.restore()
-    model.close()
 
 
 @pytest.mark.parametrize("share", [0, 0.3])
 @pytest.mark.parametrize("layers", [*ranges_of(2, 4), LayerRange(1, 3)])
 def test_kv_that_comes_ahead_of_its_layers_is_there_when_they_are_held(
-    layers: LayerRange, share: float, gate: LoadingGate
+    model_of: ModelOf, layers: LayerRange, share: float, gate: LoadingGate
 ) -> None:
     """As is the stage's own; `share`: how much more it has meanwhile than alone, of what it has without."""
-    model = open_elastic_model(SHAPES["llama"])
+    model = model_of("llama")
     num_blocks = model.info.capacity.num_blocks
     assert model.ahead() is None
     stage_of(model, layers)
@@ -307,19 +292,6 @@ def test_kv_that_comes_ahead_of_its_layers_is_there_when_they_are_held(
     found = [pool[: ahead.num_blocks] for pool in model.cache.pools()]
     assert all(map(torch.equal, found, written))
     model.check_invariants()
-    model.close()
-
-
-def test_memory_for_kv_that_was_to_come_ahead_becomes_blocks_again(gate: LoadingGate) -> None:
-    model = open_elastic_model(SHAPES["llama"])
-    num_blocks = model.info.capacity.num_blocks
-    stage_of(model, LayerRange(0, 2))
-    alone = model._memory.num_blocks
-    assert model.reside(model.whole, num_blocks, is_ahead=True) == num_blocks
-    assert model.reside(model.layers, num_blocks) == alone
-    assert model.ahead() is None
-    model.check_invariants()
-    model.close()
 
 
 class Life:
@@ -371,7 +343,13 @@ class Life:
         layers = held if self.rng.random() < 0.3 else self.part(held)
         self.model.keep(layers)
         assert (self.model.layers, self.model.resident) == (layers, layers)
+        assert self.model._memory.num_blocks >= self.model.info.capacity.num_blocks
+        runner, memory = self.model.open(), self.model._memory
+        kv_pages, page_bytes = 2 * len(layers) * memory.holding.kv.total, self.model.facts.page_bytes
+        spent = runner.info.param_bytes + (kv_pages + memory._pool.num_free) * page_bytes
+        assert spent == self.model.facts.num_pages * page_bytes
         spoil(self.model)
+        runner.close()
 
     def beside(self) -> None:
         held, whole = self.model.layers, self.model.whole
@@ -397,6 +375,7 @@ class Life:
         if self.model.layers != self.model.whole:
             blocks = self.model.blocks_with(self.model.layers)
             assert self.model.reside(self.model.layers, blocks) == blocks
+            assert self.model.ahead() is None
             spoil(self.model)
 
     def restore(self) -> None:
@@ -409,13 +388,12 @@ class Life:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_random_lives_lose_no_page_and_no_parameter(seed: int, gate: LoadingGate) -> None:
+def test_random_lives_lose_no_page_and_no_parameter(model_of: ModelOf, seed: int, gate: LoadingGate) -> None:
     name, rng = list(SHAPES)[seed % len(SHAPES)], np.random.default_rng(seed)
-    model = open_elastic_model(SHAPES[name], page_bytes=PAGE * int(rng.integers(1, 4)))
+    model = model_of(name, page_bytes=PAGE * int(rng.integers(1, 4)), block_size=int(rng.integers(3, 20)))
     life = Life(model, gate, seed)
     for _ in range(60):
         life.step()
     assert life.done == {"keep", "restore", "beside", "unload", "ahead"}
     gate.mend()
     life.restore()
-    model.close()

@@ -139,7 +139,8 @@ async def test_a_step_that_is_done_when_it_is_launched_waits_for_nobody() -> Non
 
 
 async def test_a_step_fails_when_it_is_launched_or_when_it_ends_and_the_others_go_on() -> None:
-    runner = FakeRunner({2: BatchFailedError(2, "at once"), 3: ValueError("odd")}, overlaps=True)
+    known = BatchFailedError(2, "at once")
+    runner = FakeRunner({2: known, 3: ValueError("odd")}, overlaps=True)
     runner.late_failures = {1: BatchFailedError(1, "late", rows=(4,)), 5: RuntimeError("device lost")}
     executor = make(runner)
     futures = [executor.submit(make_batch(step)) for step in range(1, 7)]
@@ -149,6 +150,8 @@ async def test_a_step_fails_when_it_is_launched_or_when_it_ends_and_the_others_g
     assert causes == ["late", "at once", "ValueError: odd", None, "RuntimeError: device lost", None]
     assert isinstance(said[0], BatchFailedError)
     assert said[0].rows == (4,)
+    assert said[1] is known
+    assert [type(each) for each in (said[3], said[5])] == [BatchOutput] * 2
     await executor.close()
 
 
@@ -211,18 +214,12 @@ async def test_copies_beside_steps_wait_for_those_before_and_hold_up_none_behind
     assert (runner.steps, runner.closed) == ([1, 2, -8, -7], 1)
 
 
-async def test_a_failed_copy_beside_steps_fails_its_future_only() -> None:
-    runner = FakeRunner({8: CopyFailedError(8, "x"), 9: MemoryError("no room")}, copies_beside=True)
+@pytest.mark.parametrize("copies_beside", [False, True])
+async def test_a_failed_copy_fails_its_future_only(*, copies_beside: bool) -> None:
+    known = CopyFailedError(8, "x")
+    runner = FakeRunner({8: known, 9: MemoryError("no room")}, copies_beside=copies_beside)
     runner.to_go_on[True].set()
     executor = make(runner)
-    outcomes = await asyncio.gather(*(executor.copy(make_copy(i)) for i in (8, 9, 10)), return_exceptions=True)
-    assert [type(outcome) for outcome in outcomes] == [CopyFailedError, CopyFailedError, type(None)]
-    await executor.close()
-
-
-async def test_a_failed_copy_fails_its_future_only() -> None:
-    known = CopyFailedError(8, "x")
-    executor = make(FakeRunner({8: known, 9: MemoryError("no room")}))
     outcomes = await asyncio.gather(*(executor.copy(make_copy(i)) for i in (7, 8, 9)), return_exceptions=True)
     assert (await executor.submit(make_batch(1))).step_id == 1
     await executor.close()
@@ -231,19 +228,6 @@ async def test_a_failed_copy_fails_its_future_only() -> None:
     assert (outcomes[2].copy_id, outcomes[2].cause) == (9, "MemoryError: no room")
     with pytest.raises(CopyFailedError, match="closed"):
         await executor.copy(make_copy(10))
-
-
-async def test_a_failed_step_fails_its_future_only() -> None:
-    known = BatchFailedError(1, "x", (4,))
-    runner = FakeRunner({1: known, 2: MemoryError("no room")})
-    executor = make(runner)
-    futures = [executor.submit(make_batch(step)) for step in range(4)]
-    outcomes = await asyncio.gather(*futures, return_exceptions=True)
-    await executor.close()
-    assert outcomes[1] is known
-    assert isinstance(outcomes[2], BatchFailedError)
-    assert (outcomes[2].step_id, outcomes[2].cause) == (2, "MemoryError: no room")
-    assert [type(outcomes[i]) for i in (0, 3)] == [BatchOutput] * 2
 
 
 async def test_a_cancelled_future_does_not_disturb_the_thread() -> None:
@@ -302,9 +286,9 @@ def test_a_thread_whose_loop_is_gone_still_finishes_and_closes_its_runner() -> N
 
     executor = asyncio.run(start())
     runner.gate.set()
-    executor._queue.put(None)
-    executor._thread.join(10)
-    assert (runner.steps, runner.closed, executor._thread.is_alive()) == ([0], 1, False)
+    executor._thread.put(executor._end)
+    executor._thread.close()
+    assert (runner.steps, runner.closed) == ([0], 1)
 
 
 async def test_a_model_runs_in_the_thread() -> None:

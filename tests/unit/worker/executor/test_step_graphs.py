@@ -16,7 +16,6 @@ from services.worker.executor import runner as runner_module
 from services.worker.executor.elastic_model import load_elastic_model
 from services.worker.executor.kernels import Kernels
 from services.worker.executor.model_runner import ModelRunner
-from services.worker.executor.runner import load_runner
 from services.worker.executor.step_graphs import MAX_ROWS, filled_up, graph_sizes
 from services.worker.memory import host_link
 from shared.layers import LayerRange
@@ -25,8 +24,8 @@ from tests.support import fake_flashinfer
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 from tests.support.overlap import driven_texts
 from tests.support.replay import ReplayRecorder, record_with
-from tests.support.runner_driver import Driven, Driver
-from tests.support.runners import MIB, runner_settings
+from tests.support.runner_driver import GREEDY, Driven, Driver
+from tests.support.runners import MIB, load, runner_settings, soil
 
 pytestmark = pytest.mark.kernels
 
@@ -45,14 +44,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReplayRecorder]:
 
 
 def open_runner(**changes: object) -> ModelRunner:
-    settings = runner_settings(stored_checkpoint(SHAPE)[0], **{"dtype": "bfloat16", "max_batch_rows": 6, **changes})
-    return load_runner(settings, lambda _done, _what: None)
-
-
-def soil(runner: ModelRunner) -> None:
-    """Put numbers that are none into the KV: who reads what nobody wrote is found out."""
-    for pool in runner.cache.pools():
-        pool.fill_(torch.nan)
+    return load(stored_checkpoint(SHAPE)[0], **{"dtype": "bfloat16", "max_batch_rows": 6, **changes})
 
 
 def grow(drivers: list[Driver], prompts: list[list[int]], sampling: list[SamplingParams]) -> list[list[Driven]]:
@@ -73,7 +65,7 @@ def test_logits_are_those_of_computed_steps_whatever_decodes_together(seed: int,
         soil(runner)
     drivers = [Driver(runner, seed=seed) for runner in runners]
     prompts = random_prompts(seed, 6)
-    sequences = grow(drivers, prompts, [SamplingParams(max_tokens=9, temperature=0.0)] * 6)
+    sequences = grow(drivers, prompts, [GREEDY] * 6)
     num_decodes = 0
     for _ in range(60):
         picked = random.permutation(6)[: int(random.integers(1, 7))].tolist()
@@ -93,7 +85,7 @@ def test_logits_are_those_of_computed_steps_whatever_decodes_together(seed: int,
 def test_texts_are_drawn_as_from_computed_steps(recorder: ReplayRecorder) -> None:
     """Through the sampler: greedy rows, drawn rows, rows with rules and log-probabilities side by side."""
     sampling = [
-        SamplingParams(max_tokens=9, temperature=0.0),
+        GREEDY,
         SamplingParams(max_tokens=9, temperature=0.5, top_k=5, seed=1),
         SamplingParams(max_tokens=9, temperature=0.5, top_p=0.5, seed=2, logprobs=2),
         SamplingParams(max_tokens=9, temperature=0.0, repetition_penalty=1.5),
@@ -113,7 +105,7 @@ def test_only_the_slots_of_the_batch_are_written() -> None:
     """Of three rows in a graph of four; the fourth is a copy of the shortest, which writes what that one writes."""
     runner = open_runner(max_batch_tokens=256)
     driver = Driver(runner)
-    own = grow([driver], random_prompts(1, 5), [SamplingParams(max_tokens=9, temperature=0.0)] * 5)[0]
+    own = grow([driver], random_prompts(1, 5), [GREEDY] * 5)[0]
     driver.step([(sequence, len(sequence.tokens)) for sequence in own])
     before = [pool.clone() for pool in runner.cache.pools()]
     batch = driver.batch([(sequence, 1) for sequence in own[:3]])
@@ -129,7 +121,7 @@ def test_rows_that_are_not_sampled_from_are_left_out_of_the_logits(recorder: Rep
     """A prompt's last tokens but one, computed one at a time beside decodes."""
     drivers = [Driver(open_runner(graphs=graphs)) for graphs in (True, False)]
     prompts = random_prompts(5, 3)
-    sequences = grow(drivers, prompts, [SamplingParams(max_tokens=9, temperature=0.0)] * 3)
+    sequences = grow(drivers, prompts, [GREEDY] * 3)
     for driver, own in zip(drivers, sequences, strict=True):
         driver.step([(own[0], len(own[0].tokens)), (own[1], len(own[1].tokens))])
         batch = driver.batch([(own[2], 1), (own[0], 1), (own[1], 1)])
@@ -216,7 +208,7 @@ def test_every_number_of_rows_has_a_graph_that_is_hardly_larger(max_rows: int) -
 
 def test_a_batch_is_filled_up_with_its_shortest_row() -> None:
     driver = Driver(open_runner())
-    own = grow([driver], [[5] * 9, [6] * 3, [7] * 5], [SamplingParams(max_tokens=9, temperature=0.0)] * 3)[0]
+    own = grow([driver], [[5] * 9, [6] * 3, [7] * 5], [GREEDY] * 3)[0]
     driver.step([(sequence, len(sequence.tokens)) for sequence in own])
     batch = driver.batch([(sequence, 1) for sequence in own])
     full = filled_up(batch, 6)

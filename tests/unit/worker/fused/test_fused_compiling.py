@@ -27,14 +27,9 @@ PHI_3 = {"NUM_HEADS": 32, "NUM_KV_HEADS": 32, "HEAD_DIM": 96, "ROTARY_DIM": 72, 
 ROWS = {"VOCAB": 128_256, "BLOCK": 8192}
 NORM = {"WIDTH": 4096, "BLOCK": 4096}
 WIDE_NORM = {"WIDTH": 8192, "BLOCK": 8192}
-NAMES = "kernel", "constants", "num_warps"
 COMPILED: list[tuple[Any, dict[str, Any], int]] = [
     (layer_kernels.norm_rows, {**NORM, "IS_RMS": True, "HAS_WEIGHT": True, "HAS_BIAS": False}, 8),
-    (
-        layer_kernels.norm_rows,
-        {"WIDTH": 8192, "BLOCK": 8192, "IS_RMS": False, "HAS_WEIGHT": True, "HAS_BIAS": True},
-        16,
-    ),
+    (layer_kernels.norm_rows, {**WIDE_NORM, "IS_RMS": False, "HAS_WEIGHT": True, "HAS_BIAS": True}, 16),
     (layer_kernels.turn_heads, {**LLAMA_8B, "HAS_NORM": False, "HALF_BLOCK": 64, "REST_BLOCK": 0}, 2),
     (layer_kernels.turn_heads, {**LLAMA_8B, "HAS_NORM": True, "HALF_BLOCK": 64, "REST_BLOCK": 0}, 2),
     (layer_kernels.turn_heads, {**PHI_3, "HAS_NORM": False, "HALF_BLOCK": 64, "REST_BLOCK": 32}, 2),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,22 +13,23 @@ import structlog
 import torch
 
 from services.worker.executor import kernels as kernels_module
-from services.worker.executor.kernels import choose_kernels
+from services.worker.executor.kernels import Kernels, choose_kernels
 from services.worker.fused import launching
 from services.worker.fused.drawing import choose
 from services.worker.fused.library import FusedKernels, open_fused
 from services.worker.fused.operators import FusedOperators, FusedScoring
 from services.worker.memory.kv_cache import KVCache
 from services.worker.memory.posix import PosixMemory
-from services.worker.models.operators import LayerOperators, TorchOperators
+from services.worker.models.operators import LayerOperators
 from services.worker.models.rope import RopeTable
 from services.worker.models.spec import ModelSpec, read_spec
 from services.worker.models.weights import ParameterBuffer, buffer_bytes, layer_parts
 from services.worker.sampling.draw import RowSampling, draw
-from services.worker.sampling.scoring import TorchScoring
+from services.worker.sampling.scoring import Scoring
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 from tests.support.interpreted import interpret
 from tests.support.late_blocks import stored_behind_nothing
+from tests.support.row_samplings import row_sampling
 
 CPU = torch.device("cpu")
 PAGE = 1 << 16
@@ -36,7 +38,7 @@ SHAPES = {
     "llama": CheckpointShape(),
     "llama, heads of 80": CheckpointShape(num_heads=3, num_kv_heads=1, head_dim=80, hidden_size=72),
     "qwen3, norms over heads": CheckpointShape(family="qwen3", num_heads=5, num_kv_heads=1, head_dim=24),
-    "phi3, partly rotated": CheckpointShape(family="phi3", head_dim=20, extra=(("rope_parameters", PARTIAL),)),
+    "phi3, partly rotated": CheckpointShape(family="phi3", head_dim=20, extra={"rope_parameters": PARTIAL}),
     "opt": CheckpointShape(family="opt", hidden_size=60),
 }
 DTYPES = (torch.float32, torch.bfloat16)
@@ -68,7 +70,7 @@ def opened(spec: ModelSpec, dtype: torch.dtype) -> list[tuple[LayerOperators, KV
     """Return torch's operators and the fused ones, each over a cache of its own that is full of NaN."""
     rope = RopeTable(spec.rope, spec.rotary_dim, NUM_POSITIONS, dtype, CPU)
     both: list[tuple[LayerOperators, KVCache]] = []
-    for operators in (TorchOperators, FusedOperators):
+    for operators in (LayerOperators, FusedOperators):
         cache = KVCache(spec, NUM_BLOCKS, BLOCK_SIZE, dtype, CPU)
         for pool in cache.pools():
             pool.fill_(torch.nan)
@@ -167,7 +169,7 @@ def test_scores_are_looked_at(vocab_size: int, dtype: torch.dtype) -> None:
     hidden[1, 95], hidden[4, 0] = torch.nan, -torch.inf
     last = torch.tensor([4, 0, 6, 1, 5])
     results = []
-    for scoring in (TorchScoring(), FusedScoring()):
+    for scoring in (Scoring(), FusedScoring()):
         into = (torch.full((7, vocab_size), 7.0), torch.full((7,), 7))
         given = scoring.largest(products, into)
         assert given[0] is into[0]
@@ -176,17 +178,6 @@ def test_scores_are_looked_at(vocab_size: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(ours, theirs, equal_nan=True, rtol=0, atol=0)
     assert results[1][4].tolist() == [False, True, True, False, True]
     assert [tuple(each.shape) for each in FusedScoring().largest(products[:0], None)] == [(0, vocab_size), (0,)]
-
-
-def asked(count: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> RowSampling:
-    """Return rows that ask for the same."""
-    return RowSampling(
-        temperature=np.full(count, temperature),
-        top_p=np.full(count, top_p),
-        top_k=np.full(count, top_k),
-        min_p=np.zeros(count),
-        seed=np.arange(count),
-    )
 
 
 def torch_choice(logits: torch.Tensor, sampling: RowSampling, points: np.ndarray) -> list[int]:
@@ -222,7 +213,7 @@ def test_tokens_that_are_excluded_are_never_drawn() -> None:
     logits = torch.full((6, 9000), -torch.inf)
     logits[:, [0, 4500, 8999]] = torch.tensor([1.0, 3.0, 1.0])
     points = np.array([0.0, 0.05, 0.5, 0.93, 1 - 2**-53, 0.99])
-    found = choose(logits, asked(6), points)
+    found = choose(logits, row_sampling(6), points)
     assert found.tolist() == [0, 0, 4500, 8999, 8999, 8999]
 
 
@@ -230,7 +221,7 @@ def test_the_first_point_is_the_first_token_that_is_not_excluded() -> None:
     """Also where the ids that are looked at first are all excluded."""
     logits = torch.full((2, 20_000), -torch.inf)
     logits[:, 9000:9003] = 1.0
-    assert choose(logits, asked(2), np.array([0.0, 0.5])).tolist() == [9000, 9001]
+    assert choose(logits, row_sampling(2), np.array([0.0, 0.5])).tolist() == [9000, 9001]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -238,7 +229,7 @@ def test_the_last_point_is_one_of_the_last_tokens_however_sums_round(seed: int) 
     """Weights from 1 down to 2^-43: the sum of a part, and what is summed up one by one, differ in the last bits."""
     random, count = np.random.default_rng(seed), 8
     logits = torch.from_numpy(-30 * random.random((count, 9000)).astype(np.float32))
-    found = choose(logits, asked(count), np.full(count, 1 - 2**-53))
+    found = choose(logits, row_sampling(count), np.full(count, 1 - 2**-53))
     weights = (logits - logits.amax(dim=-1, keepdim=True)).double().exp()
     behind = torch.stack([row[token + 1 :].sum() / row.sum() for row, token in zip(weights, found, strict=True)])
     assert (behind < 1e-9).all()
@@ -251,7 +242,7 @@ def test_a_draw_never_leaves_the_vocabulary_whatever_the_logits_are() -> None:
     logits[0], logits[1, 5], logits[2, 5], logits[3] = torch.nan, torch.nan, torch.inf, -torch.inf
     for top_p, top_k in ((1.0, 0), (0.5, 7)):
         for temperature in (0.0, 1.0):
-            found = choose(logits, asked(4, temperature, top_p, top_k), np.full(4, 0.5))
+            found = choose(logits, row_sampling(4, temperature=temperature, top_p=top_p, top_k=top_k), np.full(4, 0.5))
             assert ((found >= 0) & (found < 300)).all()
 
 
@@ -294,14 +285,8 @@ def test_the_trial_names_what_differs(broken: str, said: str, monkeypatch: pytes
 
 
 def test_the_trial_says_what_a_compiler_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("Failed to find C compiler.")
-
-    monkeypatch.setattr(launching, "launch", fail)
-    assert open_fused(spec_of("llama"), torch.float32, CPU) == (
-        None,
-        "they failed: RuntimeError: Failed to find C compiler.",
-    )
+    monkeypatch.setattr(launching, "launch", Mock(side_effect=RuntimeError("no C compiler")))
+    assert open_fused(spec_of("llama"), torch.float32, CPU) == (None, "they failed: RuntimeError: no C compiler")
 
 
 GPU = torch.device("cuda")
@@ -312,40 +297,28 @@ def no_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels_module, "_without_flashinfer", lambda *_, **__: "it is not wanted")
 
 
+def chosen(wanted: str = "auto", *, deterministic: bool = False, **changes: Any) -> Kernels:
+    spec = spec_of("llama")
+    return choose_kernels(wanted, spec, GPU, torch.bfloat16, deterministic=deterministic, **changes)
+
+
 @pytest.mark.usefixtures("no_flashinfer")
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, "torch, fused"),
-        ({"fused": False}, "torch"),
-        ({"wanted": "torch"}, "torch"),
-        ({"deterministic": True}, "torch"),
-    ],
-)
+@pytest.mark.parametrize("changes", [{}, {"fused": False}, {"wanted": "torch"}, {"deterministic": True}], ids=str)
 def test_they_are_chosen_on_a_gpu_unless_they_are_not_to_be(
-    changes: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.worker.fused.library.open_fused", lambda *_: (FusedKernels(), None))
-    settings: dict[str, Any] = {"wanted": "auto", "deterministic": False, **changes}
-    chosen = choose_kernels(
-        settings.pop("wanted"),
-        spec_of("llama"),
-        GPU,
-        torch.bfloat16,
-        deterministic=settings.pop("deterministic"),
-        **settings,
-    )
-    assert chosen.name == expected
-    assert (chosen.fused is not None) == ("fused" in expected)
+    found = chosen(**changes)
+    assert (found.name, found.fused is None) == (("torch", True) if changes else ("torch, fused", False))
 
 
 @pytest.mark.usefixtures("no_flashinfer")
 def test_the_log_says_why_they_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.worker.fused.library.open_fused", lambda *_: (None, "their norms differ"))
     with structlog.testing.capture_logs() as logs:
-        assert choose_kernels("auto", spec_of("llama"), GPU, torch.bfloat16, deterministic=False).name == "torch"
+        assert chosen().name == "torch"
     assert logs[-1]["reason"] == "their norms differ"
     monkeypatch.setattr(importlib, "import_module", lambda _: exec("import no_triton"))
     with structlog.testing.capture_logs() as logs:
-        assert choose_kernels("auto", spec_of("llama"), GPU, torch.bfloat16, deterministic=False).name == "torch"
+        assert chosen().name == "torch"
     assert "Triton cannot be imported (No module named 'no_triton')" in logs[-1]["reason"]

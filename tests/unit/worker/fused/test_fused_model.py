@@ -17,7 +17,6 @@ from services.worker.executor import opening
 from services.worker.executor import runner as runner_module
 from services.worker.executor.kernels import Kernels
 from services.worker.executor.model_runner import ModelRunner
-from services.worker.executor.runner import load_runner
 from services.worker.fused import launching
 from services.worker.fused.library import FusedKernels
 from services.worker.memory import host_link
@@ -29,20 +28,20 @@ from tests.support.interpreted import interpret
 from tests.support.live_groups import stated_peak
 from tests.support.replay import record_with
 from tests.support.runner_driver import Driver
-from tests.support.runners import runner_settings
+from tests.support.runners import load, soil
 
 pytestmark = pytest.mark.kernels
 
 PARTIAL = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.8}
 SHAPES = {
     "llama": CheckpointShape(seed=7),
-    "llama, biases": CheckpointShape(extra=(("attention_bias", True), ("mlp_bias", True)), seed=3),
+    "llama, biases": CheckpointShape(extra={"attention_bias": True, "mlp_bias": True}, seed=3),
     "qwen2, tied": CheckpointShape(family="qwen2", seed=2, tied=True),
     "qwen3": CheckpointShape(family="qwen3", num_kv_heads=1, head_dim=24, seed=12),
-    "phi3": CheckpointShape(family="phi3", head_dim=20, extra=(("rope_parameters", PARTIAL),), seed=1),
+    "phi3": CheckpointShape(family="phi3", head_dim=20, extra={"rope_parameters": PARTIAL}, seed=1),
     "opt": CheckpointShape(family="opt", tied=True),
     "opt, norms behind": CheckpointShape(
-        family="opt", tied=True, extra=(("do_layer_norm_before", False), ("word_embed_proj_dim", 40))
+        family="opt", tied=True, extra={"do_layer_norm_before": False, "word_embed_proj_dim": 40}
     ),
 }
 WIDE = CheckpointShape(hidden_size=128, num_heads=2, num_kv_heads=1, head_dim=64, weight_std=0.05)
@@ -68,9 +67,7 @@ def num_started(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 
 
 def open_runner(shape: CheckpointShape, **changes: Any) -> ModelRunner:
-    limits = {"max_batch_rows": 4, "max_batch_tokens": 8, **changes}
-    settings = runner_settings(stored_checkpoint(shape)[0], **limits)
-    return load_runner(settings, lambda _done, _what: None)
+    return load(stored_checkpoint(shape)[0], **{"max_batch_rows": 4, "max_batch_tokens": 8, **changes})
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -83,8 +80,7 @@ def test_greedy_texts_equal_the_references(name: str, num_started: dict[str, int
     """The prompts come in chunks beside decodes, blocks lie anywhere, and nothing that was not written is read."""
     shape = SHAPES[name]
     runner = open_runner(shape)
-    for pool in runner.cache.pools():
-        pool.fill_(torch.nan)
+    soil(runner)
     driver = Driver(runner, seed=len(name))
     for prompt in prompts(2):
         driver.add(prompt)
@@ -156,8 +152,7 @@ def test_recorded_steps_are_those_of_computed_ones(
     drivers = [Driver(open_runner(WIDE, dtype="bfloat16", graphs=graphs, max_batch_rows=2)) for graphs in (True, False)]
     following = np.random.default_rng(1).integers(3, 384, (5, 2)).tolist()
     for driver in drivers:
-        for pool in driver.runner.cache.pools():
-            pool.fill_(torch.nan)
+        soil(driver.runner)
         own = [driver.add(prompt[:8]) for prompt in prompts(2)]
         for sequence, token in zip(own, following[0], strict=True):
             driver.step_logits([(sequence, len(sequence.tokens))], [token])

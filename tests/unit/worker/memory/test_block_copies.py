@@ -10,16 +10,25 @@ from services.worker.memory.block_copies import copy_blocks, move_blocks, scatte
 from services.worker.memory.kv_cache import KVCache
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_copies_are_written_back_to_the_bit_and_nowhere_else(dtype: torch.dtype) -> None:
-    rng = np.random.default_rng(5)
+def drawn_cache(rng: np.random.Generator, dtype: torch.dtype) -> tuple[KVCache, list[torch.Tensor]]:
+    """Return a cache of whose three layers the last two have 8 blocks, and its pools of 9, keys then values."""
     pools = [torch.empty((9, 4, 2, 3), dtype=dtype) for _ in range(6)]
     for pool in pools:
         flat = pool.view(-1).view(torch.uint8)
         flat.copy_(torch.from_numpy(rng.integers(0, 256, flat.numel(), dtype=np.uint8)))
     cache = KVCache.over(pools[:3], pools[3:], 9)
     cache.resize(8, (1, 2))
-    before = [pool.view(torch.uint8).clone() for pool in pools]
+    return cache, pools
+
+
+def bits(pools: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [pool.view(torch.uint8).clone() for pool in pools]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_are_written_and_scattered_to_the_bit_and_nowhere_else(dtype: torch.dtype) -> None:
+    cache, pools = drawn_cache(np.random.default_rng(5), dtype)
+    before = bits(pools)
     copies = copy_blocks(cache, np.array([7, 2, 5], np.int32))
     assert copies._data.nbytes == 2 * 2 * 3 * 4 * 2 * 3 * dtype.itemsize
     write_block_bytes(cache, 1, 1, 0, copies.bytes_of(1, 1, 1, 3))
@@ -27,20 +36,10 @@ def test_copies_are_written_back_to_the_bit_and_nowhere_else(dtype: torch.dtype)
     write_block_bytes(cache, 2, 0, 8, copies.bytes_of(2, 0, 1, 1))
     before[4][0], before[4][1] = before[4][2].clone(), before[4][5].clone()
     before[2][6], before[2][7] = before[2][7].clone(), before[2][2].clone()
-    assert all(torch.equal(pool.view(torch.uint8), old) for pool, old in zip(pools, before, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_copies_are_scattered_to_the_bit_and_nowhere_else(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(3)
-    keys, values = ([torch.randn((9, 4, 2, 3), generator=generator).to(dtype) for _ in range(2)] for _ in range(2))
-    cache = KVCache.over(keys, values, 8)
-    before = [pool.clone() for pool in (*keys, *values)]
-    copies = copy_blocks(cache, np.array([7, 2, 5], np.int32))
-    scatter_block_bytes(cache, 1, 1, np.array([6, 0], np.int32), copies.bytes_of(1, 1, 1, 3))
-    scatter_block_bytes(cache, 0, 0, np.array([], np.int32), copies.bytes_of(0, 0, 0, 0))
-    before[3][6], before[3][0] = before[3][2].clone(), before[3][5].clone()
-    assert all(map(torch.equal, (*keys, *values), before))
+    scatter_block_bytes(cache, 2, 1, np.array([6, 0], np.int32), copies.bytes_of(2, 1, 1, 3))
+    scatter_block_bytes(cache, 1, 0, np.array([], np.int32), copies.bytes_of(1, 0, 0, 0))
+    before[5][6], before[5][0] = before[5][2].clone(), before[5][5].clone()
+    assert all(map(torch.equal, bits(pools), before))
 
 
 def test_bytes_that_do_not_go_with_the_blocks_are_not_scattered() -> None:
@@ -65,13 +64,11 @@ def test_blocks_that_are_not_there_are_refused() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_blocks_change_places_at_once_in_the_layers_that_have_any(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    keys, values = ([torch.randn((9, 4, 2, 3)) for _ in range(3)] for _ in range(2))
-    cache = KVCache.over(keys, values, 9)
-    cache.resize(8, (1, 2))
-    before = [pool.clone() for pool in (*keys, *values)]
+    cache, pools = drawn_cache(rng, torch.float32)
+    before = bits(pools)
     ids, places = (rng.permutation(8)[: 5 + seed % 4].astype(np.int32) for _ in range(2))  # some swap, or go round
     move_blocks(cache, ids, places)
-    for layer, (pool, old) in enumerate(zip((*keys, *values), before, strict=True)):
+    for layer, (pool, old) in enumerate(zip(bits(pools), before, strict=True)):
         if layer % 3:
             old[places.tolist()] = old[ids.tolist()].clone()
         assert torch.equal(pool, old)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,22 +15,17 @@ from services.worker.memory.change import MemoryLostError
 from services.worker.memory.cuda import CudaMemory
 from services.worker.memory.elastic import ElasticMemory, KvShape
 from services.worker.memory.holdings import NotEnoughPagesError
+from services.worker.memory.kv_cache import KVCache
 from services.worker.memory.layout import MemoryFacts
 from services.worker.memory.posix import PosixMemory
 from services.worker.memory.spans import Spans
-from tests.support.elastic_cases import (
-    CPU,
-    SHAPES,
-    Contents,
-    MadeUpError,
-    open_elastic,
-    snapshot,
-)
-from tests.support.elastic_story import Story
+from tests.support.elastic_cases import CPU, SHAPES, Contents, Faults, MadeUpError, open_elastic, snapshot
+from tests.support.elastic_story import CHANGES, Story
 from tests.support.fake_cuda_driver import GRANULARITY, FakeDriver
 
 PAGE = 4096
 Act = Callable[[], object]
+Opener = Callable[..., tuple[ElasticMemory, KVCache, Faults]]
 
 
 def facts_of(
@@ -36,63 +34,53 @@ def facts_of(
     return MemoryFacts(layers, 3 * PAGE, PAGE, PAGE, kv.block_bytes, PAGE, num_pages, max_blocks)
 
 
+@pytest.fixture
+def opened() -> Iterator[Opener]:
+    """Return what opens a memory with so many blocks: it, its cache and its faults; closed at the end."""
+    with ExitStack() as memories:
+
+        def opening(num_blocks: int, kv: KvShape = SHAPES[0], **facts: Any) -> tuple[ElasticMemory, KVCache, Faults]:
+            memory, faults = open_elastic(facts_of(kv, **facts), kv)
+            memories.callback(memory.close)
+            return memory, memory.open_kv(num_blocks, 0), faults
+
+        yield opening
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_nothing_is_lost_whatever_happens(seed: int) -> None:
-    story = Story(seed)
-    for _ in range(25):
-        story.step()
-    story.memory.close()
+    Story(seed).live(25)
 
 
 @pytest.mark.parametrize("seed", range(1000, 1008))
 def test_nothing_is_lost_behind_the_calls_of_a_gpus_driver(seed: int) -> None:
-    story = Story(seed, GRANULARITY, lambda count: CudaMemory(GRANULARITY, count, CPU, FakeDriver(2**30)))
-    for _ in range(12):
-        story.step()
-    story.memory.close()
+    Story(seed, GRANULARITY, lambda count: CudaMemory(GRANULARITY, count, CPU, FakeDriver(2**30))).live(12)
 
 
 def test_random_lives_meet_faults_and_every_kind_of_change() -> None:
     """The two tests above would say little otherwise."""
-    names, faults, most_layers = set(), 0, 0
-    for seed in range(5):
-        story = Story(seed)
-        for _ in range(25):
-            before = story.memory.holding
-            name = story.step()
-            if story.memory.holding != before:
-                names.add(name)
-            most_layers = max(most_layers, len(story.memory.holding.leaving))
-        faults += story.num_faults
-        story.memory.close()
-    assert names == {"drop", "grow", "shrink", "restore", "reside", "leave", "fill"}
-    assert faults > 10
-    assert most_layers >= 2
+    stories = [Story(seed) for seed in range(5)]
+    for story in stories:
+        story.live(25)
+    assert set.union(*(story.done for story in stories)) == set(CHANGES)
+    assert sum(story.num_faults for story in stories) > 10
+    assert max(story.most_leaving for story in stories) >= 2
 
 
-def dropping(memory: ElasticMemory) -> None:
-    memory.drop([1])
+ACTS: dict[str, Callable[[ElasticMemory], object]] = {
+    "drop": lambda memory: memory.drop([1]),
+    "leave": lambda memory: memory.leave([1], Spans.of((0, 3)), 2),
+    "restore": lambda memory: memory.restore([1], 2),
+    "reside": lambda memory: memory.reside([1, 2], 2),
+}
 
 
-def leaving(memory: ElasticMemory) -> None:
-    memory.leave([1], Spans.of((0, 3)), 2)
-
-
-def restoring(memory: ElasticMemory) -> None:
-    memory.restore([1], 2)
-
-
-def residing(memory: ElasticMemory) -> None:
-    memory.reside([1, 2], 2)
-
-
-@pytest.mark.parametrize("act", [dropping, leaving, restoring, residing])
-def test_a_fault_at_any_step_is_undone(act: Callable[[ElasticMemory], None]) -> None:
-    facts = facts_of()
-    memory, faulty = open_elastic(facts, SHAPES[0])
-    contents = Contents(memory, memory.open_kv(6, 0), np.random.default_rng(0))
-    if act in (restoring, residing):
-        gone = [1] if act is restoring else [1, 2]
+@pytest.mark.parametrize("name", ACTS)
+def test_a_fault_at_any_step_is_undone(name: str, opened: Opener) -> None:
+    memory, cache, faulty = opened(6)
+    contents = Contents(memory, cache, np.random.default_rng(0))
+    if name in ("restore", "reside"):
+        gone = [1] if name == "restore" else [1, 2]
         usable = memory.usable
         memory.leave(gone, usable, 0)
         contents.leave(gone, usable, 0)
@@ -100,9 +88,9 @@ def test_a_fault_at_any_step_is_undone(act: Callable[[ElasticMemory], None]) -> 
         contents.fill()
     before, step = snapshot(memory), 0
     while True:
-        faulty.calls_left, faulty.num_faults = step, 1
+        faulty.fail_after(step)
         try:
-            act(memory)
+            ACTS[name](memory)
         except MadeUpError:
             assert snapshot(memory) == before
             contents.check()
@@ -111,48 +99,40 @@ def test_a_fault_at_any_step_is_undone(act: Callable[[ElasticMemory], None]) -> 
             break
     assert step >= 5  # so many calls there are at least
     assert snapshot(memory) != before
-    memory.close()
 
 
-def test_a_memory_whose_change_could_not_be_undone_is_not_used_again() -> None:
-    memory, faulty = open_elastic(facts_of(), SHAPES[0])
-    memory.open_kv(6, 0)
-    faulty.calls_left, faulty.num_faults = 5, 2
+def test_a_memory_whose_change_could_not_be_undone_is_not_used_again(opened: Opener) -> None:
+    memory, _, faulty = opened(6)
+    faulty.fail_after(5, 2)
     with pytest.raises(MemoryLostError, match="MadeUpError"):
         memory.drop([1])
     with pytest.raises(AssertionError, match="must start anew"):
         memory.grow()
-    memory.close()
 
 
-def test_dropped_parameters_back_blocks_of_the_layers_that_stay() -> None:
+def test_dropped_parameters_back_blocks_of_the_layers_that_stay(opened: Opener) -> None:
     """40 pages of 4 KiB, blocks of 2 KiB on each side.
 
     Parameters: 3 pages outside, 2 + 2 + 1 for the layers; 4 blocks take 2 pages on each of 6 sides, 12. 20 are free.
     Without layer 1 its 2 pages and all 4 of its KV go to 4 sides: 26 / 4 = 6 pages more, 8 in all, 16 blocks; 2 are
     left. With its KV of 3 blocks still being read (2 pages on each side) it is 22 / 4: 5 more, 14 blocks.
     """
-    memory, _ = open_elastic(facts_of(), SHAPES[0])
-    cache = memory.open_kv(4, 0)
+    memory, cache, _ = opened(4)
     assert (memory.num_blocks, memory._pool.num_free, memory.held_layers) == (4, 20, (0, 1, 2))
     memory.drop([1])
     assert (memory.num_blocks, memory._pool.num_free, memory.held_layers) == (16, 2, (0, 2))
     assert (cache.num_blocks, cache.keys[0].shape) == (16, (16, 16, 2, 16))
-    memory.close()
-    memory, _ = open_elastic(facts_of(), SHAPES[0])
-    memory.open_kv(4, 0)
+    memory, *_ = opened(4)
     memory.leave([1], Spans.of((0, 3)), 0)
     memory.grow()
     assert (memory.num_blocks, memory._pool.num_free) == (14, 2)
     memory.fill()
     assert (memory.num_blocks, memory._pool.num_free) == (16, 2)
-    memory.close()
 
 
-def test_embedding_and_head_go_with_the_first_and_the_last_layer() -> None:
+def test_embedding_and_head_go_with_the_first_and_the_last_layer(opened: Opener) -> None:
     """Outside of the layers: 1 page for the first stage, 2 for the last."""
-    memory, _ = open_elastic(facts_of(), SHAPES[0])
-    memory.open_kv(0, 0)
+    memory, *_ = opened(0)
     outer = memory.parameters(None, 3 * PAGE)
     outer[:] = torch.arange(3 * PAGE, dtype=torch.uint8)
     free = memory._pool.num_free
@@ -165,17 +145,15 @@ def test_embedding_and_head_go_with_the_first_and_the_last_layer() -> None:
     memory.shrink(0)
     assert memory._pool.num_free == free + 3 + 1 + 2
     assert memory.restore([0], 0) == Spans.of((0, PAGE))
-    memory.close()
 
 
-def test_parameters_lie_beside_blocks_and_become_blocks_again() -> None:
+def test_parameters_lie_beside_blocks_and_become_blocks_again(opened: Opener) -> None:
     """40 pages of 4 KiB, blocks of 2 KiB on each side, as above: layer 1 is dropped, 8 pages on each of 4 sides.
 
     Its 2 pages come back beside: 40 - 3 - 5 = 32 pages for 4 sides are 8 each, as 2 were left. All three beside layer 0
     alone: 32 / 2 = 16 pages on each side, 32 blocks, of 36 that layer 0 has with (40 - 1 - 2) / 2 = 18 pages.
     """
-    memory, _ = open_elastic(facts_of(), SHAPES[0])
-    cache = memory.open_kv(4, 0)
+    memory, cache, _ = opened(4)
     memory.drop([1])
     assert memory.reside([1], 16) == Spans()
     assert (memory.num_blocks, memory._pool.num_free) == (16, 0)
@@ -189,44 +167,10 @@ def test_parameters_lie_beside_blocks_and_become_blocks_again() -> None:
     assert memory.restore([1], 4) == Spans(), "what the last stage needs is there already"
     assert (memory.num_blocks, memory.held_layers, memory.resident_layers) == (16, (0, 1), (0, 1, 2))
     assert (memory.parameters(1, 8192) == 7).all()
-    memory.close()
 
 
-def test_a_groups_ids_are_made_by_mapping() -> None:
-    """Two members with 5 and 7 blocks of 2 KiB: the second's begin at 6, since a page holds two."""
-    memory, _ = open_elastic(facts_of(), SHAPES[0])
-    assert memory.layout.group_bases([5, 7]) == (0, 6, 14)
-    contents = Contents(memory, memory.open_kv(7, 0), np.random.default_rng(0))
-    assert memory.usable == Spans.of((0, 8))
-    memory.leave([0], Spans.of((0, 7)), 6)
-    contents.leave([0], Spans.of((0, 7)), 6)
-    assert memory.usable == Spans.of((6, 14))
-    contents.fill()
-    contents.check()
-    memory.fill()
-    contents.leaving.clear()
-    assert memory.usable == Spans.of((0, 16))
-    contents.fill()
-    contents.check()
-    memory.close()
-
-
-def test_a_drop_that_is_taken_back_finds_all_as_it_was() -> None:
-    """Nothing had been released: the KV of the dropped layers is still there when they come back."""
-    memory, _ = open_elastic(facts_of(SHAPES[1], num_pages=90), SHAPES[1])
-    contents = Contents(memory, memory.open_kv(2, 0), np.random.default_rng(3))
-    usable = memory.usable
-    memory.leave([0, 2], usable, 0)
-    contents.leave([0, 2], usable, 0)
-    contents.restore([0, 2], memory.restore([0, 2], usable.total))
-    contents.check()
-    assert all(len(contents.kv[layer]) >= usable.total for layer in range(3))
-    memory.close()
-
-
-def test_what_is_not_possible_is_refused_and_changes_nothing() -> None:
-    memory, _ = open_elastic(facts_of(), SHAPES[0])
-    memory.open_kv(6, 0)
+def test_what_is_not_possible_is_refused_and_changes_nothing(opened: Opener) -> None:
+    memory, *_ = opened(6)
     memory.drop([1])
     before = snapshot(memory)
     refusals: list[tuple[type[Exception], str, Act]] = [
@@ -249,7 +193,6 @@ def test_what_is_not_possible_is_refused_and_changes_nothing() -> None:
         with pytest.raises(kind, match=message):
             act()
         assert snapshot(memory) == before
-    memory.close()
 
 
 def test_a_budget_that_does_not_hold_the_model_is_refused() -> None:
@@ -270,10 +213,10 @@ def test_a_budget_that_does_not_hold_the_model_is_refused() -> None:
 def test_facts_that_contradict_each_other_are_refused() -> None:
     backend = PosixMemory(PAGE, 40)
     with pytest.raises(ValueError, match="not those of the memory"):
-        ElasticMemory(facts_of(num_pages=41), SHAPES[0], backend, CPU)
+        ElasticMemory(facts_of(num_pages=41), SHAPES[0], backend)
     with pytest.raises(ValueError, match="are not of 2048"):
-        ElasticMemory(facts_of(), SHAPES[1], backend, CPU)
-    memory = ElasticMemory(facts_of(), SHAPES[0], backend, CPU)
+        ElasticMemory(facts_of(), SHAPES[1], backend)
+    memory = ElasticMemory(facts_of(), SHAPES[0], backend)
     with pytest.raises(ValueError, match="are not the 5000 of these"):
         memory.parameters(0, 4999)
     memory.close()
@@ -287,15 +230,9 @@ def test_a_large_drop_is_few_calls() -> None:
         facts = MemoryFacts(layers, PAGE, PAGE, 0, 2048, PAGE, 1 + 512 * scale + 256 * scale, 4096 * scale)
         memory, faulty = open_elastic(facts, SHAPES[0])
         memory.open_kv(32 * scale, 0)
-        calls = 0
-
-        def count() -> None:
-            nonlocal calls
-            calls += 1
-
-        faulty.on_call = count
+        faulty.on_call = on_call = Mock()
         memory.drop(range(4))
-        counts.append(calls)
+        counts.append(on_call.call_count)
         memory.close()
     assert counts[1] <= counts[0] + 2
     assert counts[0] < 60

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from services.worker.attention.base import Attention, RaggedRows
 from services.worker.attention.fixed_splits import FixedSplitAttention
@@ -20,7 +19,6 @@ from services.worker.executor.model_runner import ModelRunner
 from services.worker.memory.elastic import ElasticMemory
 from services.worker.memory.host_kv import HostKV
 from services.worker.memory.kv_cache import KVCache
-from services.worker.memory.layout import Kind, Region
 from services.worker.memory.model_memory import ModelSizes, memory_facts, open_memory
 from services.worker.models.spec import ModelSpec, read_spec
 from services.worker.models.weights import layer_bytes, outer_parts, outer_split
@@ -30,7 +28,7 @@ from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 from tests.support.elastic_runners import elastic, texts_with_drops
 from tests.support.native import built_library
 from tests.support.runner_driver import Driver
-from tests.support.runners import KERNELS, MIB, open_runner, runner_settings
+from tests.support.runners import KERNELS, MIB, open_runner
 
 pytestmark = pytest.mark.kernels
 
@@ -64,30 +62,6 @@ def dropped_memory(spec: ModelSpec, dtype: torch.dtype) -> tuple[ElasticMemory, 
     memory.drop([0])
     assert memory.num_blocks > first + 4
     return memory, cache
-
-
-def test_operators_see_no_seam() -> None:
-    """A tensor over pages of six places: each operator gives the bits that it gives on a copy."""
-    memory, cache = dropped_memory(spec_of((4, 2, 24)), torch.float32)
-    generator = torch.Generator().manual_seed(0)
-    pages = memory._pool.pages(Region(Kind.KEYS, 1))[: memory.holding.kv.end]
-    assert (np.diff(pages) != 1).any()  # there is a seam
-    keys = cache.keys[1]
-    keys.copy_(torch.randn(keys.shape, generator=generator))
-    copy = keys.clone()
-    ids = torch.randperm(memory.num_blocks, generator=generator)
-    assert torch.equal(keys.index_select(0, ids), copy.index_select(0, ids))
-    new = torch.randn((5, BLOCK_SIZE, 2, 24), generator=generator)
-    assert torch.equal(keys.index_copy_(0, ids[:5], new), copy.index_copy_(0, ids[:5], new))
-    flat, other = keys.flatten(1), torch.randn((BLOCK_SIZE * 48, 7), generator=generator)
-    assert torch.equal(flat @ other, copy.flatten(1) @ other)
-    queries = torch.randn((1, 4, 3, 24), generator=generator)
-    folded, same = (part.flatten(0, 1).transpose(0, 1).unsqueeze(0) for part in (keys, copy))
-    assert torch.equal(
-        scaled_dot_product_attention(queries, folded, folded, enable_gqa=True),
-        scaled_dot_product_attention(queries, same, same, enable_gqa=True),
-    )
-    memory.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -237,7 +211,3 @@ def test_a_layer_without_blocks_is_left_alone_and_not_touched(staged: bool) -> N
     cache.write(0, torch.tensor([0]), torch.ones(1, 2, 24), torch.ones(1, 2, 24))
     assert cache.keys[0][0, 0, 0, 0] == 1
     memory.close()
-
-
-def test_settings_of_runners_say_plain_memory() -> None:
-    assert runner_settings(stored_checkpoint(SHAPE)[0]).page_bytes is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import pairwise
 from math import lcm
@@ -47,6 +48,20 @@ def spans(end: int) -> st.SearchStrategy[Spans]:
     return st.sets(st.integers(0, max(end - 1, 0))).map(lambda s: Spans.of(*((number, number + 1) for number in s)))
 
 
+def outer_pages_by_bytes(facts: MemoryFacts, resident: Collection[int]) -> set[int]:
+    needed = set(range(facts.first_stage_end)) if 0 in resident else set()
+    if facts.num_layers - 1 in resident:
+        needed |= set(range(facts.last_stage_begin, facts.outer_bytes))
+    return {at // facts.page_bytes for at in needed}
+
+
+def fitting(layout: MemoryLayout, holding: Holding, usable: Spans) -> list[int]:
+    """Return how many of the first usable blocks the budget holds in the layers of a holding, and beside its others."""
+    counts = range(usable.total + 1)
+    kept = [replace(holding, kv=layout.covering(usable.head(count))) for count in counts]
+    return [count for count in counts if layout.num_pages(kept[count]) <= layout.facts.num_pages]
+
+
 @given(layouts(), st.data())
 def test_blocks_and_pages_are_those_that_bytes_say(layout: MemoryLayout, data: st.DataObject) -> None:
     facts = layout.facts
@@ -59,10 +74,7 @@ def test_blocks_and_pages_are_those_that_bytes_say(layout: MemoryLayout, data: s
     assert set(layout.within(pages)) == {block for block, needed in touched.items() if needed <= set(pages)}
     assert set(layout.covering(blocks)) == set().union(*(touched[block] for block in blocks))
     held = data.draw(st.sets(st.sampled_from(range(facts.num_layers)), min_size=1))
-    needed = set(range(facts.first_stage_end)) if 0 in held else set()
-    if facts.num_layers - 1 in held:
-        needed |= set(range(facts.last_stage_begin, facts.outer_bytes))
-    assert set(layout.outer_pages(tuple(held))) == {at // facts.page_bytes for at in needed}
+    assert set(layout.outer_pages(tuple(held))) == outer_pages_by_bytes(facts, held)
 
 
 @given(layouts(), st.lists(st.integers(0, 40), max_size=5))
@@ -123,17 +135,12 @@ def test_layers_come_back_beside_as_many_blocks_as_can_stay(layout: MemoryLayout
     usable = layout.usable(holding)
     back = data.draw(st.sets(st.sampled_from(sorted(gone)), min_size=1))
     layers = tuple(sorted((*holding.layers, *back)))
-    possible = [
-        count
-        for count in range(usable.total + 1)
-        if layout.num_pages(Holding(layers, layout.covering(usable.head(count)))) <= facts.num_pages
-    ]
-    fitting = max(possible)  # the whole model fitted once
-    if fitting < usable.total:
+    most = max(fitting(layout, Holding(layers, Spans()), usable))  # the whole model fitted once
+    if most < usable.total:
         with pytest.raises(NotEnoughPagesError):
-            holdings.restored(layout, holding, back, fitting + 1)
-    restored = holdings.restored(layout, holding, back, fitting)
-    assert layout.usable(restored) == usable.head(fitting) or fitting == 0
+            holdings.restored(layout, holding, back, most + 1)
+    restored = holdings.restored(layout, holding, back, most)
+    assert layout.usable(restored) == usable.head(most) or most == 0
     assert layout.num_pages(restored) <= facts.num_pages
 
 
@@ -150,11 +157,7 @@ def test_parameters_lie_beside_as_many_blocks_as_can_stay(layout: MemoryLayout, 
         return
     usable = layout.usable(holding)
     assert usable.total == holdings.room(layout, held, before)
-    possible = [
-        count
-        for count in range(usable.total + 1)
-        if layout.num_pages(Holding(held, layout.covering(usable.head(count)), beside=tuple(beside))) <= facts.num_pages
-    ]
+    possible = fitting(layout, Holding(held, Spans(), beside=tuple(beside)), usable)
     if not possible:
         with pytest.raises(NotEnoughPagesError):
             holdings.resided(layout, holding, beside, 0)
@@ -176,10 +179,7 @@ def test_room_beside_parameters_is_what_their_pages_leave(layout: MemoryLayout, 
     first = data.draw(st.integers(0, facts.num_layers - 1))
     layers = range(first, data.draw(st.integers(first + 1, facts.num_layers)))
     resident = range(data.draw(st.integers(0, first)), data.draw(st.integers(layers.stop, facts.num_layers)))
-    needed = set(range(facts.first_stage_end)) if 0 in resident else set()
-    if facts.num_layers - 1 in resident:
-        needed |= set(range(facts.last_stage_begin, facts.outer_bytes))
-    pages = len({at // facts.page_bytes for at in needed})
+    pages = len(outer_pages_by_bytes(facts, resident))
     pages += sum(len({at // facts.page_bytes for at in range(facts.layer_bytes[i])}) for i in resident)
     each = max(facts.num_pages - pages, 0) // (2 * len(layers))
     expected = min(each * facts.page_bytes // facts.block_bytes, facts.max_blocks)

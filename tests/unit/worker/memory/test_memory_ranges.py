@@ -12,6 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -36,11 +37,30 @@ MAKERS: dict[str, Callable[[int], VirtualMemory]] = {
 }
 
 
-@pytest.fixture(params=list(MAKERS))
-def memory(request: pytest.FixtureRequest) -> Iterator[VirtualMemory]:
-    opened = MAKERS[request.param](8)
+@pytest.fixture
+def main_memory() -> Iterator[PosixMemory]:
+    opened = PosixMemory(PAGE, 8)
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def driver() -> FakeDriver:
+    return FakeDriver()
+
+
+@pytest.fixture
+def gpu_memory(driver: FakeDriver) -> Iterator[CudaMemory]:
+    opened = cuda_memory(8, driver)
+    yield opened
+    opened.close()
+    assert (driver.handles, driver.mapped, driver.reserved, driver.num_contexts) == ({}, {}, {}, 0)
+
+
+@pytest.fixture(params=["main_memory", "gpu_memory"])
+def memory(request: pytest.FixtureRequest) -> VirtualMemory:
+    opened: VirtualMemory = request.getfixturevalue(request.param)
+    return opened
 
 
 def pages(*numbers: int) -> list[PageId]:
@@ -186,11 +206,11 @@ def test_a_file_that_could_become_shorter_is_not_adopted() -> None:
     reader.close()
 
 
-def test_nothing_is_left_behind() -> None:
-    def extent() -> int:
-        fields = Path("/proc/self/statm").read_text().split()
-        return int(fields[0])
+def extent() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0])
 
+
+def test_nothing_is_left_behind() -> None:
     before, files = mappings(), descriptors()
     reserved_before = extent()
     opened = PosixMemory(PAGE, 8)
@@ -207,19 +227,16 @@ def test_nothing_is_left_behind() -> None:
     assert extent() < reserved_before + 2**39 // 4096
 
 
-def test_the_budget_is_hard() -> None:
-    opened = PosixMemory(PAGE, 8)
-    handle = opened.export(PageId(0))
+def test_the_budget_is_hard(main_memory: PosixMemory) -> None:
+    handle = main_memory.export(PageId(0))
     for size in (9 * PAGE, 7 * PAGE):
         with pytest.raises(PermissionError):
             os.ftruncate(handle.descriptor, size)
     os.close(handle.descriptor)
-    opened.close()
 
 
-def test_whoever_touches_what_is_not_mapped_dies() -> None:
-    opened = PosixMemory(PAGE, 8)
-    reserved = opened.reserve(4 * PAGE)
+def test_whoever_touches_what_is_not_mapped_dies(main_memory: PosixMemory) -> None:
+    reserved = main_memory.reserve(4 * PAGE)
     reserved.map_run(0, pages(0, 1))
     seen = reserved.tensor()
     seen[: 2 * PAGE] = 1
@@ -227,7 +244,6 @@ def test_whoever_touches_what_is_not_mapped_dies() -> None:
     assert dies_by(lambda: seen[PAGE - 1].item()) is None
     assert dies_by(lambda: seen[PAGE].item()) == signal.SIGSEGV  # was mapped before
     assert dies_by(lambda: seen[3 * PAGE].fill_(1)) == signal.SIGSEGV  # never was
-    opened.close()
 
 
 def dies_by(act: Callable[[], object]) -> int | None:
@@ -244,34 +260,27 @@ def dies_by(act: Callable[[], object]) -> int | None:
     return os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
 
 
-def test_a_run_of_which_a_part_cannot_be_mapped_is_not_mapped_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_which_a_part_cannot_be_mapped_is_not_mapped_at_all(
+    main_memory: PosixMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Pages 6, 7 | 2 | 4, 5 are three calls of the system; the third is refused."""
-    opened = PosixMemory(PAGE, 8)
-    reserved = opened.reserve(8 * PAGE)
-    real, calls = posix._mmap, 0
-
-    def refuse_third(*arguments: int) -> int:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise OSError(12, "no more mappings")
-        return real(*arguments)
-
-    monkeypatch.setattr(posix, "_mmap", refuse_third)
+    reserved = main_memory.reserve(8 * PAGE)
+    calls = Mock(wraps=posix.mmap_at, side_effect=[DEFAULT, DEFAULT, OSError(12, "no more mappings"), *[DEFAULT] * 4])
+    monkeypatch.setattr(posix, "mmap_at", calls)
     with pytest.raises(OSError, match="no more mappings"):
         reserved.map_run(0, pages(6, 7, 2, 4, 5))
-    assert calls == 4  # and one that takes away what had been mapped
+    assert calls.call_count == 4  # and one that takes away what had been mapped
     assert dies_by(lambda: ctypes.string_at(reserved.address, 1)) == signal.SIGSEGV
     reserved.map_run(0, pages(6, 7, 2, 4, 5))
-    assert calls == 7
-    opened.close()
+    assert calls.call_count == 7
+    monkeypatch.undo()
 
 
 @pytest.mark.parametrize(("function", "after"), [("cuMemCreate", 2), ("cuMemMap", 2), ("cuMemSetAccess", 0)])
-def test_a_run_that_the_driver_refuses_is_not_mapped_at_all(function: str, after: int) -> None:
-    driver = FakeDriver()
-    opened = cuda_memory(8, driver)
-    reserved = opened.reserve(8 * PAGE)
+def test_a_run_that_the_driver_refuses_is_not_mapped_at_all(
+    function: str, after: int, driver: FakeDriver, gpu_memory: CudaMemory
+) -> None:
+    reserved = gpu_memory.reserve(8 * PAGE)
     driver.fail(function, after)
     with pytest.raises(CudaError, match=f"{function}: CUDA_ERROR_OUT_OF_MEMORY") as error:
         reserved.map_run(PAGE, pages(6, 7, 2, 4))
@@ -279,14 +288,10 @@ def test_a_run_that_the_driver_refuses_is_not_mapped_at_all(function: str, after
     assert driver.mapped == {}
     reserved.map_run(PAGE, pages(6, 7, 2, 4))
     assert len(driver.accessible) == 4
-    opened.close()
-    assert (driver.handles, driver.mapped, driver.reserved, driver.num_contexts) == ({}, {}, {}, 0)
 
 
-def test_pages_that_the_driver_does_not_unmap_stay_as_they_are() -> None:
-    driver = FakeDriver()
-    opened = cuda_memory(8, driver)
-    reserved = opened.reserve(8 * PAGE)
+def test_pages_that_the_driver_does_not_unmap_stay_as_they_are(driver: FakeDriver, gpu_memory: CudaMemory) -> None:
+    reserved = gpu_memory.reserve(8 * PAGE)
     reserved.map_run(0, pages(6, 7, 2))
     reserved.tensor()[: 3 * PAGE] = 5
     driver.fail("cuMemUnmap", 2)
@@ -295,20 +300,17 @@ def test_pages_that_the_driver_does_not_unmap_stay_as_they_are() -> None:
     assert len(driver.accessible) == 3
     assert (reserved.tensor()[: 3 * PAGE] == 5).all()
     assert reserved.unmap_run(0, 3) == [6, 7, 2]
-    opened.close()
 
 
-def test_a_page_of_a_gpu_is_taken_when_it_is_first_mapped() -> None:
-    driver = FakeDriver(num_bytes=3 * PAGE)
-    opened = cuda_memory(8, driver)
-    reserved = opened.reserve(8 * PAGE)
+def test_a_page_of_a_gpu_is_taken_when_it_is_first_mapped(driver: FakeDriver, gpu_memory: CudaMemory) -> None:
+    driver.num_bytes = 3 * PAGE
+    reserved = gpu_memory.reserve(8 * PAGE)
     reserved.map_run(0, pages(0, 1))
     reserved.unmap_run(0, 2)
     reserved.map_run(2 * PAGE, pages(1, 0))
     assert driver.calls.count("cuMemCreate") == 2
     with pytest.raises(CudaError, match="cuMemCreate"):
         reserved.map_run(4 * PAGE, pages(2, 3))
-    opened.close()
 
 
 def test_sizes_that_are_not_possible_are_refused() -> None:

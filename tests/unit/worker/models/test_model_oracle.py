@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.support.checkpoints import CheckpointShape, greedy_text, stored_checkpoint
+from tests.support.checkpoints import CheckpointShape, difference_from, greedy_text, stored_checkpoint
 from tests.support.runner_driver import Driver
 from tests.support.runners import open_runner
 
@@ -44,20 +44,20 @@ SHAPES = {
     "group of 1, tied": CheckpointShape(num_kv_heads=4, tied=True, seed=0),
     "group of 4, wide heads": CheckpointShape(num_kv_heads=1, head_dim=40, seed=7),
     "group of 8, three layers": CheckpointShape(num_heads=8, num_kv_heads=1, head_dim=8, num_layers=3, seed=13),
-    "biases": CheckpointShape(extra=(("attention_bias", True), ("mlp_bias", True)), seed=3),
-    "linear rope": CheckpointShape(extra=(("rope_parameters", LINEAR),), seed=8),
-    "llama3 rope": CheckpointShape(extra=(("rope_parameters", LLAMA3),), seed=2),
+    "biases": CheckpointShape(extra={"attention_bias": True, "mlp_bias": True}, seed=3),
+    "linear rope": CheckpointShape(extra={"rope_parameters": LINEAR}, seed=8),
+    "llama3 rope": CheckpointShape(extra={"rope_parameters": LLAMA3}, seed=2),
     "mistral": CheckpointShape(family="mistral", seed=7),
     "qwen2": CheckpointShape(family="qwen2", seed=2),
     "qwen3, tied": CheckpointShape(family="qwen3", tied=True, seed=0),
-    "yarn rope": CheckpointShape(extra=(("rope_parameters", YARN),), seed=12),
-    "mistral, window": CheckpointShape(family="mistral", extra=(("sliding_window", 24),), seed=7),
+    "yarn rope": CheckpointShape(extra={"rope_parameters": YARN}, seed=12),
+    "mistral, window": CheckpointShape(family="mistral", extra={"sliding_window": 24}, seed=7),
     "qwen2, window from layer 1": CheckpointShape(
         family="qwen2",
         num_layers=3,
         num_heads=6,
         num_kv_heads=3,
-        extra=(("use_sliding_window", True), ("sliding_window", 37), ("max_window_layers", 1)),
+        extra={"use_sliding_window": True, "sliding_window": 37, "max_window_layers": 1},
         seed=13,
     ),
     "qwen3, windows by layer, biases": CheckpointShape(
@@ -65,33 +65,24 @@ SHAPES = {
         num_layers=3,
         num_kv_heads=1,
         head_dim=24,
-        extra=(
-            ("use_sliding_window", True),
-            ("sliding_window", 50),
-            ("layer_types", MIXED),
-            ("attention_bias", True),
-        ),
+        extra={"use_sliding_window": True, "sliding_window": 50, "layer_types": MIXED, "attention_bias": True},
         seed=12,
     ),
     "phi3": CheckpointShape(family="phi3", num_kv_heads=1, seed=13),
     "phi3, partial rotary, window": CheckpointShape(
-        family="phi3", head_dim=20, tied=True, extra=(("rope_parameters", PARTIAL), ("sliding_window", 30)), seed=1
+        family="phi3", head_dim=20, tied=True, extra={"rope_parameters": PARTIAL, "sliding_window": 30}, seed=1
     ),
     "phi3, longrope": CheckpointShape(
-        family="phi3", extra=(("rope_parameters", LONGROPE), ("original_max_position_embeddings", 256)), seed=8
+        family="phi3", extra={"rope_parameters": LONGROPE, "original_max_position_embeddings": 256}, seed=8
     ),
     "opt": CheckpointShape(family="opt", tied=True),
     "opt, norms behind, projected embedding": CheckpointShape(
-        family="opt", tied=True, extra=(("do_layer_norm_before", False), ("word_embed_proj_dim", 40))
+        family="opt", tied=True, extra={"do_layer_norm_before": False, "word_embed_proj_dim": 40}
     ),
     "opt, bare norms, gelu, odd heads": CheckpointShape(
         family="opt",
         hidden_size=60,
-        extra=(
-            ("enable_bias", False),
-            ("layer_norm_elementwise_affine", False),
-            ("activation_function", "gelu"),
-        ),
+        extra={"enable_bias": False, "layer_norm_elementwise_affine": False, "activation_function": "gelu"},
     ),
 }
 
@@ -147,8 +138,7 @@ def test_logits_agree_with_the_references_at_every_position(name: str) -> None:
         driver.step_logits([(sequence, 1)], [following])
     with torch.inference_mode():
         expected = reference(torch.tensor([tokens])).logits[0]
-    difference = (torch.stack(sequence.logits) - expected).abs().amax() / expected.abs().amax()
-    assert difference < 1e-4
+    assert difference_from(torch.stack(sequence.logits), expected) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["group of 2", "mistral, window", "phi3, partial rotary, window", "opt"])
@@ -163,5 +153,4 @@ def test_bfloat16_stays_near_the_float32_reference(name: str) -> None:
         driver.step_logits([(sequence, count)], [None])
     with torch.inference_mode():
         expected = reference(torch.tensor([tokens])).logits[0, -1]
-    difference = (sequence.logits[-1] - expected).abs().amax() / expected.abs().amax()
-    assert 1e-5 < difference < 5e-2
+    assert 1e-5 < difference_from(sequence.logits[-1], expected) < 5e-2

@@ -187,7 +187,7 @@ def test_a_fault_anywhere_costs_the_kv_of_all_and_no_page(seed: int, num: int, m
 def test_memory_that_cannot_be_put_back_is_lost_and_nobody_elses(stage: int) -> None:
     run = card_of_size(2, 2)
     faulty, state = run.card.faulty[stage], snapshot(run.card.memories[1 - stage])
-    faulty.calls_left, faulty.num_faults = 1, 2
+    faulty.fail_after(1, 2)
     carry_out(run)
     assert run.ends == {stage: LOST, 1 - stage: KEPT}
     assert snapshot(run.card.memories[1 - stage]) == state

@@ -30,10 +30,14 @@ from services.worker.sampling.draw import (
     to_weights,
 )
 from services.worker.sampling.sampler import Sampler
+from tests.support.row_samplings import row_sampling
 
 REPEATABLE = settings(derandomize=True, deadline=None)
 COMBINATIONS: list[dict[str, float]] = [
+    {},
+    {"temperature": 0.3},
     {"temperature": 0.7},
+    {"temperature": 2.0},
     {"top_k": 9},
     {"top_p": 0.8},
     {"min_p": 0.1},
@@ -46,16 +50,6 @@ COMBINATIONS: list[dict[str, float]] = [
     {"min_p": 1.0},
     {"top_p": 1e-6},
 ]
-
-
-def params(count: int, **values: float) -> RowSampling:
-    return RowSampling(
-        temperature=np.full(count, float(values.get("temperature", 1.0))),
-        top_p=np.full(count, float(values.get("top_p", 1.0))),
-        top_k=np.full(count, int(values.get("top_k", 0)), dtype=np.int64),
-        min_p=np.full(count, float(values.get("min_p", 0.0))),
-        seed=np.arange(count, dtype=np.int64),
-    )
 
 
 def random_logits(vocab_size: int, seed: int, scale: float = 3.0) -> torch.Tensor:
@@ -102,7 +96,7 @@ def numpy_shares(logits: torch.Tensor, **values: float) -> F64:
 def stratified(logits: torch.Tensor, num_points: int, **values: float) -> NDArray[np.int64]:
     """How often each token is drawn when the points are spread evenly: its share of them, give or take one."""
     points = (np.arange(num_points) + 0.5) / num_points
-    tokens = draw(logits.expand(num_points, -1), params(num_points, **values), points)
+    tokens = draw(logits.expand(num_points, -1), row_sampling(num_points, **values), points)
     return np.bincount(tokens, minlength=len(logits))
 
 
@@ -122,7 +116,7 @@ def test_seeded_draws_follow_the_reference_distribution(values: dict[str, float]
     """Chi-square over the tokens expected five times or more: its mean is the freedom d, its variance 2d."""
     logits, num_draws = random_logits(41, seed=5), 4000
     tokens = Sampler().sample(
-        logits.expand(num_draws, -1), params(num_draws, **values), np.full(num_draws, 17, dtype=np.int64)
+        logits.expand(num_draws, -1), row_sampling(num_draws, **values), np.full(num_draws, 17, dtype=np.int64)
     )
     expected = numpy_shares(logits, **values) * num_draws
     counts = np.bincount(tokens, minlength=41)
@@ -187,8 +181,8 @@ def test_a_flat_row_needs_the_whole_vocabulary_and_takes_nothing_from_its_neighb
     flat, peaked = torch.zeros(3000), random_logits(3000, 1, 8.0)
     logits, values = torch.stack([flat, peaked]), {"top_p": 0.9}
     points = np.array([0.7, 0.7])
-    tokens = draw(logits, params(2, **values), points)
-    assert tokens.tolist() == [draw(logits[[i]], params(1, **values), points[[i]])[0] for i in range(2)]
+    tokens = draw(logits, row_sampling(2, **values), points)
+    assert tokens.tolist() == [draw(logits[[i]], row_sampling(1, **values), points[[i]])[0] for i in range(2)]
     assert tokens[0] == 2100  # all weights tie, so all stay
 
 

@@ -199,16 +199,6 @@ def test_stops_are_impossible_before_the_minimal_length_as_in_transformers(num_o
     assert bool(torch.isinf(got).any()) == (num_outputs < 3)
 
 
-def test_presence_counts_a_token_once_and_frequency_each_time_and_neither_the_prompt() -> None:
-    got = changed(*one_row(PROMPT, OUTPUTS, presence_penalty=0.5, frequency_penalty=0.25), LOGITS)
-    expected = LOGITS.clone()
-    expected[7] -= 0.5 + 3 * 0.25
-    expected[9] -= 0.5 + 0.25
-    expected[33] -= 0.5 + 0.25
-    assert torch.allclose(got, expected)
-    assert torch.equal(got[[5, 20, 1]], LOGITS[[5, 20, 1]])
-
-
 def test_rows_without_rules_are_neither_changed_nor_kept() -> None:
     rules, plain = one_row(PROMPT, OUTPUTS, temperature=0.5, top_k=3, logprobs=4, stop_token_ids=(3,))
     assert torch.equal(changed(rules, plain, LOGITS), LOGITS)
