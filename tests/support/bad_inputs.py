@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-CHAT: Final = "/v1/chat/completions"
-COMPLETIONS: Final = "/v1/completions"
-HELLO: Final = [{"role": "user", "content": "hi"}]
+from tests.support.dispatchers import CHAT, COMPLETIONS, HELLO
+
 JSON: Final = {"Content-Type": "application/json"}
 MIB: Final = 1024 * 1024
 KEY: Final = "sk-the-table-of-bad-inputs"
