@@ -15,9 +15,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from shared.api_keys import hash_key
-from tests.support.bad_inputs import ALLOWED, CHAT, HELLO, KEY, LATE, MIB, REQUEST_IDS, bad_inputs, content, raw_inputs
+from tests.support.bad_inputs import ALLOWED, KEY, LATE, MIB, REQUEST_IDS, bad_inputs, content, raw_inputs
 from tests.support.cluster import Cluster, cluster
+from tests.support.dispatchers import CHAT, HELLO, write_keys
 from tests.support.processes import wait_until
 from tests.support.raw_http import check_error, exchange, send, status_of
 from tests.support.reader_streams import Readers, read_once, reading
@@ -36,26 +36,10 @@ RAW_INPUTS = raw_inputs()
 pytestmark = pytest.mark.timeout(240)
 
 
-KEYS_FILE = f"""
-[tenants.table]
-tier = "default"
-
-[[keys]]
-sha256 = "{hash_key(KEY)}"
-tenant = "table"
-scopes = ["infer", "metrics"]
-
-[[keys]]
-sha256 = "{hash_key(METRICS_KEY)}"
-tenant = "table"
-scopes = ["metrics"]
-"""
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     keys = tmp_path_factory.mktemp("keys") / "keys.toml"
-    keys.write_text(KEYS_FILE)
+    write_keys(keys, {KEY: ("table", "infer", "metrics"), METRICS_KEY: ("table", "metrics")})
     env = {
         "SLUICE_DISPATCHER_BODY_LIMIT_S": str(LIMIT_S),
         "SLUICE_DISPATCHER_HEAD_LIMIT_S": str(LIMIT_S),

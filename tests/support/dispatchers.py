@@ -47,14 +47,18 @@ class Running:
     worker: FakeWorker
     url: str
     http: aiohttp.ClientSession
-    end_id: int
-    """The token that ends an answer."""
+    text: ModelText
     num_views: int = 0
 
     @property
     def front(self) -> Front:
         """The parts that endpoints use."""
         return self.dispatcher.front
+
+    @property
+    def end_id(self) -> int:
+        """The token that ends an answer."""
+        return end_id(self.text)
 
     @property
     def table(self) -> SessionTable:
@@ -214,7 +218,7 @@ async def running_dispatcher(
     worker = FakeWorker(own)
     await worker.start()
     async with aiohttp.ClientSession() as http:
-        running = Running(dispatcher, broker, own, worker, f"http://127.0.0.1:{port}", http, end_id(text))
+        running = Running(dispatcher, broker, own, worker, f"http://127.0.0.1:{port}", http, text)
         words = [*running.encode(script), running.end_id] if isinstance(script, str) else []
         worker.script = (lambda _: words) if isinstance(script, str) else script
         try:
