@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
-from itertools import pairwise
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from services.dispatcher.session.gaps import GapHistogram
-from services.dispatcher.session.request import FailureCode, NewRequest, RequestFailedError
-from services.dispatcher.session.session import Session
-from services.dispatcher.session.table import SessionTable
-from shared.ids import RequestId, StreamId, WorkerId
+from services.dispatcher.session.request import FailureCode, RequestFailedError
 from shared.messages.request import RefusalReason
-from shared.stream_extras import TokenLogprob
-from shared.token_batch import TokenBatch, stream_batch
-from shared.types import FinishReason, SamplingParams
+from shared.types import SamplingParams
 from tests.support.fake_worker import make_status, played_logprob
-from tests.support.session_cluster import ANSWER, Cluster, Taker, with_cluster
+from tests.support.session_cluster import ANSWER, Cluster, with_cluster
 
 WITH_LOGPROBS = SamplingParams(max_tokens=50, logprobs=1)
 
@@ -138,49 +127,3 @@ async def test_tokens_that_come_by_replay_without_their_numbers_are_kept_all_the
     known = [played_logprob(index, token, 1) for index, token in enumerate(ANSWER)]
     assert [index for index, found in enumerate(session.logprobs) if found != known[index]] == [3, 4]
     assert session.logprobs[3:5] == [None, None]
-
-
-@given(st.data())
-@settings(max_examples=150, deadline=None)
-def test_every_token_keeps_its_own_number_however_the_parts_come(data: st.DataObject) -> None:
-    num_tokens = data.draw(st.integers(1, 12))
-    output = list(range(1000, 1000 + num_tokens))
-    numbers = [TokenLogprob(-float(index)) for index in range(num_tokens)]
-    cuts = sorted(data.draw(st.sets(st.integers(1, num_tokens))) | {0, num_tokens})
-    parts = list(pairwise(cuts))
-    borders = st.integers(0, num_tokens)
-    parts += data.draw(st.lists(st.tuples(borders, borders).map(lambda pair: (min(pair), max(pair)))))
-    request = NewRequest(RequestId("r"), b"\0\0\0\0", WITH_LOGPROBS, 0.0, 600.0)
-    session, taker = Session(request, StreamId(0), GapHistogram()), Taker()
-    session.attach(taker, 0.0)
-    for start, stop in data.draw(st.permutations(parts)):
-        if session.ended.is_set():
-            break
-        finish = FinishReason.LENGTH if stop == num_tokens else FinishReason.NONE
-        is_bare = data.draw(st.booleans())
-        session.receive(start, output[start:stop], finish, 1.0, () if is_bare else numbers[start:stop])
-    assert taker.tokens == session.tokens == output
-    assert session.logprobs is not None
-    assert len(session.logprobs) == num_tokens
-    assert all(found in (None, number) for found, number in zip(session.logprobs, numbers, strict=True))
-
-
-def make_batch(extras: bytes) -> TokenBatch:
-    batch = stream_batch(
-        WorkerId("w0"),
-        counter=0,
-        stream=StreamId(7),
-        attempt=1,
-        first_index=0,
-        tokens=np.array([5, 6], dtype=np.uint32),
-    )
-    return replace(batch, extras=extras)
-
-
-def test_extras_that_cannot_be_read_cost_nothing_but_themselves() -> None:
-    table = SessionTable(lambda _: None, first_stream=7)
-    session = table.open(NewRequest(RequestId("r"), b"\0\0\0\0", WITH_LOGPROBS, 0.0, 600.0))
-    session.begin(WorkerId("w0"), 1, 0.0)
-    table.apply(make_batch(b"\1\2\3"), 1.0)
-    assert session.tokens == [5, 6]
-    assert session.logprobs == [None, None]

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from services.dispatcher.session.gaps import GapHistogram
 from services.dispatcher.session.leases import Loss
-from services.dispatcher.session.request import FailureCode, NewRequest, RequestFailedError
-from services.dispatcher.session.session import MAX_HELD_PARTS, Session
-from services.dispatcher.session.table import MAX_STREAM, SessionTable
-from shared.ids import RequestId, StreamId, WorkerId
+from services.dispatcher.session.request import FailureCode, RequestFailedError
+from shared.ids import WorkerId
 from shared.messages.report import WorkerPhase
 from shared.messages.request import RefusalReason
-from shared.types import FinishReason, SamplingParams
+from shared.types import FinishReason
 from tests.support.fake_worker import Running, make_status
 from tests.support.session_cluster import ANSWER, Cluster, Taker, with_cluster
 
@@ -304,12 +298,6 @@ async def test_tokens_from_a_worker_that_does_not_run_the_request_are_ignored(ma
     assert made.sessions.table.counters.num_ignored == 1
 
 
-def test_handles_begin_where_the_process_says() -> None:
-    table = SessionTable(lambda _: None, first_stream=MAX_STREAM)
-    request = NewRequest(RequestId("r"), b"1234", SamplingParams(max_tokens=1), arrival_s=0.0, limit_s=1.0)
-    assert [table.open(request).stream for _ in range(3)] == [MAX_STREAM, 0, 1]
-
-
 @with_cluster()
 async def test_tokens_that_overtake_the_workers_answer_are_not_lost(made: Cluster, /) -> None:
     worker = await made.add(script=None)
@@ -368,41 +356,3 @@ async def test_draining_refuses_new_requests_lets_old_ones_end_and_fails_the_res
     assert made.now_s == pytest.approx(10.06, abs=0.1)
     assert (await finishing)[1].tokens == ANSWER
     assert made.sessions.outcome((await stuck)[0]) is FailureCode.DRAINING
-
-
-@given(data=st.data(), num_tokens=st.integers(1, 30))
-@settings(max_examples=200, deadline=None)
-def test_parts_in_any_order_doubled_or_overlapping_give_the_exact_output(data: st.DataObject, num_tokens: int) -> None:
-    """Every token of 0..n is in at least one part; parts come in any order and may repeat each other."""
-    output = list(range(1000, 1000 + num_tokens))
-    cuts = sorted(data.draw(st.sets(st.integers(1, num_tokens))) | {0, num_tokens})
-    parts = list(pairwise(cuts))
-    borders = st.integers(0, num_tokens)
-    parts += data.draw(st.lists(st.tuples(borders, borders).map(lambda pair: (min(pair), max(pair)))))
-    parts = data.draw(st.permutations(parts))
-    request = NewRequest(RequestId("r"), b"\0\0\0\0", SamplingParams(max_tokens=99), 0.0, 600.0)
-    session, taker = Session(request, StreamId(0), GapHistogram()), Taker()
-    attach_at = data.draw(st.integers(0, len(parts) - 1))
-    for index, (start, stop) in enumerate(parts):
-        if index == attach_at:
-            session.attach(taker, 0.0)
-        if session.ended.is_set():
-            break
-        finish = FinishReason.LENGTH if stop == num_tokens else FinishReason.NONE
-        session.receive(start, output[start:stop], finish, 1.0)
-    if session.reader is None:
-        session.attach(taker, 0.0)
-    assert session.tokens == taker.tokens == output
-    assert session.finish is taker.finish is FinishReason.LENGTH
-    assert session.held == {}
-
-
-def test_as_many_early_parts_as_may_be_held_follow_the_one_that_was_missing() -> None:
-    request = NewRequest(RequestId("r"), b"\0\0\0\0", SamplingParams(max_tokens=9999), 0.0, 600.0)
-    session, taker = Session(request, StreamId(0), GapHistogram()), Taker()
-    session.attach(taker, 0.0)
-    for index in range(1, MAX_HELD_PARTS + 1):
-        assert not session.receive(index, [index], FinishReason.NONE, 1.0)
-    assert session.receive(0, [0], FinishReason.NONE, 2.0)
-    assert session.tokens == taker.tokens == list(range(MAX_HELD_PARTS + 1))
-    assert session.held == {}
