@@ -167,6 +167,9 @@ async def _names(http: aiohttp.ClientSession, url: str) -> list[str]:
         body = {"model": f"model-{index}", "user": f"user-{index}", "messages": HELLO}
         async with http.post(url + CHAT, json=body, headers={"X-Request-Id": f"id-{index}"}) as response:
             assert response.status == 404
+        for path in (f"/v1/models/model-{index}", f"/path-{index}"):
+            async with http.get(url + path) as response:
+                assert response.status == 404
     wrong = [] if await _num_series(http, url) == before else ["55: there are new series"]
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

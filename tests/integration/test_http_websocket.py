@@ -14,6 +14,7 @@ import pytest_asyncio
 
 from services.dispatcher.http.websocket import MAX_IN_FLIGHT
 from shared.messages.request import RefusalReason
+from shared.types import FinishReason
 from tests.support.dispatchers import CHAT, COMPLETIONS, HELLO, TEXT, Running, Serve, texts_of, write_keys
 from tests.support.raw_http import connect_narrow
 from tests.support.socket_talks import Talk, talk, text_of
@@ -37,62 +38,39 @@ def without_names(event: dict[str, Any]) -> dict[str, Any]:
     return event
 
 
-def is_text(event: dict[str, Any]) -> bool:
-    """Return whether an event carries text and nothing that begins or ends an answer."""
-    choices = event["choices"]
-    return len(choices) == 1 and choices[0]["finish_reason"] is None and "role" not in choices[0].get("delta", {})
-
-
-def joined(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join events with text that follow each other: how many tokens one holds depends on how busy the machine is."""
-    result: list[dict[str, Any]] = []
-    for event in events:
-        num_tokens = event.get("sluice", {}).get("n", 1) if is_text(event) else 0
-        if not (num_tokens and result and is_text(result[-1])):
-            result.append({**event, "sluice": {"n": num_tokens}} if num_tokens else event)
-            continue
-        before, (choice,) = result[-1], event["choices"]
-        (old,) = before["choices"]
-        both = {**old}
-        if "delta" in choice:
-            both["delta"] = {"content": old["delta"]["content"] + choice["delta"]["content"]}
-        else:
-            both["text"] = old["text"] + choice["text"]
-        if choice["logprobs"] is not None:
-            both["logprobs"] = {
-                key: said if old["logprobs"][key] is None else old["logprobs"][key] + said
-                for key, said in choice["logprobs"].items()
-            }
-        result[-1] = {**before, "choices": [both], "sluice": {"n": before["sluice"]["n"] + num_tokens}}
-    return result
+async def say(running: Running, count: int, finish: FinishReason) -> None:
+    """Answer the next request token by token, each choice in turn, once somebody reads it."""
+    items = await running.begun(count)
+    await until(lambda: all(session.reader for session in running.table))
+    for token in running.encode(TEXT):
+        for item in items:
+            await running.worker.emit(item, [token])
+    for item in items:
+        await running.worker.emit(item, [running.end_id], finish)
+    running.worker.running.clear()
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "path", "body"),
+    ("endpoint", "path", "body", "finish"),
     [
-        ("chat", CHAT, {}),
-        ("chat", CHAT, {"stream_options": {"include_usage": True}, "n": 2}),
-        ("chat", CHAT, {"stop": "world", "logprobs": True}),
-        ("completions", COMPLETIONS, {"max_tokens": 4, "echo": True}),
+        ("chat", CHAT, {}, FinishReason.STOP),
+        ("chat", CHAT, {"stream_options": {"include_usage": True}, "n": 2}, FinishReason.STOP),
+        ("chat", CHAT, {"stop": "world", "logprobs": True}, FinishReason.STOP),
+        ("completions", COMPLETIONS, {"max_tokens": 100, "echo": True}, FinishReason.LENGTH),
     ],
 )
 async def test_an_answer_is_event_by_event_that_of_http(
-    served: Running, endpoint: str, path: str, body: dict[str, Any]
+    running: Running, endpoint: str, path: str, body: dict[str, Any], finish: FinishReason
 ) -> None:
-    async with talk(served) as client:
-        messages = await client.answer("a", endpoint=endpoint, body=body)
+    async with talk(running) as client:
+        answer = client.answer("a", endpoint=endpoint, body=body)
+        messages, _ = await asyncio.gather(answer, say(running, body.get("n", 1), finish))
     kinds = [message["type"] for message in messages]
     assert kinds == ["start", *["event"] * (len(kinds) - 2), "done"]
     assert messages[0]["request_id"].startswith("req_")
+    events, _ = await asyncio.gather(running.stream(path, **body), say(running, body.get("n", 1), finish))
     mine = [without_names(message["data"]) for message in messages[1:-1]]
-    theirs = [without_names(event) for event in await served.stream(path, **body)]
-    for index in range(body.get("n", 1) + 1):  # the order between choices is not fixed
-
-        def of_choice(events: list[dict[str, Any]], at: int = index) -> list[dict[str, Any]]:
-            own = [e for e in events if (e["choices"] or [{"index": body.get("n", 1)}])[0]["index"] == at]
-            return joined(own)
-
-        assert of_choice(mine) == of_choice(theirs)
+    assert mine == [without_names(event) for event in events]
 
 
 async def test_several_answers_come_side_by_side_and_a_name_can_be_used_again(running: Running) -> None:
