@@ -104,7 +104,7 @@ def _make_choices(front: Front, call: Call) -> list[Choice]:
 
 
 def _answer_text(front: Front, call: Call) -> AnswerText:
-    sampling = call.params.sampling
+    sampling = call.params.sampling.common
     return AnswerText(
         front.codec.table.start(first=call.is_chat),
         call.params.stops,
