@@ -19,7 +19,7 @@ from services.dispatcher.endpoints.cancel import cancel_request, is_cancel_path
 from services.dispatcher.endpoints.chat import chat_completions
 from services.dispatcher.endpoints.completions import completions
 from services.dispatcher.endpoints.tokenize import detokenize, tokenize
-from services.dispatcher.http.connection import MAX_HEAD_BYTES, ConnectionLimits, ConnectionServer, head_too_large
+from services.dispatcher.http.connection import MAX_HEAD_BYTES, ConnectionServer, head_too_large
 from services.dispatcher.http.errors import RATE_LIMITED, ApiError, error_response, failure_error
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.guard import authorise
@@ -101,7 +101,9 @@ class HttpServer:
         Raises:
             StartupError: the address cannot be used.
         """
-        server = ConnectionServer(self.handle, self._limits(), self._front.doorway)
+        front = self._front
+        limits = {"head_limit_s": front.settings.head_limit_s, "idle_limit_s": front.settings.idle_limit_s}
+        server = ConnectionServer(self.handle, front.doorway, **limits)
         self._runner = web.ServerRunner(server, shutdown_timeout=CLOSE_LIMIT_S)
         await self._runner.setup()
         try:
@@ -110,10 +112,6 @@ class HttpServer:
             await self._runner.cleanup()
             raise _cannot_listen(host, port, error) from None
         return int(self._runner.addresses[0][1])
-
-    def _limits(self) -> ConnectionLimits:
-        settings = self._front.settings
-        return ConnectionLimits(head_limit_s=settings.head_limit_s, idle_limit_s=settings.idle_limit_s)
 
     async def close(self) -> None:
         """Stop listening, and end the connections that are left."""

@@ -253,16 +253,6 @@ async def test_a_request_that_kills_whom_it_is_offered_to_ends_after_two(made: C
         assert taker.tokens == ANSWER
 
 
-@with_cluster()
-async def test_a_request_is_not_blamed_for_workers_that_only_hang(made: Cluster, /) -> None:
-    first, second, third = [await made.add(name) for name in "abc"]
-    first.answers = second.answers = False
-    _, taker = await made.serve("r")
-    assert taker.tokens == ANSWER
-    assert [submit.attempt for submit in third.submits] == [3]
-    assert made.sessions.recovery.num_poison == 0
-
-
 @pytest.mark.parametrize(("incarnation", "loss"), [(1, Loss.UNKNOWN), (2, Loss.RESTARTED)])
 @with_cluster()
 async def test_a_worker_that_does_not_know_a_request_says_whether_it_is_the_process_that_had_it(
@@ -306,14 +296,6 @@ async def test_a_second_dispatcher_takes_a_resumable_request_over(made: Cluster,
         for session, sessions in ((mine, made.sessions), (theirs, other.sessions)):
             sessions.release(session)
         await asyncio.sleep(0.1)
-
-
-@with_cluster(queue_limit_s=1.0)
-async def test_a_request_that_nobody_can_take_is_refused_and_leaves_nothing(made: Cluster, /) -> None:
-    worker = await made.add()
-    worker.refuse = RefusalReason.FULL
-    await made.refusal()
-    assert not len(made.sessions.table)
 
 
 @pytest.mark.parametrize("reason", [RefusalReason.CANCELLED, RefusalReason.DUPLICATE])
