@@ -70,14 +70,6 @@ async def test_log_probabilities_whole_and_streamed(client: openai.AsyncOpenAI, 
     assert [entry for logprobs in told if logprobs is not None for entry in logprobs.content or []] == entries
 
 
-async def test_a_completions_log_probabilities_have_the_old_shape(client: openai.AsyncOpenAI, served: Running) -> None:
-    whole = await client.completions.create(**COMPLETION, logprobs=1, echo=False)
-    logprobs = whole.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.token_logprobs is not None
-    assert len(logprobs.token_logprobs) == len(logprobs.tokens or []) == len(served.encode(TEXT))
-
-
 async def test_penalties_bias_and_what_the_sdk_does_not_know_reach_the_worker(
     client: openai.AsyncOpenAI, served: Running
 ) -> None:
@@ -93,15 +85,6 @@ async def test_penalties_bias_and_what_the_sdk_does_not_know_reach_the_worker(
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.min_p) == (0.5, -0.5, 0.1)
     assert (sampling.repetition_penalty, sampling.min_tokens, sampling.logit_bias) == (1.2, 3, ((7, -100.0),))
     assert submit.cache_salt
-
-
-async def test_two_keys_share_no_cached_prompt_and_one_key_does(served: Running) -> None:
-    salts = []
-    for key in ("a", "b", "a"):
-        async with openai.AsyncOpenAI(base_url=served.url + "/v1", api_key=key, max_retries=0) as client:
-            await client.completions.create(**COMPLETION)
-        salts.append(served.worker.submits[-1].cache_salt)
-    assert salts[0] == salts[2] != salts[1]
 
 
 async def test_models_are_listed_and_retrieved(client: openai.AsyncOpenAI) -> None:

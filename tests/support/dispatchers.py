@@ -47,7 +47,6 @@ class Running:
     worker: FakeWorker
     url: str
     http: aiohttp.ClientSession
-    text: ModelText
     num_views: int = 0
 
     @property
@@ -58,7 +57,9 @@ class Running:
     @property
     def end_id(self) -> int:
         """The token that ends an answer."""
-        return end_id(self.text)
+        token_id = self.front.codec.tokenizer.token_to_id("<|im_end|>")
+        assert token_id is not None
+        return int(token_id)
 
     @property
     def table(self) -> SessionTable:
@@ -196,13 +197,6 @@ def load_model(folder: Path) -> ModelText:
     return load_text(make_settings(write_model_folder(folder)))
 
 
-def end_id(text: ModelText) -> int:
-    """Return the token that ends an answer."""
-    token_id = text.codec.tokenizer.token_to_id("<|im_end|>")
-    assert token_id is not None
-    return token_id
-
-
 @asynccontextmanager
 async def running_dispatcher(
     text: ModelText, folder: Path, script: Script | str | None = None, *, ready: bool = True, **fields: Any
@@ -218,7 +212,7 @@ async def running_dispatcher(
     worker = FakeWorker(own)
     await worker.start()
     async with aiohttp.ClientSession() as http:
-        running = Running(dispatcher, broker, own, worker, f"http://127.0.0.1:{port}", http, text)
+        running = Running(dispatcher, broker, own, worker, f"http://127.0.0.1:{port}", http)
         words = [*running.encode(script), running.end_id] if isinstance(script, str) else []
         worker.script = (lambda _: words) if isinstance(script, str) else script
         try:

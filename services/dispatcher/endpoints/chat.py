@@ -13,19 +13,15 @@ from services.dispatcher.endpoints.messages import count_chars, parse_messages
 from services.dispatcher.endpoints.params import parse_params
 from services.dispatcher.endpoints.salt import cache_salt
 from services.dispatcher.endpoints.sampling import chat_logprobs
-from services.dispatcher.endpoints.unsupported import CHAT, refuse_unsupported
+from services.dispatcher.endpoints.unsupported import CHAT, SHARED_NAMES, refuse_unsupported
 from services.dispatcher.http.arrival import Arrival, Sender, check_model, note_arrival
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.guard import grant_of
 
 _KNOWN = frozenset(
     {
-        *CHAT,
-        *("model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature"),
-        *("top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "service_tier", "qoe", "n"),
-        *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens", "best_of"),
-        *("logprobs", "top_logprobs", "response_format", "cache_salt"),
-        *("modalities", "user", "metadata", "store", "parallel_tool_calls", "prompt_cache_key", "safety_identifier"),
+        *(*CHAT, *SHARED_NAMES, "messages", "top_logprobs", "metadata", "store", "parallel_tool_calls"),
+        *("prompt_cache_key", "safety_identifier"),
     }
 )
 

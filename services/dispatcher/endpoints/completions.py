@@ -14,7 +14,7 @@ from services.dispatcher.endpoints.fields import Fields, check_token_ids, type_n
 from services.dispatcher.endpoints.params import parse_params
 from services.dispatcher.endpoints.salt import cache_salt
 from services.dispatcher.endpoints.sampling import completion_logprobs
-from services.dispatcher.endpoints.unsupported import COMPLETIONS, refuse_unsupported
+from services.dispatcher.endpoints.unsupported import COMPLETIONS, SHARED_NAMES, refuse_unsupported
 from services.dispatcher.http.arrival import Arrival, Sender, check_model, note_arrival
 from services.dispatcher.http.errors import invalid, unsupported
 from services.dispatcher.http.front import Front
@@ -24,16 +24,7 @@ from services.dispatcher.text.prompts import PromptCodec
 DEFAULT_MAX_TOKENS: Final = 16
 """OpenAI's default for this endpoint."""
 MAX_PROMPTS: Final = 1024
-_KNOWN = frozenset(
-    {
-        *COMPLETIONS,
-        *("model", "prompt", "stream", "stream_options", "max_tokens", "max_completion_tokens", "modalities"),
-        *("temperature", "top_p", "top_k", "min_p"),
-        *("seed", "stop", "stop_token_ids", "ignore_eos", "service_tier", "qoe", "n", "presence_penalty"),
-        *("frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens", "best_of", "logprobs", "echo"),
-        *("response_format", "user", "cache_salt"),
-    }
-)
+_KNOWN = frozenset({*COMPLETIONS, *SHARED_NAMES, "prompt", "echo"})
 
 
 async def completions(front: Front, request: web.BaseRequest, public_id: str) -> web.StreamResponse:
