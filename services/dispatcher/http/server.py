@@ -10,14 +10,16 @@ import errno
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Final
 
 from aiohttp import web
 
+from services.dispatcher.answers.generate import respond
 from services.dispatcher.endpoints import models, probes
 from services.dispatcher.endpoints.cancel import cancel_request, is_cancel_path
-from services.dispatcher.endpoints.chat import chat_completions
-from services.dispatcher.endpoints.completions import completions
+from services.dispatcher.endpoints.chat import chat_call
+from services.dispatcher.endpoints.completions import completion_call
 from services.dispatcher.endpoints.tokenize import detokenize, tokenize
 from services.dispatcher.http.connection import MAX_HEAD_BYTES, ConnectionServer, head_too_large
 from services.dispatcher.http.errors import RATE_LIMITED, ApiError, error_response, failure_error
@@ -45,8 +47,8 @@ def _get(endpoint: Endpoint) -> Route:
 
 
 _ROUTES: Final[dict[str, Route]] = {
-    "/v1/chat/completions": {"POST": chat_completions},
-    "/v1/completions": {"POST": completions},
+    "/v1/chat/completions": {"POST": partial(respond, chat_call)},
+    "/v1/completions": {"POST": partial(respond, completion_call)},
     "/v1/tokenize": {"POST": tokenize},
     "/v1/detokenize": {"POST": detokenize},
     "/tokenize": {"POST": tokenize},
