@@ -13,7 +13,7 @@ import pytest_asyncio
 from shared.messages.request import RefusalReason, Submit
 from shared.process.log import flush_log
 from shared.types import MAX_SEED, FinishReason
-from tests.support.dispatchers import CHAT, COMPLETIONS, Running, Serve, index_of, texts_of
+from tests.support.dispatchers import CHAT, COMPLETIONS, Running, Serve, index_of, texts_of, usage_of
 from tests.support.fake_worker import FakeWorker, make_status
 
 TEXTS = ["one fox", "two 🦊 foxes", "three foxes went down"]
@@ -43,13 +43,7 @@ async def test_whole_choices_stand_in_order_and_the_prompt_is_billed_once(served
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
     assert [choice["message"]["content"] for choice in body["choices"]] == TEXTS
     assert {choice["finish_reason"] for choice in body["choices"]} == {"stop"}
-    assert body["usage"] == {
-        "prompt_tokens": 13,
-        "completion_tokens": billed(served),
-        "total_tokens": 13 + billed(served),
-        "prompt_tokens_details": {"cached_tokens": 11},
-        "completion_tokens_details": {"reasoning_tokens": 0},
-    }
+    assert body["usage"] == usage_of(13, billed(served), 11)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])

@@ -22,6 +22,7 @@ from tests.support.dispatchers import (
     events_of,
     hold_tokenizer,
     texts_of,
+    usage_of,
 )
 from tests.support.fake_worker import make_status
 from tests.support.raw_http import chat_bytes, connect, connect_narrow
@@ -60,13 +61,7 @@ async def test_a_chat_streams_role_text_reason_usage_and_done(served: Running, i
         return
     assert all(event["usage"] is None for event in events)
     assert last["choices"] == []
-    assert last["usage"] == {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_output,
-        "total_tokens": num_prompt + num_output,
-        "prompt_tokens_details": {"cached_tokens": 0},
-        "completion_tokens_details": {"reasoning_tokens": 0},
-    }
+    assert last["usage"] == usage_of(num_prompt, num_output)
 
 
 async def test_chunks_say_how_many_tokens_they_hold_unless_it_is_one(served: Running) -> None:
@@ -113,20 +108,21 @@ async def test_an_answer_without_stream_is_whole_and_carries_no_readers_schedule
 
 
 async def test_the_parameters_reach_the_worker_as_they_were_given(served: Running) -> None:
+    same = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "seed": -3,
+        "ignore_eos": True,
+        "min_p": 0.05,
+        "min_tokens": 4,
+    }
+    same |= {"presence_penalty": -1.0, "frequency_penalty": 0.25, "repetition_penalty": 1.1}
     await served.stream(
-        temperature=0.5,
-        top_p=0.9,
-        top_k=7,
-        seed=-3,
+        **same,
         max_completion_tokens=99,
         stop_token_ids=[3],
-        ignore_eos=True,
-        min_p=0.05,
-        presence_penalty=-1,
-        frequency_penalty=0.25,
-        repetition_penalty=1.1,
         logit_bias={"7": 1.5, "5": -100},
-        min_tokens=4,
         logprobs=True,
         top_logprobs=3,
         service_tier="flex",
@@ -134,19 +130,10 @@ async def test_the_parameters_reach_the_worker_as_they_were_given(served: Runnin
     )
     submit = served.worker.submits[-1]
     assert submit.sampling.model_dump() == {
+        **same,
         "max_tokens": 99,
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 7,
-        "seed": -3,
         "stop_token_ids": (3,),
-        "ignore_eos": True,
-        "min_p": 0.05,
-        "presence_penalty": -1.0,
-        "frequency_penalty": 0.25,
-        "repetition_penalty": 1.1,
         "logit_bias": ((5, -100.0), (7, 1.5)),
-        "min_tokens": 4,
         "logprobs": 3,
     }
     assert submit.request_class is RequestClass.BEST_EFFORT

@@ -370,33 +370,26 @@ def raw_inputs() -> list[RawInput]:
     keys = b"{" + b",".join(b'"%06d":1' % i for i in range(1_000_000)) + b"}"
     many = b"".join(b"X-%05d: a\r\n" % i for i in range(20_000))
     some = b"".join(b"X-%05d: %b\r\n" % (i, b"a" * 100) for i in range(100))
-    return [
-        RawInput(
-            "16 a million names", _POST + b"Content-Length: %d\r\n\r\n" % len(keys) + keys, 413, "request_too_large"
-        ),
-        RawInput("17 stated length", _POST + b"Content-Length: 5242880\r\n\r\n{", 413, "request_too_large"),
-        RawInput("17 chunks", _POST + b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 80, 413, "request_too_large"),
-        RawInput("18 long header", _POST + b"X-Long: " + b"x" * 20_000 + b"\r\n\r\n", 431, "header_too_large"),
-        RawInput("18 9 KB header", _POST + b"X-Long: " + b"x" * 9_000 + b"\r\n\r\n", 431, "header_too_large"),
-        RawInput("18 long URL", b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 431, "header_too_large"),
-        RawInput("18 20 000 headers", _POST + many + b"\r\n", 431, "header_too_large"),
-        RawInput("18 100 headers, 11 KB", _POST + some + b"\r\n", 431, "header_too_large"),
-        RawInput("18 unfinished headers", _POST + some + some, 431, "header_too_large"),
-        RawInput("18 TLS", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 hello there\r\n\r\n", 400, "bad_request"),
-        RawInput(
-            "18 two lengths",
-            _POST + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-            400,
-            "bad_request",
-        ),
-        RawInput(
-            "18 chunk size", _POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n", 400, "bad_request"
-        ),
-        RawInput("18 length twice", _POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}", 400, "bad_request"),
-        RawInput("18 negative length", _POST + b"Content-Length: -2\r\n\r\n{}", 400, "bad_request"),
-        RawInput("46 id in two lines", _POST + b"X-Request-Id: a\r\n b\r\n\r\n", 400, "bad_request"),
-        RawInput("46 bare return", _POST + b"X-Request-Id: a\rb\r\n\r\n", 400, "bad_request"),
+    codes = {400: "bad_request", 413: "request_too_large", 431: "header_too_large"}
+    rows = [
+        ("16 a million names", 413, _POST + b"Content-Length: %d\r\n\r\n" % len(keys) + keys),
+        ("17 stated length", 413, _POST + b"Content-Length: 5242880\r\n\r\n{"),
+        ("17 chunks", 413, _POST + b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 80),
+        ("18 long header", 431, _POST + b"X-Long: " + b"x" * 20_000 + b"\r\n\r\n"),
+        ("18 9 KB header", 431, _POST + b"X-Long: " + b"x" * 9_000 + b"\r\n\r\n"),
+        ("18 long URL", 431, b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n"),
+        ("18 20 000 headers", 431, _POST + many + b"\r\n"),
+        ("18 100 headers, 11 KB", 431, _POST + some + b"\r\n"),
+        ("18 unfinished headers", 431, _POST + some + some),
+        ("18 TLS", 400, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 hello there\r\n\r\n"),
+        ("18 two lengths", 400, _POST + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
+        ("18 chunk size", 400, _POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n"),
+        ("18 length twice", 400, _POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}"),
+        ("18 negative length", 400, _POST + b"Content-Length: -2\r\n\r\n{}"),
+        ("46 id in two lines", 400, _POST + b"X-Request-Id: a\r\n b\r\n\r\n"),
+        ("46 bare return", 400, _POST + b"X-Request-Id: a\rb\r\n\r\n"),
     ]
+    return [RawInput(name, data, status, codes[status]) for name, status, data in rows]
 
 
 LATE: Final = (

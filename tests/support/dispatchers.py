@@ -149,6 +149,17 @@ def texts_of(events: Iterable[Any], count: int = 1) -> list[str]:
     return texts
 
 
+def usage_of(num_prompt: int, num_output: int, num_cached: int = 0) -> dict[str, Any]:
+    """Return what an answer says of its tokens."""
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
 def index_of(submit: Submit) -> int:
     """Return which choice of its request a submission is for."""
     return int(submit.request_id.partition("-")[2] or 0)

@@ -27,16 +27,21 @@ ANSWER = list(range(100, 120))
 
 
 class Taker:
-    """A reader that keeps what it gets, and stops when it has enough."""
+    """A reader that keeps what it gets, stops when it has enough, and fails when it has too much."""
 
-    def __init__(self, enough: int = 10**9) -> None:
+    def __init__(self, enough: int = 10**9, fails_at: int = 10**9) -> None:
         self.tokens: list[int] = []
         self.finish = FinishReason.NONE
+        self.parts: list[tuple[list[int], FinishReason, float]] = []
         self._enough = enough
+        self._fails_at = fails_at
 
     def on_tokens(self, token_ids: Sequence[int], finish: FinishReason, now_s: float) -> bool:
+        if len(self.tokens) >= self._fails_at:
+            raise ZeroDivisionError
         self.tokens += token_ids
         self.finish = finish
+        self.parts.append((list(token_ids), finish, now_s))
         return len(self.tokens) < self._enough
 
 

@@ -225,20 +225,6 @@ def test_a_fenced_session_belongs_to_no_worker_and_no_attempt() -> None:
 # Tokens one by one, and in the plain way of a table
 
 
-class Taken:
-    """A reader that notes what it gets, and fails from some token on."""
-
-    def __init__(self, fails_at: int = 10**9) -> None:
-        self.parts: list[tuple[list[int], FinishReason, float]] = []
-        self._fails_at = fails_at
-
-    def on_tokens(self, token_ids: Sequence[int], finish: FinishReason, now_s: float) -> bool:
-        if sum(len(part) for part, _, _ in self.parts) >= self._fails_at:
-            raise ZeroDivisionError
-        self.parts.append((list(token_ids), finish, now_s))
-        return True
-
-
 class Wire:
     """A table of sessions that run at one worker, and the messages of that worker."""
 
@@ -275,7 +261,7 @@ def test_a_table_gives_sessions_what_they_would_take_themselves(seed: int) -> No
     random = np.random.default_rng(seed)
     wire, gaps = Wire(6), GapHistogram()
     alone = [new_session(gaps) for _ in wire.sessions]
-    readers = [(Taken(), Taken()) for _ in alone]
+    readers = [(Taker(), Taker()) for _ in alone]
     outputs = random.integers(1, 1000, size=(6, 60)).tolist()
     now_s, next_index = 100.0, [0] * 6
     for _ in range(60):
@@ -305,7 +291,7 @@ def test_a_table_gives_sessions_what_they_would_take_themselves(seed: int) -> No
 
 
 def test_a_reader_that_fails_in_the_middle_ends_its_own_session_and_no_other() -> None:
-    wire, readers = Wire(3), [Taken(), Taken(fails_at=2), Taken()]
+    wire, readers = Wire(3), [Taker(), Taker(fails_at=2), Taker()]
     for session, reader in zip(wire.sessions, readers, strict=True):
         session.attach(reader, 100.0)
     for index in range(4):

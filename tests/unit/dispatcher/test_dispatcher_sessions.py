@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import pytest
 
@@ -308,12 +307,8 @@ async def test_tokens_that_overtake_the_workers_answer_are_not_lost(made: Cluste
 
 @with_cluster()
 async def test_a_reader_with_a_bug_ends_its_own_request_and_no_other(made: Cluster, /) -> None:
-    class Broken(Taker):
-        def on_tokens(self, token_ids: Sequence[int], finish: FinishReason, now_s: float) -> bool:
-            raise ZeroDivisionError
-
     await made.add()
-    (broken, _), (_, taker) = await asyncio.gather(made.serve("bad", Broken()), made.serve("good"))
+    (broken, _), (_, taker) = await asyncio.gather(made.serve("bad", Taker(fails_at=0)), made.serve("good"))
     assert made.sessions.outcome(broken) is FailureCode.INTERNAL
     assert taker.tokens == ANSWER
 
