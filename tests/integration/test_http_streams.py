@@ -108,16 +108,9 @@ async def test_an_answer_without_stream_is_whole_and_carries_no_readers_schedule
 
 
 async def test_the_parameters_reach_the_worker_as_they_were_given(served: Running) -> None:
-    same = {
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 7,
-        "seed": -3,
-        "ignore_eos": True,
-        "min_p": 0.05,
-        "min_tokens": 4,
-    }
+    same: dict[str, Any] = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.05, "seed": -3}
     same |= {"presence_penalty": -1.0, "frequency_penalty": 0.25, "repetition_penalty": 1.1}
+    same |= {"ignore_eos": True, "min_tokens": 4}
     await served.stream(
         **same,
         max_completion_tokens=99,
