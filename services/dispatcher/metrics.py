@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from services.dispatcher.cluster_metrics import ClusterMetrics, Growing
+from services.dispatcher.http.doorway import Doorway
 from services.dispatcher.session.gaps import BOUNDS_S, GapHistogram
 from services.dispatcher.session.sessions import Sessions
 from shared.process.metrics import CONTENT_TYPE, Metrics
@@ -165,14 +166,11 @@ class DispatcherMetrics:
             if record.tenant and count:
                 self._tenant.inc(count, model_name=self._model, tenant=record.tenant, kind=kind)
 
-    def note_connections(self, num_open: int, num_refused: int) -> None:
-        """Take the counts of connections: those now, and all that were turned away since the start."""
-        self._connections.set(num_open, model_name=self._model)
-        self._refused_connections.follow(num_refused, model_name=self._model)
-
-    def render(self, sessions: Sessions, bus: Bus, num_cut_readers: int) -> tuple[bytes, str]:
+    def render(self, sessions: Sessions, bus: Bus, doorway: Doorway, num_cut_readers: int) -> tuple[bytes, str]:
         """Return what `/metrics` answers: the text, and its content type."""
         self._cluster.read(sessions, bus)
+        self._connections.set(doorway.num_open, model_name=self._model)
+        self._refused_connections.follow(doorway.num_refused, model_name=self._model)
         self._slow_readers.follow(num_cut_readers, model_name=self._model)
         text, _ = self.metrics.render()
         return text + _gap_lines(sessions.table.gaps, self._model), CONTENT_TYPE

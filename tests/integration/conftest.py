@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from services.dispatcher.build import ModelText
 from shared.transport.nats_server import EmbeddedNats
-from tests.support.dispatchers import load_model
+from tests.support.dispatchers import Running, Serve, load_model, running_dispatcher
 
 
 @pytest.fixture(scope="module")
@@ -29,3 +31,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def text(folder: Path) -> ModelText:
     """The same model as the dispatcher sees it, after its files were written."""
     return load_model(folder)
+
+
+@pytest.fixture(scope="module")
+def serve(text: ModelText, folder: Path) -> Serve:
+    """Serves this model with one fake worker; arguments as for `running_dispatcher`."""
+    return partial(running_dispatcher, text, folder)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def running(serve: Serve) -> AsyncIterator[Running]:
+    """A dispatcher whose worker says what the test has it say."""
+    async with serve() as running:
+        yield running

@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import pytest_asyncio
 
-from services.dispatcher.build import ModelText
 from shared.messages.report import WorkerPhase
 from shared.messages.request import RefusalReason, Submit
-from shared.types import FinishReason
 from sluice_client import (
     APIStatusError,
     ClientLimits,
@@ -24,11 +21,10 @@ from sluice_client import (
     SluiceClient,
 )
 from tests.support.cutting_proxy import cutting
-from tests.support.dispatchers import Running, end_id, running_dispatcher
-from tests.support.fake_worker import make_status, publish_view
+from tests.support.dispatchers import TEXT, Running, Serve
+from tests.support.fake_worker import make_status
 from tests.support.waiting import until
 
-TEXT = "Hello 🦊 world, 你好! The end."
 LIMITS = ClientLimits(retry=RetryPolicy(first_backoff_s=0.002, max_backoff_s=0.01))
 FAST = QoeTarget(ttft_s=0.001, speed_tokens_per_s=10_000.0)
 Way = Literal["http", "websocket"]
@@ -37,14 +33,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(text: ModelText, folder: Path) -> AsyncIterator[Running]:
+async def served(serve: Serve) -> AsyncIterator[Running]:
     """A worker that answers every request with TEXT, from where it is told to go on."""
-    ids = [*text.codec.tokenizer.encode(TEXT, add_special_tokens=False).ids, end_id(text)]
-
-    def script(submit: Submit) -> Sequence[int]:
-        return ids
-
-    async with running_dispatcher(text, folder, script) as running:
+    async with serve(TEXT) as running:
         running.worker.step_s = 0.001  # so that events come one by one
         yield running
 
@@ -54,7 +45,7 @@ def client_of(*urls: str, way: Way = "http", limits: ClientLimits = LIMITS) -> S
 
 
 def nothing_left(running: Running) -> bool:
-    front = running.dispatcher.front
+    front = running.front
     return not (len(front.sessions.table) or len(front.live) or len(front.streams) or len(front.sockets))
 
 
@@ -97,18 +88,17 @@ async def test_a_connection_that_is_cut_again_and_again_still_brings_the_whole_a
     await until(lambda: nothing_left(served))
 
 
-async def test_an_answer_goes_on_at_another_dispatcher_when_its_own_dies(text: ModelText, folder: Path) -> None:
+async def test_an_answer_goes_on_at_another_dispatcher_when_its_own_dies(serve: Serve) -> None:
     """The second one knows nothing of the request: key and body are enough to make the same answer."""
-    ids = [*text.codec.tokenizer.encode(TEXT, add_special_tokens=False).ids, end_id(text)]
     seeds = []
 
     def script(submit: Submit) -> Sequence[int]:
         seeds.append((submit.request_id, submit.sampling.seed, len(submit.generated_ids())))
-        return ids
+        return [*first.encode(TEXT), first.end_id]
 
     async with (
-        running_dispatcher(text, folder, script) as first,
-        running_dispatcher(text, folder, script) as second,
+        serve(script) as first,
+        serve(script) as second,
         cutting(first.url, [2000, 0]) as proxy,  # and then there is nobody
         client_of(proxy.url, second.url) as client,
     ):
@@ -119,28 +109,22 @@ async def test_an_answer_goes_on_at_another_dispatcher_when_its_own_dies(text: M
         assert proxy.num_connections == 2
 
 
-async def test_a_draining_dispatcher_hands_its_clients_over(text: ModelText, folder: Path) -> None:
-    ids = [*text.codec.tokenizer.encode(TEXT, add_special_tokens=False).ids, end_id(text)]
-    async with (
-        running_dispatcher(text, folder) as first,
-        running_dispatcher(text, folder, lambda _: ids) as second,
-        client_of(first.url, second.url) as client,
-    ):
+async def test_a_draining_dispatcher_hands_its_clients_over(serve: Serve) -> None:
+    async with serve() as first, serve(TEXT) as second, client_of(first.url, second.url) as client:
         answer = client.chat("hi", pace=None)
         reading = asyncio.create_task(answer.read())
-        await until(lambda: first.worker.running)
-        (item,) = first.worker.running.values()
-        await first.worker.emit(item, ids[:4])
+        (item,) = await first.begun()
+        await first.worker.emit(item, first.encode(TEXT)[:4])
         await until(lambda: answer.text)
         await first.dispatcher.service.drain(0.0)
         assert await reading == TEXT
 
 
 @pytest.mark.parametrize("way", ["http", "websocket"])
-async def test_overload_is_retried_and_other_errors_are_raised(text: ModelText, folder: Path, way: Way) -> None:
+async def test_overload_is_retried_and_other_errors_are_raised(serve: Serve, way: Way) -> None:
     limits = ClientLimits(retry=RetryPolicy(max_retries=0))
     async with (
-        running_dispatcher(text, folder, lambda _: [65], queue_limit_s=0.05) as running,
+        serve("hi", queue_limit_s=0.05) as running,
         client_of(running.url, way=way) as client,
         client_of(running.url, way=way, limits=limits) as impatient,
     ):
@@ -150,8 +134,7 @@ async def test_overload_is_retried_and_other_errors_are_raised(text: ModelText, 
         assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
         assert len(running.worker.submits) == 1
         running.worker.refuse = None
-        await publish_view(running.bus, make_status(phase=WorkerPhase.LOADING, model=""), number=2)
-        await until(lambda: running.dispatcher.front.sessions.cluster.num_ready == 0)
+        await running.view(make_status(phase=WorkerPhase.LOADING, model=""))
         with pytest.raises(APIStatusError) as loading:
             await impatient.chat("hi").read()
         assert (loading.value.status, loading.value.code) == (503, "model_loading")
@@ -162,26 +145,26 @@ async def test_overload_is_retried_and_other_errors_are_raised(text: ModelText, 
 @pytest.mark.parametrize("how", ["cancel", "stop", "aclose", "context"])
 @pytest.mark.parametrize("stage", ["submitting", "prefill", "mid-stream"])
 async def test_an_answer_that_is_left_is_cancelled_at_every_stage(
-    text: ModelText, folder: Path, way: Way, how: str, stage: str
+    running: Running, way: Way, how: str, stage: str
 ) -> None:
-    async with running_dispatcher(text, folder) as running, client_of(running.url, way=way) as client:
+    async with client_of(running.url, way=way) as client:
         worker = running.worker
         worker.answers = stage != "submitting"
         answer = client.chat("hi", pace=None)
         async with answer:
             reading = asyncio.create_task(read_all(answer))
             await until(lambda: worker.submits)
-            if stage != "submitting":
-                await until(lambda: worker.running)
+            if worker.answers:
+                (item,) = await running.begun()
             if stage == "mid-stream":
-                await worker.emit(next(iter(worker.running.values())), running.encode("Hello"))
+                await worker.emit(item, running.encode("Hello"))
                 await until(lambda: answer.text)
             if how != "context":
                 await getattr(answer, how)()
         await asyncio.wait([reading], timeout=10)
         assert reading.done()
         await worker.wait_cancelled()
-        await until(lambda: not len(running.dispatcher.front.sessions.table) and not len(running.dispatcher.front.live))
+        await running.until_nothing_is_left()
         worker.answers = True
         assert worker.running == {}
 
@@ -191,30 +174,26 @@ async def read_all(answer: Any) -> None:
         pass
 
 
-async def test_seventeen_answers_at_once_take_a_second_connection(text: ModelText, folder: Path) -> None:
-    ids = [*text.codec.tokenizer.encode(TEXT, add_special_tokens=False).ids, end_id(text)]
-    async with running_dispatcher(text, folder) as running, client_of(running.url, way="websocket") as client:
+async def test_seventeen_answers_at_once_take_a_second_connection(running: Running) -> None:
+    async with client_of(running.url, way="websocket") as client:
         reading = [asyncio.create_task(client.chat("hi", pace=None).read()) for _ in range(17)]
-        await until(lambda: len(running.worker.running) == 17)
-        assert len(running.dispatcher.front.sockets) == 2
-        for item in list(running.worker.running.values()):
-            await running.worker.emit(item, ids)
-            await running.worker.emit(item, [], FinishReason.STOP)
+        items = await running.begun(17)
+        assert len(running.front.sockets) == 2
+        for item in items:
+            await running.end(item, TEXT)
         assert await asyncio.gather(*reading) == [TEXT] * 17
 
 
-async def test_a_server_that_never_comes_back_ends_the_answer_with_an_error(text: ModelText, folder: Path) -> None:
+async def test_a_server_that_never_comes_back_ends_the_answer_with_an_error(running: Running) -> None:
     policy = RetryPolicy(first_backoff_s=0.002, max_backoff_s=0.01, resume_limit_s=0.1)
     async with (
-        running_dispatcher(text, folder) as running,
         cutting(running.url, [1200]) as proxy,
         client_of(proxy.url, limits=ClientLimits(retry=policy)) as client,
     ):
         answer = client.chat("hi", pace=None)
         reading = asyncio.create_task(answer.read())
-        await until(lambda: running.worker.running)
+        (item,) = await running.begun()
         await proxy.stop()
-        (item,) = running.worker.running.values()
         for token in running.encode(TEXT):
             await running.worker.emit(item, [token])
         with pytest.raises(ConnectionLostError, match="could not be resumed: no answer from"):

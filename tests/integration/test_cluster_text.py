@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +17,7 @@ from transformers import PreTrainedModel
 
 from tests.support.checkpoints import CheckpointShape, greedy_text, stored_checkpoint
 from tests.support.cluster import Cluster, cluster
+from tests.support.waiting import rounds
 from tests.unit.worker.models.test_model_oracle import MIN_MARGIN, NUM_TOKENS, SHAPES
 
 pytestmark = pytest.mark.kernels
@@ -29,11 +35,6 @@ MAX_BLOCKS = 14
 with one block each and end with five each, so one of them is preempted."""
 MAX_ROUNDS = 5
 """How the requests arrive is not ours to say; so often may they be sent until a preemption has been seen."""
-
-
-def prompts(shape: CheckpointShape) -> list[list[int]]:
-    rng = random.Random(1)
-    return [draw_prompt(rng, shape, length) for length in LENGTHS]
 
 
 def draw_prompt(rng: random.Random, shape: CheckpointShape, length: int) -> list[int]:
@@ -64,14 +65,14 @@ def greedy_with_margin(reference: PreTrainedModel, prompt: list[int]) -> tuple[l
     return text, float((top[:, 0] - top[:, 1]).min())
 
 
-def complete(running: Cluster, prompt: list[int]) -> str:
-    body = {
-        "model": "checkpoint",
-        "prompt": prompt,
-        "max_tokens": NUM_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-    }
+def crowded_cluster(folder: Path, *flags: str) -> AbstractContextManager[Cluster]:
+    """One worker with memory for the longest sequence and no more."""
+    flags = ("--model", str(folder), "--served-model-name", "checkpoint", "--memory", "256MiB", *flags)
+    return cluster(*flags, "--workers", "1", "--threads", "1", env={"SLUICE_WORKER_MAX_BLOCKS": str(MAX_BLOCKS)})
+
+
+def complete(running: Cluster, prompt: list[int], **how: Any) -> str:
+    body = {"model": "checkpoint", "prompt": prompt, "max_tokens": NUM_TOKENS, "ignore_eos": True, **how}
     answer = running.post("/v1/completions", body)
     choice = answer["choices"][0]
     assert choice["finish_reason"] == "length"
@@ -81,10 +82,15 @@ def complete(running: Cluster, prompt: list[int]) -> str:
     return text
 
 
-def complete_all(running: Cluster, batch: list[list[int]]) -> list[str]:
-    """Send all prompts at once."""
-    with ThreadPoolExecutor(len(batch)) as pool:
-        return list(pool.map(lambda prompt: complete(running, prompt), batch))
+def check_under_pressure(running: Cluster, work: Sequence[Callable[[], str]], texts: list[str]) -> None:
+    """Ask for everything at once until a sequence was preempted meanwhile; the texts are the same each time."""
+    assert running.total("num_preemptions_total") == 0
+    for _ in rounds("a sequence is preempted", MAX_ROUNDS):
+        with ThreadPoolExecutor(len(work)) as pool:
+            assert list(pool.map(lambda ask: ask(), work)) == texts
+        running.wait_until_idle()
+        if running.total("num_preemptions_total"):
+            return
 
 
 @pytest.mark.timeout(180)
@@ -95,68 +101,22 @@ def test_greedy_text_over_http_equals_the_references(name: str) -> None:
     batch, token_ids = clear_prompts(shape, reference)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids]
-    flags = [
-        "--model",
-        str(folder),
-        "--served-model-name",
-        "checkpoint",
-        "--memory",
-        "256MiB",
-        "--workers",
-        "1",
-        "--threads",
-        "1",
-    ]
-    with cluster(*flags, env={"SLUICE_WORKER_MAX_BLOCKS": str(MAX_BLOCKS)}) as running:
-        alone = [complete(running, prompt) for prompt in batch[:3]]
-        assert alone == texts[:3]
-        assert running.total("num_preemptions_total") == 0
-        for _ in range(MAX_ROUNDS):
-            assert complete_all(running, batch) == texts
-            running.wait_until_idle()
-            if running.total("num_preemptions_total"):
-                break
-        assert running.total("num_preemptions_total") > 0
+    with crowded_cluster(folder) as running:
+        work = [partial(complete, running, prompt, temperature=0) for prompt in batch]
+        assert [ask() for ask in work[:3]] == texts[:3]
+        check_under_pressure(running, work, texts)
 
 
 @pytest.mark.timeout(180)
 def test_deterministic_text_does_not_depend_on_the_batch() -> None:
     """Sampled text from a model with near-ties: byte-equal alone, in a full batch, and after preemptions."""
-    shape = CheckpointShape(seed=5, weight_std=0.03)
+    shape, rng = CheckpointShape(seed=5, weight_std=0.03), random.Random(1)
     folder, _ = stored_checkpoint(shape)
-
-    def sample(running: Cluster, prompt: list[int]) -> str:
-        body = {
-            "model": "checkpoint",
-            "prompt": prompt,
-            "max_tokens": NUM_TOKENS,
-            "temperature": 1.0,
-            "seed": len(prompt),
-            "ignore_eos": True,
-        }
-        text: str = running.post("/v1/completions", body)["choices"][0]["text"]
-        return text
-
-    flags = [
-        "--model",
-        str(folder),
-        "--served-model-name",
-        "checkpoint",
-        "--memory",
-        "256MiB",
-        "--workers",
-        "1",
-        "--threads",
-        "1",
-    ]
-    with cluster(*flags, "--deterministic", env={"SLUICE_WORKER_MAX_BLOCKS": str(MAX_BLOCKS)}) as running:
-        batch = prompts(shape)
-        alone = [sample(running, prompt) for prompt in batch]
-        for _ in range(MAX_ROUNDS):
-            with ThreadPoolExecutor(len(batch)) as pool:
-                assert list(pool.map(lambda prompt: sample(running, prompt), batch)) == alone
-            running.wait_until_idle()
-            if running.total("num_preemptions_total"):
-                break
-        assert running.total("num_preemptions_total") > 0
+    with crowded_cluster(folder, "--deterministic") as running:
+        work = [
+            partial(complete, running, draw_prompt(rng, shape, length), temperature=1.0, seed=length)
+            for length in LENGTHS
+        ]
+        alone = [ask() for ask in work]
+        check_under_pressure(running, work, alone)
         assert len(set(alone)) == len(alone)

@@ -11,21 +11,15 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from services.dispatcher.build import ModelText
 from services.dispatcher.http.connection import LINGER_S
 from tests.support.bad_inputs import (
     ALLOWED,
-    CHAT,
-    COMPLETIONS,
-    HELLO,
-    JSON,
     LATE,
     REQUEST_IDS,
     BadInput,
@@ -35,34 +29,27 @@ from tests.support.bad_inputs import (
     message,
     raw_inputs,
 )
-from tests.support.dispatchers import Running, end_id, load_model, running_dispatcher
+from tests.support.dispatchers import CHAT, COMPLETIONS, HELLO, Running, Serve
 from tests.support.raw_http import check_error, connect, exchange, send, status_of
 from tests.support.reader_streams import read_once
+from tests.support.waiting import until
 
 LIMIT_S = 0.5
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@asynccontextmanager
-async def ending_at_once(folder: Path, **settings: Any) -> AsyncIterator[Running]:
-    """Serve answers without a text."""
-    text = load_model(folder)
-    end = end_id(text)
-    async with running_dispatcher(text, folder, lambda _: [end], **settings) as running:
-        yield running
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
-    async with ending_at_once(tmp_path_factory.mktemp("model")) as running:
+async def served(serve: Serve) -> AsyncIterator[Running]:
+    """Answers without a text."""
+    async with serve("") as running:
         yield running
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def hasty(tmp_path: Path) -> AsyncIterator[Running]:
+async def hasty(serve: Serve) -> AsyncIterator[Running]:
     """Waits for heads and bodies for half a second only."""
-    async with ending_at_once(tmp_path, body_limit_s=LIMIT_S, head_limit_s=LIMIT_S) as running:
+    async with serve("", body_limit_s=LIMIT_S, head_limit_s=LIMIT_S) as running:
         yield running
 
 
@@ -163,7 +150,7 @@ async def test_the_roles_that_are_offered_are_those_that_are_taken(served: Runni
 @pytest.mark.parametrize("model", ["a\x00b", "x" * 100_000])
 async def test_an_unknown_model_is_echoed_short_and_printable(served: Running, model: str) -> None:
     """Row 45."""
-    _, body = await served.post(CHAT, model=model, messages=HELLO)
+    _, body = await served.post(model=model)
     assert len(body["error"]["message"]) < 150
     assert body["error"]["message"].isprintable()
 
@@ -239,38 +226,35 @@ BUGS: list[tuple[str, BaseException]] = [
 
 @pytest.mark.parametrize(("where", "bug"), BUGS, ids=[name.rpartition(".")[2] for name, _ in BUGS])
 async def test_a_bug_of_our_own_is_a_500_that_tells_nothing_and_disturbs_nobody(
-    text: ModelText, folder: Path, monkeypatch: pytest.MonkeyPatch, where: str, bug: BaseException
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, where: str, bug: BaseException
 ) -> None:
     """Row 57, beside eight streams."""
 
     def broken(*_args: object, **_options: object) -> None:
         raise bug
 
-    ids = text.codec.tokenizer.encode("Once upon a time. " * 10, add_special_tokens=False).ids
-    bodies = [{"model": "tiny", "prompt": "a", "max_tokens": len(ids)}] * 8
-    async with running_dispatcher(text, folder, lambda _: ids) as running:
+    words = "Once upon a time. " * 10
+    async with serve(words) as running:
         running.worker.step_s = 0.1  # none ends before all have begun
+        bodies = [{"model": "tiny", "prompt": "a", "max_tokens": 1000}] * 8
         readers = asyncio.create_task(read_once(running.http, running.url, bodies))
-        async with asyncio.timeout(5):
-            while len(running.dispatcher.front.streams) < len(bodies):
-                await asyncio.sleep(0)
+        await until(lambda: len(running.front.streams) == len(bodies))
         running.worker.step_s = 0.005
         with monkeypatch.context() as patch:
             patch.setattr(where, broken)
-            async with running.http.post(running.url + CHAT, data=as_json(messages=HELLO), headers=JSON) as response:
+            async with running.ask() as response:
                 answer = await response.text()
                 assert "secret" not in f"{answer} {response.headers}"
                 assert check_error(response.status, json.loads(answer)) == (500, "internal_error", None)
                 assert {name.lower() for name in response.headers} <= HEADERS
         seen = await readers
-        async with running.http.get(running.url + "/metrics") as response:
-            assert 'finish="cancelled"' not in await response.text()
-        assert len(running.dispatcher.service.sessions.table) == 0
-    assert {read for texts in seen.texts.values() for read in texts} == {"Once upon a time. " * 10}
+        assert "cancelled" not in {sample.labels.get("finish") for sample in await running.samples()}
+        assert len(running.table) == 0
+    assert {read for texts in seen.texts.values() for read in texts} == {words}
 
 
 async def test_no_answer_names_the_model_folder(served: Running) -> None:
-    folder = str(Path(served.dispatcher.front.settings.model))
+    folder = str(Path(served.front.settings.model))
     for path in ("/v1/models", "/v1/models/x", "/ready", "/v1/cluster", "/metrics", "/version"):
         async with served.http.get(served.url + path) as response:
             assert folder not in await response.text()

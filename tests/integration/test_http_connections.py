@@ -7,14 +7,16 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
-from services.dispatcher.build import ModelText
-from tests.support.dispatchers import Running, running_dispatcher
+import pytest
+
+from tests.support.dispatchers import Running, Serve, texts_of
 from tests.support.raw_http import check_error, connect, status_of
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 GET = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
-HELLO = [{"role": "user", "content": "hi"}]
 NUM_IDLE = 300
 TEXT = "Hello world!" * 20
 
@@ -36,15 +38,11 @@ async def idle_connections(running: Running, count: int) -> AsyncIterator[list[a
 
 
 async def until_open(running: Running, count: int) -> None:
-    async with asyncio.timeout(5):
-        while running.dispatcher.front.doorway.num_open != count:
-            await asyncio.sleep(0.005)
+    await until(lambda: running.front.doorway.num_open == count)
 
 
-async def test_one_connection_too_many_of_an_address_is_told_so_and_room_is_room_again(
-    text: ModelText, folder: Path
-) -> None:
-    async with running_dispatcher(text, folder, max_connections_per_address=3) as running:
+async def test_one_connection_too_many_of_an_address_is_told_so_and_room_is_room_again(serve: Serve) -> None:
+    async with serve(max_connections_per_address=3) as running:
         async with idle_connections(running, 3) as writers:
             reader, writer = await connect(running.url)
             head, _, body = (await reader.read()).partition(b"\r\n\r\n")
@@ -56,44 +54,31 @@ async def test_one_connection_too_many_of_an_address_is_told_so_and_room_is_room
             async with idle_connections(running, 1):
                 await until_open(running, 3)
         await until_open(running, 0)
-        async with running.http.get(running.url + "/metrics") as response:
-            page = await response.text()
-        assert 'sluice:connections_open{model_name="tiny"} 1.0' in page
-        assert 'sluice:connections_refused_total{model_name="tiny"} 1.0' in page
+        samples = {sample.name: sample.value for sample in await running.samples()}
+        assert (samples["sluice:connections_open"], samples["sluice:connections_refused_total"]) == (1, 1)
 
 
-async def test_one_connection_too_many_in_all_is_a_503(text: ModelText, folder: Path) -> None:
-    async with running_dispatcher(text, folder, max_connections=2) as running, idle_connections(running, 2):
+async def test_one_connection_too_many_in_all_is_a_503(serve: Serve) -> None:
+    async with serve(max_connections=2) as running, idle_connections(running, 2):
         reader, writer = await connect(running.url)
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
         assert check_error(status_of(head), json.loads(body)) == (503, "too_many_connections", None)
         writer.close()
 
 
-async def test_hundreds_of_idle_connections_do_not_keep_a_stream_from_its_text(text: ModelText, folder: Path) -> None:
+async def test_hundreds_of_idle_connections_do_not_keep_a_stream_from_its_text(serve: Serve) -> None:
     """They are there before it and after it, and closed when they have been idle for long enough."""
-    end = text.codec.tokenizer.token_to_id("<|im_end|>")
-    assert end is not None
-    ids = [*text.codec.tokenizer.encode(TEXT, add_special_tokens=False).ids, end]
-    async with (
-        running_dispatcher(text, folder, lambda _: ids, idle_limit_s=6.0) as running,
-        idle_connections(running, NUM_IDLE),
-    ):
-        body = {"model": "tiny", "messages": HELLO, "stream": True}
+    async with serve(TEXT, idle_limit_s=6.0) as running, idle_connections(running, NUM_IDLE):
         began_s = time.monotonic()
-        async with running.http.post(running.url + "/v1/chat/completions", json=body) as response:
-            events = (await response.text()).split("\n\n")
-        assert running.dispatcher.front.doorway.num_open >= NUM_IDLE or time.monotonic() > began_s + 3.0
-        texts = [json.loads(event[6:])["choices"][0]["delta"] for event in events if event.startswith("data: {")]
-        assert "".join(delta.get("content", "") for delta in texts) == TEXT
-        async with asyncio.timeout(30):
-            while running.dispatcher.front.doorway.num_open > 1:  # the test's own client's may be left
-                await asyncio.sleep(0.05)
+        events = await running.stream()
+        assert running.front.doorway.num_open >= NUM_IDLE or time.monotonic() > began_s + 3.0
+        assert texts_of(events) == [TEXT]
+        await until(lambda: running.front.doorway.num_open <= 1, 30)  # the test's own client's may be left
 
 
-async def test_a_server_that_stops_leaves_no_connection(text: ModelText, folder: Path) -> None:
-    async with running_dispatcher(text, folder) as running:
-        doorway = running.dispatcher.front.doorway
+async def test_a_server_that_stops_leaves_no_connection(serve: Serve) -> None:
+    async with serve() as running:
+        doorway = running.front.doorway
         connections = [await connect(running.url) for _ in range(20)]
         await until_open(running, 20)
         connections[0][1].write(GET[:7])

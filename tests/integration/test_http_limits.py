@@ -3,74 +3,63 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import socket
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from services.dispatcher.access.grants import Grant
-from services.dispatcher.build import ModelText
-from shared.api_keys import hash_key
 from shared.messages.request import RefusalReason
 from shared.types import FinishReason, RequestClass
-from tests.support.dispatchers import Running, running_dispatcher
-from tests.support.fake_worker import make_status, publish_view
+from tests.support.dispatchers import COMPLETIONS, Running, Serve, write_keys
+from tests.support.fake_worker import make_status
+from tests.support.raw_http import chat_bytes, connect_narrow
+from tests.support.socket_talks import talk
 from tests.support.waiting import until
 
-HELLO = [{"role": "user", "content": "hi"}]
-CHAT = "/v1/chat/completions"
 NUM_PROMPT = 13
-"""Tokens of HELLO in the test's template."""
+"""Tokens of the greeting in the test's template."""
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+Limited = Callable[..., AbstractAsyncContextManager[Running]]
 
 
-@asynccontextmanager
-async def limited(
-    text: ModelText, folder: Path, tmp_path: Path, limits: str, script: Any = lambda _: [65, 66], **settings: Any
-) -> AsyncIterator[Running]:
-    """Serve two tenants: `a` with the limits, `b` without any; their keys are their names."""
-    lines = ["[tenants.a]", limits, "[tenants.b]"]
-    for name in "ab":
-        lines += ["[[keys]]", f'sha256 = "{hash_key(name)}"', f'tenant = "{name}"', 'scopes = ["infer", "metrics"]']
-    path = tmp_path / "keys.toml"
-    path.write_text("\n".join(lines))
-    async with running_dispatcher(text, folder, script, api_keys_file=path, **settings) as running:
-        yield running
+@pytest.fixture
+def limited(serve: Serve, tmp_path: Path) -> Limited:
+    """Serves two tenants: `a` with the limits, `b` without any; their keys are their names."""
+
+    @asynccontextmanager
+    async def serve_both(limits: str, script: Any = lambda _: [65, 66], **settings: Any) -> AsyncIterator[Running]:
+        keys = {name: (name, "infer", "metrics") for name in "ab"}
+        path = write_keys(tmp_path / "keys.toml", keys, {"a": limits})
+        async with serve(script, api_keys_file=path, **settings) as running:
+            yield running
+
+    return serve_both
 
 
 async def ask(running: Running, key: str = "a", **body: Any) -> tuple[int, dict[str, str], Any]:
     """Return status, headers (names in small letters) and JSON of a chat."""
-    content = {"model": "tiny", "messages": HELLO, "max_tokens": 10, **body}
-    headers = {"Authorization": f"Bearer {key}"}
-    async with running.http.post(running.url + CHAT, json=content, headers=headers) as response:
+    async with running.ask(headers={"Authorization": f"Bearer {key}"}, **{"max_tokens": 10, **body}) as response:
         is_json = response.content_type == "application/json"
-        data = await response.json() if is_json else (await response.read()).decode()
+        data = await response.json() if is_json else await response.text()
         return response.status, {name.lower(): value for name, value in response.headers.items()}, data
 
 
-async def samples(running: Running, name: str, key: str = "a") -> dict[tuple[str, ...], float]:
+async def samples(running: Running, name: str) -> dict[tuple[str, ...], float]:
     """Return a metric's values by its labels but the model's, sorted by name."""
-    async with running.http.get(running.url + "/metrics", headers={"Authorization": f"Bearer {key}"}) as response:
-        families = list(text_string_to_metric_families(await response.text()))
     return {
         tuple(value for label, value in sorted(sample.labels.items()) if label != "model_name"): sample.value
-        for family in families
-        for sample in family.samples
+        for sample in await running.samples(Authorization="Bearer a")
         if sample.name == name
     }
 
 
-async def test_requests_per_minute_end_in_a_429_that_says_when_to_come_back(
-    text: ModelText, folder: Path, tmp_path: Path
-) -> None:
-    async with limited(text, folder, tmp_path, "requests_per_min = 3") as running:
+async def test_requests_per_minute_end_in_a_429_that_says_when_to_come_back(limited: Limited) -> None:
+    async with limited("requests_per_min = 3") as running:
         remaining = []
         for _ in range(3):
             status, headers, _ = await ask(running)
@@ -103,10 +92,10 @@ def check_left(headers: Mapping[str, str], what: str, left: int, per_min: int, s
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_tokens_are_charged_in_full_at_the_start_and_given_back_at_the_end(
-    text: ModelText, folder: Path, tmp_path: Path, streamed: bool
+    limited: Limited, streamed: bool
 ) -> None:
     """200 per minute. 13 of the prompt and 100 asked for leave 87; 2 are used, so 185 are there at the end."""
-    async with limited(text, folder, tmp_path, "tokens_per_min = 200") as running:
+    async with limited("tokens_per_min = 200") as running:
         started_s = time.monotonic()
         status, headers, _ = await ask(running, max_tokens=100, stream=streamed)
         assert status == 200
@@ -120,51 +109,43 @@ async def test_tokens_are_charged_in_full_at_the_start_and_given_back_at_the_end
         }
 
 
-async def test_each_choice_is_charged(text: ModelText, folder: Path, tmp_path: Path) -> None:
+async def test_each_choice_is_charged(limited: Limited) -> None:
     limits = "tokens_per_min = 1000\nrequests_per_min = 100"
-    async with limited(text, folder, tmp_path, limits) as running:
+    async with limited(limits) as running:
         started_s = time.monotonic()
         _, headers, _ = await ask(running, n=4, max_tokens=50)
         check_left(headers, "tokens", 1000 - NUM_PROMPT - 200, 1000, started_s)
         check_left(headers, "requests", 96, 100, started_s)
 
 
-async def test_limits_hold_over_a_websocket_too(text: ModelText, folder: Path, tmp_path: Path) -> None:
-    async with limited(text, folder, tmp_path, "requests_per_min = 1") as running:
-        headers = {"Authorization": "Bearer a"}
-        async with running.http.ws_connect(running.url + "/v1/ws", headers=headers) as connection:
-            heard: list[dict[str, Any]] = []
-            for name in ("first", "second"):
-                body = {"model": "tiny", "messages": HELLO, "max_tokens": 5}
-                await connection.send_json({"type": "request", "id": name, "body": body})
-                while not heard or heard[-1]["type"] != "done" or heard[-1]["id"] != name:
-                    heard.append(await connection.receive_json(timeout=5))
-        assert "error" not in {message["type"] for message in heard if message["id"] == "first"}
-        error, done = (message for message in heard if message["id"] == "second")
+async def test_limits_hold_over_a_websocket_too(limited: Limited) -> None:
+    async with limited("requests_per_min = 1") as running:
+        async with talk(running, "a") as client:
+            assert "error" not in {message["type"] for message in await client.answer("first")}
+            error, done = await client.answer("second")
         assert (error["type"], error["status"], error["error"]["code"]) == ("error", 429, "rate_limit_exceeded")
         assert 50_000 < error["retry_after_ms"] <= 60_000
         assert error["should_retry"] is True
         assert done["type"] == "done"
-        assert running.dispatcher.front.tenants._usage["a"].num_open == 0
+        assert running.front.tenants._usage["a"].num_open == 0
 
 
-async def test_what_an_earlier_connection_got_is_charged_once(text: ModelText, folder: Path, tmp_path: Path) -> None:
+async def test_what_an_earlier_connection_got_is_charged_once(limited: Limited) -> None:
     """Of 1 000: 4 tokens come over one connection and 3 over the next, and each of the two pays for the prompt."""
-    async with limited(text, folder, tmp_path, "tokens_per_min = 1000", script=None) as running:
+    async with limited("tokens_per_min = 1000", script=None) as running:
         headers = {"Authorization": "Bearer a", "Idempotency-Key": "mine"}
-        body = {"model": "tiny", "messages": HELLO, "max_tokens": 100, "stream": True}
-        front, started_s = running.dispatcher.front, time.monotonic()
+        front, started_s = running.front, time.monotonic()
         for number, (tokens, finish) in enumerate(
             (([65, 66, 67, 68], FinishReason.NONE), ([65, 66, 67], FinishReason.STOP))
         ):
-            async with running.http.post(running.url + CHAT, json=body, headers=headers) as response:
+            async with running.ask(headers=headers, max_tokens=100, stream=True) as response:
                 await until(lambda number=number: len(running.worker.submits) == number + 1)
                 item = running.worker.running[running.worker.submits[-1].request_id, running.worker.submits[-1].attempt]
                 await running.worker.emit(item, tokens, finish)
                 if finish is FinishReason.STOP:
                     await response.read()
                 else:
-                    await until(lambda: sum(len(session.tokens) for session in front.sessions.table) == 4)
+                    await until(lambda: sum(len(session.tokens) for session in running.table) == 4)
             await until(lambda: front.tenants._usage["a"].num_open == 0)
         (tenant,) = {grant.tenant for grant in [front.access.authenticate("Bearer a", "")] if isinstance(grant, Grant)}
         (rate,) = front.tenants.rates(tenant, front.now())
@@ -173,11 +154,9 @@ async def test_what_an_earlier_connection_got_is_charged_once(text: ModelText, f
         assert 1000 - used <= rate.remaining <= 1000 - used + refilled
 
 
-async def test_a_request_that_can_never_fit_is_not_to_be_tried_again(
-    text: ModelText, folder: Path, tmp_path: Path
-) -> None:
+async def test_a_request_that_can_never_fit_is_not_to_be_tried_again(limited: Limited) -> None:
     limits = "tokens_per_min = 100\nrequests_per_min = 5\nmax_concurrent = 3"
-    async with limited(text, folder, tmp_path, limits) as running:
+    async with limited(limits) as running:
         for name, value, what in (("max_tokens", 100, "tokens per minute"), ("n", 4, "requests at a time")):
             fields: dict[str, Any] = {name: value}
             status, headers, body = await ask(running, **fields)
@@ -189,22 +168,19 @@ async def test_a_request_that_can_never_fit_is_not_to_be_tried_again(
         assert await samples(running, "sluice:limited_total") == {("tokens", "a"): 1, ("concurrent", "a"): 1}
 
 
-async def test_places_are_held_until_the_answer_ends_or_the_client_leaves(
-    text: ModelText, folder: Path, tmp_path: Path
-) -> None:
-    async with limited(text, folder, tmp_path, "max_concurrent = 2\ntokens_per_min = 500", script=None) as running:
-        tenants = running.dispatcher.front.tenants
+async def test_places_are_held_until_the_answer_ends_or_the_client_leaves(limited: Limited) -> None:
+    async with limited("max_concurrent = 2\ntokens_per_min = 500", script=None) as running:
+        tenants = running.front.tenants
         first = asyncio.create_task(ask(running, n=2))
-        await until(lambda: len(running.worker.running) == 2)
+        await running.begun(2)
         status, headers, body = await ask(running)
         assert (status, headers["retry-after"], headers["x-should-retry"]) == (429, "1", "true")
         assert "2 requests at a time" in body["error"]["message"]
         first.cancel()
         await until(lambda: tenants._usage["a"].num_open == 0 and not running.worker.running)
         second = asyncio.create_task(ask(running))
-        await until(lambda: len(running.worker.running) == 1)
+        (item,) = await running.begun()
         assert tenants._usage["a"].num_open == 1
-        (item,) = running.worker.running.values()
         await running.worker.emit(item, [65], FinishReason.STOP)
         status, headers, _ = await second
         assert status == 200
@@ -212,19 +188,17 @@ async def test_places_are_held_until_the_answer_ends_or_the_client_leaves(
         assert tenants._usage["a"].num_open == 0
 
 
-async def test_a_tenant_that_may_not_wait_is_refused_where_others_wait(
-    text: ModelText, folder: Path, tmp_path: Path
-) -> None:
-    async with limited(text, folder, tmp_path, "max_queued = 1", queue_limit_s=30.0) as running:
+async def test_a_tenant_that_may_not_wait_is_refused_where_others_wait(limited: Limited) -> None:
+    async with limited("max_queued = 1", queue_limit_s=30.0) as running:
         running.worker.refuse = RefusalReason.FULL
-        sessions = running.dispatcher.service.sessions
+        sessions = running.front.sessions
         waiting = [asyncio.create_task(ask(running, key)) for key in "abb"]
         await until(lambda: sessions.num_queued == 3)
         status, headers, body = await ask(running)
         assert (status, body["error"]["code"]) == (429, "queue_full")
         assert headers["x-should-retry"] == "true"
         running.worker.refuse = None
-        await publish_view(running.bus, make_status(), number=2)
+        await running.view(make_status())
         assert [status for status, _, _ in await asyncio.gather(*waiting)] == [200] * 3
 
 
@@ -243,9 +217,9 @@ async def test_a_tenant_that_may_not_wait_is_refused_where_others_wait(
     ],
 )
 async def test_a_tier_above_the_keys_is_served_as_the_keys_and_the_answer_says_so(
-    text: ModelText, folder: Path, tmp_path: Path, tier: str, asked: str | None, given: str
+    limited: Limited, tier: str, asked: str | None, given: str
 ) -> None:
-    async with limited(text, folder, tmp_path, f'tier = "{tier}"') as running:
+    async with limited(f'tier = "{tier}"') as running:
         status, _, body = await ask(running, service_tier=asked)
         assert (status, body["service_tier"]) == (200, given)
         best_effort = running.worker.submits[-1].request_class is RequestClass.BEST_EFFORT
@@ -254,13 +228,11 @@ async def test_a_tier_above_the_keys_is_served_as_the_keys_and_the_answer_says_s
         assert f'"service_tier":"{given}"' in events
 
 
-async def test_under_load_flexible_requests_are_refused_first_and_urgent_ones_served_first(
-    text: ModelText, folder: Path, tmp_path: Path
-) -> None:
+async def test_under_load_flexible_requests_are_refused_first_and_urgent_ones_served_first(limited: Limited) -> None:
     """Four may wait. Who is more urgent takes the last one's place; when there is room, they go by tier and arrival."""
-    async with limited(text, folder, tmp_path, 'tier = "priority"', max_queued=4) as running:
+    async with limited('tier = "priority"', max_queued=4) as running:
         running.worker.refuse = RefusalReason.FULL
-        sessions = running.dispatcher.service.sessions
+        sessions = running.front.sessions
         tasks = []
         for number, tier in enumerate(("flex", "flex", "default", "flex"), start=1):
             tasks.append(asyncio.create_task(ask(running, service_tier=tier, seed=number)))
@@ -273,43 +245,40 @@ async def test_under_load_flexible_requests_are_refused_first_and_urgent_ones_se
         assert sessions.num_queued == 4
         running.worker.refuse = None
         running.worker.submits.clear()
-        await publish_view(running.bus, make_status(), number=2)
+        await running.view(make_status())
         assert [status for status, _, _ in await asyncio.gather(*tasks)] == [200] * 4
         assert [submit.sampling.seed for submit in running.worker.submits] == [5, 3, 1, 2]
         assert await samples(running, "sluice:shed_total") == {("queue_full", "flex"): 2}
 
 
-async def test_one_request_may_not_take_the_whole_dispatcher(text: ModelText, folder: Path) -> None:
-    async with running_dispatcher(text, folder, lambda _: [65], max_choices=6) as running:
-        status, body = await running.post("/v1/completions", prompt=["a"] * 3, n=2)
+async def test_one_request_may_not_take_the_whole_dispatcher(serve: Serve) -> None:
+    async with serve(lambda _: [65], max_choices=6) as running:
+        status, body = await running.post(COMPLETIONS, prompt=["a"] * 3, n=2)
         assert (status, len(body["choices"])) == (200, 6)
-        status, body = await running.post("/v1/completions", prompt=["a"] * 4, n=2)
+        status, body = await running.post(COMPLETIONS, prompt=["a"] * 4, n=2)
         assert (status, body["error"]["code"], body["error"]["param"]) == (400, "array_above_max_length", "prompt")
         assert "at most 6 choices in one request" in body["error"]["message"]
-        status, body = await running.post(CHAT, messages=HELLO, n=7)
+        status, body = await running.post(n=7)
         assert (status, body["error"]["code"], body["error"]["param"]) == (400, "integer_above_max_value", "n")
 
 
-async def test_while_the_broker_is_away_requests_wait_and_are_served_when_it_is_back(
-    text: ModelText, folder: Path
-) -> None:
-    async with running_dispatcher(text, folder, lambda _: [65], max_queued=2) as running:
-        sessions = running.dispatcher.service.sessions
+async def test_while_the_broker_is_away_requests_wait_and_are_served_when_it_is_back(serve: Serve) -> None:
+    async with serve(lambda _: [65], max_queued=2) as running:
+        sessions = running.front.sessions
         running.broker.available = False
-        waiting = [asyncio.create_task(running.post(CHAT, messages=HELLO)) for _ in range(2)]
+        waiting = [asyncio.create_task(running.post()) for _ in range(2)]
         await until(lambda: sessions.num_queued == 2)
-        status, body = await running.post(CHAT, messages=HELLO)
+        status, body = await running.post()
         assert (status, body["error"]["code"]) == (503, "no_capacity")
         running.broker.available = True
-        await publish_view(running.bus, make_status(), number=2)
+        await running.view(make_status())
         assert [status for status, _ in await asyncio.gather(*waiting)] == [200, 200]
 
 
-async def test_a_broker_that_stays_away_is_a_503_after_the_queues_limit(text: ModelText, folder: Path) -> None:
-    async with running_dispatcher(text, folder, lambda _: [65], queue_limit_s=0.2) as running:
+async def test_a_broker_that_stays_away_is_a_503_after_the_queues_limit(serve: Serve) -> None:
+    async with serve(lambda _: [65], queue_limit_s=0.2) as running:
         running.broker.available = False
-        body = {"model": "tiny", "messages": HELLO}
-        async with running.http.post(running.url + CHAT, json=body) as response:
+        async with running.ask() as response:
             error = (await response.json())["error"]
             assert (response.status, error["code"], error["type"]) == (503, "no_capacity", "server_error")
             assert response.headers["Retry-After"] == "5"
@@ -317,67 +286,23 @@ async def test_a_broker_that_stays_away_is_a_503_after_the_queues_limit(text: Mo
         running.broker.available = True
 
 
-async def test_a_request_that_failed_for_good_is_not_to_be_tried_again(text: ModelText, folder: Path) -> None:
-    async with running_dispatcher(text, folder) as running:
-        body = {"model": "tiny", "messages": HELLO}
-        task = asyncio.create_task(running.http.post(running.url + CHAT, json=body))
-        await until(lambda: running.worker.running)
-        (item,) = running.worker.running.values()
-        await running.worker.emit(item, [], FinishReason.ERROR)
-        async with await task as response:
-            assert (response.status, (await response.json())["error"]["code"]) == (500, "request_failed")
-            assert response.headers["x-should-retry"] == "false"
-            assert "Retry-After" not in response.headers
+async def test_a_request_that_failed_for_good_is_not_to_be_tried_again(running: Running) -> None:
+    task = asyncio.create_task(running.ask())
+    (item,) = await running.begun()
+    await running.worker.emit(item, [], FinishReason.ERROR)
+    async with await task as response:
+        assert (response.status, (await response.json())["error"]["code"]) == (500, "request_failed")
+        assert response.headers["x-should-retry"] == "false"
+        assert "Retry-After" not in response.headers
 
 
-async def stuck_reader(running: Running, **body: Any) -> socket.socket:
-    """Ask over a socket with small buffers that is never read from."""
-    sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    sock.setblocking(False)
-    loop = asyncio.get_running_loop()
-    await loop.sock_connect(sock, ("127.0.0.1", int(running.url.rpartition(":")[2])))
-    data = json.dumps({"model": "tiny", "messages": HELLO, "ignore_eos": True, **body}).encode()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    await loop.sock_sendall(sock, head + b"Content-Length: %d\r\n\r\n" % len(data) + data)
-    return sock
-
-
-async def test_a_reader_for_whom_too_much_waits_is_cut_at_once_and_counted_and_nobody_else_is(
-    text: ModelText, folder: Path
-) -> None:
-    async with running_dispatcher(text, folder, max_unsent=100_000) as running:
-        worker = running.worker
-        sock = await stuck_reader(running, stream=True)
-        await until(lambda: len(worker.running) == 1)
-        (victim,) = worker.running.values()
-        body = {"model": "tiny", "messages": HELLO, "stream": True}
-        healthy = asyncio.create_task(running.http.post(running.url + CHAT, json=body))
-        await until(lambda: len(worker.running) == 2)
-        other = next(item for item in worker.running.values() if item is not victim)
-        words = running.encode("The quick brown fox jumps over the lazy dog. ") * 200
-        for _ in range(5000):
-            if worker.cancels:
-                break
-            await worker.emit(victim, words)
-            await asyncio.sleep(0)
-        assert [cancel.request_id for cancel in worker.cancels] == [victim.submit.request_id]
-        await worker.emit(other, running.encode("fine"), FinishReason.STOP)
-        async with await healthy as response:
-            assert (await response.read()).endswith(b"data: [DONE]\n\n")
-        sock.close()
-        assert await samples(running, "sluice:slow_readers_cut_total") == {(): 1}
-        assert await samples(running, "sluice:requests_total") == {("chat", "slow_reader"): 1, ("chat", "stop"): 1}
-
-
-async def test_a_stream_that_nobody_reads_is_noticed_within_a_megabyte(text: ModelText, folder: Path) -> None:
+async def test_a_stream_that_nobody_reads_is_noticed_within_a_megabyte(serve: Serve) -> None:
     """The kernel would take 2.8 MB of it, so that most answers would never be seen to be unread."""
-    async with running_dispatcher(text, folder, write_limit_s=1.0) as running:
-        sock = await stuck_reader(running, stream=True)
-        await until(lambda: len(running.worker.running) == 1)
-        (item,) = running.worker.running.values()
+    async with serve(write_limit_s=1.0) as running:
+        _, stuck = await connect_narrow(running.url, chat_bytes(stream=True, ignore_eos=True))
+        (item,) = await running.begun()
         words = running.encode("The quick brown fox jumps over the lazy dog. ")
-        streams = running.dispatcher.front.streams
+        streams = running.front.streams
         await until(lambda: len(streams) == 1)
         (stream,) = streams._open
         while not stream.num_unsent_bytes and stream.num_written < 1_000_000:
@@ -386,29 +311,28 @@ async def test_a_stream_that_nobody_reads_is_noticed_within_a_megabyte(text: Mod
         assert stream.num_written < 1_000_000
         await running.worker.wait_cancelled(limit_s=20.0)
         assert streams.num_cut == 1
-        sock.close()
+        stuck.transport.abort()
 
 
-async def test_a_reader_of_a_whole_answer_that_does_not_read_is_cut_too(text: ModelText, folder: Path) -> None:
-    async with running_dispatcher(text, folder, write_limit_s=1.0) as running:
-        sock = await stuck_reader(running, stream=False)
-        await until(lambda: len(running.worker.running) == 1)
-        (item,) = running.worker.running.values()
+async def test_a_reader_of_a_whole_answer_that_does_not_read_is_cut_too(serve: Serve) -> None:
+    async with serve(write_limit_s=1.0) as running:
+        _, stuck = await connect_narrow(running.url, chat_bytes(stream=False, ignore_eos=True))
+        (item,) = await running.begun()
         words = running.encode("The quick brown fox jumps over the lazy dog. ") * 10_000
         for _ in range(10):  # 4.5 MB, of which the kernel takes 2.8 MB
             await running.worker.emit(item, words)
         await running.worker.emit(item, [65], FinishReason.STOP)
-        streams = running.dispatcher.front.streams
+        streams = running.front.streams
         await until(
             lambda: len(streams) == 1 or streams.num_cut, limit_s=60.0
         )  # a busy machine takes long to make the text
         await until(lambda: streams.num_cut == 1, limit_s=60.0)
         assert len(streams) == 0
-        sock.close()
+        stuck.transport.abort()
 
 
 async def test_the_access_line_says_whose_request_it_was_and_how_it_went(
-    text: ModelText, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    limited: Limited, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[dict[str, Any]] = []
 
@@ -417,7 +341,7 @@ async def test_the_access_line_says_whose_request_it_was_and_how_it_went(
             lines.append({"event": event, **fields})
 
     monkeypatch.setattr("services.dispatcher.http.records._log", Log())
-    async with limited(text, folder, tmp_path, "requests_per_min = 1") as running:
+    async with limited("requests_per_min = 1") as running:
         await ask(running, stream=True, service_tier="flex")
         await ask(running)
         await ask(running, "b", stop="A")

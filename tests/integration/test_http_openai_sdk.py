@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 import pytest_asyncio
 
-from services.dispatcher.build import ModelText
 from services.dispatcher.http.sse import EventStream
 from shared.messages.request import RefusalReason
 from shared.types import FinishReason
-from tests.support.dispatchers import Running, running_dispatcher
+from tests.support.dispatchers import HELLO, Running, Serve
 
 TEXT = "Hello 🦊 world"
+CHAT: dict[str, Any] = {"model": "tiny", "messages": HELLO}
+COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "once", "max_tokens": 50}
+STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def served(text: ModelText, folder: Path) -> AsyncIterator[Running]:
-    end = text.codec.tokenizer.token_to_id("<|im_end|>")
-    assert end is not None
-    ids = [*text.codec.tokenizer.encode(TEXT, add_special_tokens=False).ids, end]
-    async with running_dispatcher(text, folder, lambda _: ids, queue_limit_s=0.1) as running:
+async def served(serve: Serve) -> AsyncIterator[Running]:
+    async with serve(TEXT, queue_limit_s=0.1) as running:
         yield running
 
 
@@ -35,83 +34,47 @@ async def client(served: Running) -> AsyncIterator[openai.AsyncOpenAI]:
         yield made
 
 
-async def test_chat_whole_and_streamed_say_the_same(client: openai.AsyncOpenAI) -> None:
-    whole = await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hi"}])
-    assert whole.choices[0].message.content == TEXT
-    assert whole.choices[0].finish_reason == "stop"
+@pytest.mark.parametrize("count", [1, 3])
+async def test_chat_whole_and_streamed_say_the_same(client: openai.AsyncOpenAI, served: Running, count: int) -> None:
+    served.worker.cached_tokens = 8
+    whole = await client.chat.completions.create(**CHAT, n=count)
+    assert [(each.index, each.message.content) for each in whole.choices] == [(i, TEXT) for i in range(count)]
+    assert {each.finish_reason for each in whole.choices} == {"stop"}
     assert whole.usage is not None
-    streamed = await client.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "user", "content": "hi"}],
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    chunks = [chunk async for chunk in streamed]
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == TEXT
-    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
+    assert whole.usage.completion_tokens == count * (len(served.encode(TEXT)) + 1)
+    assert whole.usage.prompt_tokens_details is not None
+    assert whole.usage.prompt_tokens_details.cached_tokens == 8
+    chunks = [chunk async for chunk in await client.chat.completions.create(**CHAT, **STREAM, n=count)]
+    for index in range(count):
+        own = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+        assert "".join(choice.delta.content or "" for choice in own) == TEXT
+        assert (own[0].delta.role, own[-1].finish_reason) == ("assistant", "stop")
     assert chunks[-1].usage == whole.usage
-    assert chunks[0].choices[0].delta.role == "assistant"
 
 
 async def test_completions_whole_and_streamed_say_the_same(client: openai.AsyncOpenAI) -> None:
-    whole = await client.completions.create(model="tiny", prompt="once", max_tokens=50)
+    whole = await client.completions.create(**COMPLETION)
     assert whole.choices[0].text == TEXT
-    streamed = await client.completions.create(model="tiny", prompt="once", max_tokens=50, stream=True)
+    streamed = await client.completions.create(**COMPLETION, stream=True)
     assert "".join([chunk.choices[0].text async for chunk in streamed]) == TEXT
 
 
-async def test_three_choices_whole_and_streamed(client: openai.AsyncOpenAI, served: Running) -> None:
-    served.worker.cached_tokens = 8
-    whole = await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hi"}], n=3)
-    assert [(choice.index, choice.message.content) for choice in whole.choices] == [(i, TEXT) for i in range(3)]
-    assert whole.usage is not None
-    assert whole.usage.completion_tokens == 3 * (len(served.encode(TEXT)) + 1)
-    assert whole.usage.prompt_tokens_details is not None
-    assert whole.usage.prompt_tokens_details.cached_tokens == 8
-    streamed = await client.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "user", "content": "hi"}],
-        n=3,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    texts = ["", "", ""]
-    async for chunk in streamed:
-        for choice in chunk.choices:
-            texts[choice.index] += choice.delta.content or ""
-    assert texts == [TEXT] * 3
-    assert chunk.usage == whole.usage
-
-
 async def test_log_probabilities_whole_and_streamed(client: openai.AsyncOpenAI, served: Running) -> None:
-    whole = await client.chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": "hi"}], logprobs=True, top_logprobs=2
-    )
+    whole = await client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=2)
     assert whole.choices[0].logprobs is not None
     entries = whole.choices[0].logprobs.content or []
     assert b"".join(bytes(entry.bytes or []) for entry in entries).decode() == TEXT
     assert [len(entry.top_logprobs) for entry in entries] == [2] * len(served.encode(TEXT))
-    streamed = await client.chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": "hi"}], logprobs=True, top_logprobs=2, stream=True
-    )
+    streamed = await client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=2, stream=True)
     told = [chunk.choices[0].logprobs async for chunk in streamed]
     assert [entry for logprobs in told if logprobs is not None for entry in logprobs.content or []] == entries
-
-
-async def test_a_completions_log_probabilities_have_the_old_shape(client: openai.AsyncOpenAI, served: Running) -> None:
-    whole = await client.completions.create(model="tiny", prompt="once", max_tokens=50, logprobs=1, echo=False)
-    logprobs = whole.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.token_logprobs is not None
-    assert len(logprobs.token_logprobs) == len(logprobs.tokens or []) == len(served.encode(TEXT))
 
 
 async def test_penalties_bias_and_what_the_sdk_does_not_know_reach_the_worker(
     client: openai.AsyncOpenAI, served: Running
 ) -> None:
     await client.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "user", "content": "hi"}],
+        **CHAT,
         presence_penalty=0.5,
         frequency_penalty=-0.5,
         logit_bias={"7": -100},
@@ -124,15 +87,6 @@ async def test_penalties_bias_and_what_the_sdk_does_not_know_reach_the_worker(
     assert submit.cache_salt
 
 
-async def test_two_keys_share_no_cached_prompt_and_one_key_does(served: Running) -> None:
-    salts = []
-    for key in ("a", "b", "a"):
-        async with openai.AsyncOpenAI(base_url=served.url + "/v1", api_key=key, max_retries=0) as client:
-            await client.completions.create(model="tiny", prompt="once")
-        salts.append(served.worker.submits[-1].cache_salt)
-    assert salts[0] == salts[2] != salts[1]
-
-
 async def test_models_are_listed_and_retrieved(client: openai.AsyncOpenAI) -> None:
     assert [model.id async for model in client.models.list()] == ["tiny"]
     assert (await client.models.retrieve("tiny")).owned_by == "sluice"
@@ -140,25 +94,21 @@ async def test_models_are_listed_and_retrieved(client: openai.AsyncOpenAI) -> No
 
 async def test_errors_become_the_sdks_exceptions(client: openai.AsyncOpenAI, served: Running) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
-        await client.chat.completions.create(model="other", messages=[{"role": "user", "content": "hi"}])
+        await client.chat.completions.create(**{**CHAT, "model": "other"})
     assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.BadRequestError) as bad:
-        await client.chat.completions.create(
-            model="tiny", messages=[{"role": "user", "content": "hi"}], temperature=3, stream=True
-        )
+        await client.chat.completions.create(**CHAT, temperature=3, stream=True)
     assert (bad.value.code, bad.value.param) == ("decimal_above_max_value", "temperature")
     served.worker.refuse = RefusalReason.FULL
     with pytest.raises(openai.RateLimitError) as full:
-        await client.completions.create(model="tiny", prompt="hi")
+        await client.completions.create(**COMPLETION)
     assert full.value.code == "queue_full"
     served.worker.refuse = None
 
 
 async def test_an_error_in_the_middle_of_a_stream_is_raised(client: openai.AsyncOpenAI, served: Running) -> None:
     served.worker.finish = FinishReason.ERROR
-    streamed = await client.chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": "hi"}], stream=True
-    )
+    streamed = await client.chat.completions.create(**CHAT, stream=True)
     with pytest.raises(openai.APIError) as failed:
         async for _ in streamed:
             pass
@@ -168,17 +118,13 @@ async def test_an_error_in_the_middle_of_a_stream_is_raised(client: openai.Async
 
 async def test_closing_a_stream_early_cancels_the_request(client: openai.AsyncOpenAI, served: Running) -> None:
     served.worker.script = None
-    streamed = await client.chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": "hi"}], stream=True
-    )
+    streamed = await client.chat.completions.create(**CHAT, stream=True)
     await anext(aiter(streamed))
     assert len(served.worker.running) == 1
     await streamed.close()
     await served.worker.wait_cancelled()
     assert served.worker.running == {}
-    async with asyncio.timeout(10):
-        while len(served.dispatcher.service.sessions.table):
-            await asyncio.sleep(0.005)
+    await served.until_nothing_is_left()
 
 
 async def test_the_sdk_retries_overload_and_then_succeeds(served: Running) -> None:
@@ -193,31 +139,26 @@ async def test_the_sdk_retries_overload_and_then_succeeds(served: Running) -> No
 
     async with openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="none") as client:
         room = asyncio.create_task(make_room())
-        answer = await client.completions.create(model="tiny", prompt="hi", max_tokens=50)
+        answer = await client.completions.create(**COMPLETION)
         await room
     assert answer.choices[0].text == TEXT
 
 
-async def test_a_stream_with_event_ids_and_comments_is_read_to_its_end(text: ModelText, folder: Path) -> None:
+async def test_a_stream_with_event_ids_and_comments_is_read_to_its_end(serve: Serve) -> None:
     """The SDK takes a blank line for an event once it has seen an id: our comments have none then."""
     async with (
-        running_dispatcher(text, folder, keep_alive_s=0.3) as running,
+        serve(keep_alive_s=0.3) as running,
         openai.AsyncOpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0) as client,
     ):
-        stream = await client.chat.completions.create(
-            model="tiny",
-            messages=[{"role": "user", "content": "hi"}],
-            stream=True,
-            extra_headers={"Idempotency-Key": "mine"},
-        )
-        (item,) = running.worker.running.values()
+        stream = await client.chat.completions.create(**CHAT, stream=True, extra_headers={"Idempotency-Key": "mine"})
+        (item,) = await running.begun()
         first = await anext(aiter(stream))
         assert first.choices[0].delta.role == "assistant"
-        (open_stream,) = running.dispatcher.front.streams._open
+        (open_stream,) = running.front.streams._open
         assert isinstance(open_stream, EventStream)
         while open_stream.last_write_s + 0.3 > asyncio.get_running_loop().time():
             await asyncio.sleep(0.05)
-        running.dispatcher.front.streams.sweep()
+        running.front.streams.sweep()
         await running.worker.emit(item, running.encode(TEXT), FinishReason.LENGTH)
         chunks = [chunk async for chunk in stream]
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == TEXT

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,17 @@ import pytest_asyncio
 
 from services.dispatcher.build import load_text
 from services.dispatcher.endpoints.tokenize import MAX_CHARS, MAX_LISTED_TOKENS
-from tests.support.dispatchers import Running, load_model, make_settings, running_dispatcher
+from tests.support.dispatchers import (
+    CHAT,
+    COMPLETIONS,
+    Running,
+    Serve,
+    hold_tokenizer,
+    make_settings,
+    running_dispatcher,
+)
 from tests.support.text_models import sentencepiece_json, write_model_folder
+from tests.support.waiting import until
 
 HELLO = [{"role": "user", "content": "hi <|im_end|> there"}]
 
@@ -24,9 +32,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
-    folder = tmp_path_factory.mktemp("model")
-    async with running_dispatcher(load_model(folder), folder, lambda _: [65]) as running:
+async def served(serve: Serve) -> AsyncIterator[Running]:
+    async with serve(lambda _: [65]) as running:
         yield running
 
 
@@ -43,8 +50,7 @@ async def with_bos(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ru
 async def test_the_ids_are_those_that_a_worker_gets(served: Running, path: str, body: dict[str, Any]) -> None:
     status, told = await served.post(path, **body)
     assert status == 200
-    generating = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
-    await served.post(generating, **body)
+    await served.post(COMPLETIONS if "prompt" in body else CHAT, **body)
     assert told["tokens"] == served.worker.submits[-1].prompt_ids().tolist()
     assert told["count"] == len(told["tokens"])
     assert told["max_model_len"] == 512
@@ -53,7 +59,7 @@ async def test_the_ids_are_those_that_a_worker_gets(served: Running, path: str, 
 
 async def test_tokens_are_named_as_in_the_vocabulary_if_asked(served: Running) -> None:
     _, told = await served.post("/tokenize", prompt="the fox", return_token_strs=True)
-    tokenizer = served.dispatcher.front.codec.tokenizer
+    tokenizer = served.front.codec.tokenizer
     assert told["token_strs"] == [tokenizer.id_to_token(token_id) for token_id in told["tokens"]]
     assert any(name.startswith("Ġ") for name in told["token_strs"])
 
@@ -62,7 +68,7 @@ async def test_a_conversation_may_end_after_its_last_message(served: Running) ->
     _, whole = await served.post("/tokenize", messages=HELLO)
     _, bare = await served.post("/tokenize", messages=HELLO, add_generation_prompt=False)
     assert whole["tokens"][: bare["count"]] == bare["tokens"]
-    assert served.dispatcher.front.codec.decode(whole["tokens"][bare["count"] :]) == "<|im_start|>assistant\n"
+    assert served.front.codec.decode(whole["tokens"][bare["count"] :]) == "<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize("text", ["the fox", "the <s> fox"])
@@ -137,14 +143,6 @@ async def test_a_model_without_a_template_says_what_to_use(tmp_path: Path) -> No
     assert "no chat template" in body["error"]["message"]
 
 
-async def test_a_full_tokenizer_queue_is_a_429(tmp_path: Path) -> None:
-    async with running_dispatcher(load_model(tmp_path), tmp_path, max_tokenizing=1) as running:
-        running.dispatcher.front.pool.num_pending = 1
-        status, body = await running.post("/tokenize", prompt="a")
-        assert (status, body["error"]["code"]) == (429, "queue_full")
-        running.dispatcher.front.pool.num_pending = 0
-
-
 async def test_as_many_tokens_as_a_prompt_may_have_are_listed(served: Running) -> None:
     """Each mark is two tokens."""
     _, told = await served.post("/tokenize", prompt="\u0301" * (MAX_LISTED_TOKENS // 2))
@@ -152,19 +150,10 @@ async def test_as_many_tokens_as_a_prompt_may_have_are_listed(served: Running) -
 
 
 async def test_the_event_loop_goes_on_while_a_text_is_cut(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    entered, leave = threading.Event(), threading.Event()
-
-    def slow(*_args: object, **_options: object) -> list[int]:
-        entered.set()
-        leave.wait(5)
-        return [1]
-
-    monkeypatch.setattr(served.dispatcher.front.codec, "encode_text", slow)
+    leave = hold_tokenizer(served, monkeypatch, "encode_text")
     task = asyncio.create_task(served.post("/tokenize", prompt="a"))
-    async with asyncio.timeout(5):
-        while not entered.is_set():
-            await asyncio.sleep(0.005)
-    async with served.http.get(served.url + "/live") as response:
-        assert response.status == 200
-    leave.set()
-    assert (await task)[1]["tokens"] == [1]
+    await until(lambda: served.front.pool.num_pending)
+    assert (await served.get("/live"))[0] == 200
+    assert not task.done()
+    leave()
+    assert (await task)[1]["count"] == 1

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,85 +12,22 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from services.dispatcher.build import ModelText
 from services.dispatcher.http.websocket import MAX_IN_FLIGHT
-from shared.api_keys import hash_key
 from shared.messages.request import RefusalReason
 from shared.types import FinishReason
-from tests.support.dispatchers import Running, end_id, running_dispatcher
+from tests.support.dispatchers import CHAT, COMPLETIONS, HELLO, TEXT, Running, Serve, texts_of, write_keys
+from tests.support.raw_http import connect_narrow
+from tests.support.socket_talks import Talk, talk, text_of
 from tests.support.waiting import until
-
-CHAT = "/v1/chat/completions"
-HELLO = [{"role": "user", "content": "hi"}]
-TEXT = "Hello 🦊 world, 你好! The end."
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(text: ModelText, folder: Path) -> AsyncIterator[Running]:
+async def served(serve: Serve) -> AsyncIterator[Running]:
     """A worker that answers every request with TEXT, from where it is told to go on."""
-    ids = [*text.codec.tokenizer.encode(TEXT, add_special_tokens=False).ids, end_id(text)]
-    async with running_dispatcher(text, folder, lambda submit: ids) as running:
+    async with serve(TEXT) as running:
         yield running
-
-
-class Talk:
-    """A client's end."""
-
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        self.socket = socket
-
-    async def ask(self, name: str, endpoint: str = "chat", **fields: Any) -> None:
-        what = {"messages": HELLO} if endpoint == "chat" else {"prompt": "once", "max_tokens": 100}
-        body = {"model": "tiny", **what, **fields.pop("body", {})}
-        await self.say(type="request", id=name, endpoint=endpoint, body=body, **fields)
-
-    async def say(self, **message: Any) -> None:
-        await self.socket.send_str(json.dumps(message))
-
-    async def hear(self) -> dict[str, Any]:
-        async with asyncio.timeout(5):
-            message = await self.socket.receive()
-        assert message.type is aiohttp.WSMsgType.TEXT, message
-        found: dict[str, Any] = json.loads(message.data)
-        return found
-
-    async def all_of(self, *names: str) -> dict[str, list[dict[str, Any]]]:
-        """Return the messages about some answers, each up to its `done`."""
-        heard: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-        while any(not messages or messages[-1]["type"] != "done" for messages in heard.values()):
-            message = await self.hear()
-            heard[message["id"]].append(message)
-        return heard
-
-    async def closed(self) -> tuple[int, str]:
-        """Return code and reason of the server's close."""
-        async with asyncio.timeout(10):
-            while True:
-                message = await self.socket.receive()
-                if message.type is aiohttp.WSMsgType.CLOSE:
-                    await self.socket.close()
-                    return message.data, str(message.extra)
-                assert message.type is aiohttp.WSMsgType.TEXT, message
-
-
-@asynccontextmanager
-async def talk(running: Running, **options: Any) -> AsyncIterator[Talk]:
-    async with running.http.ws_connect(running.url + "/v1/ws", **{"autoclose": False, **options}) as socket:
-        yield Talk(socket)
-    await until(lambda: not len(running.dispatcher.front.sockets))
-
-
-def text_of(messages: list[dict[str, Any]]) -> str:
-    choices = [choice for m in messages if m["type"] == "event" for choice in m["data"]["choices"]]
-    return "".join(choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in choices)
-
-
-async def sse_events(running: Running, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    async with running.http.post(running.url + path, json={"model": "tiny", "stream": True, **body}) as response:
-        raw = (await response.read()).decode()
-    return [json.loads(block[6:]) for block in raw.split("\n\n") if block and not block.endswith("[DONE]")]
 
 
 def without_names(event: dict[str, Any]) -> dict[str, Any]:
@@ -103,95 +38,67 @@ def without_names(event: dict[str, Any]) -> dict[str, Any]:
     return event
 
 
-def is_text(event: dict[str, Any]) -> bool:
-    """Return whether an event carries text and nothing that begins or ends an answer."""
-    choices = event["choices"]
-    return len(choices) == 1 and choices[0]["finish_reason"] is None and "role" not in choices[0].get("delta", {})
-
-
-def joined(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join events with text that follow each other: how many tokens one holds depends on how busy the machine is."""
-    result: list[dict[str, Any]] = []
-    for event in events:
-        num_tokens = event.get("sluice", {}).get("n", 1) if is_text(event) else 0
-        if not (num_tokens and result and is_text(result[-1])):
-            result.append({**event, "sluice": {"n": num_tokens}} if num_tokens else event)
-            continue
-        before, (choice,) = result[-1], event["choices"]
-        (old,) = before["choices"]
-        both = {**old}
-        if "delta" in choice:
-            both["delta"] = {"content": old["delta"]["content"] + choice["delta"]["content"]}
-        else:
-            both["text"] = old["text"] + choice["text"]
-        if choice["logprobs"] is not None:
-            both["logprobs"] = {
-                key: said if old["logprobs"][key] is None else old["logprobs"][key] + said
-                for key, said in choice["logprobs"].items()
-            }
-        result[-1] = {**before, "choices": [both], "sluice": {"n": before["sluice"]["n"] + num_tokens}}
-    return result
+async def say(running: Running, count: int, finish: FinishReason) -> None:
+    """Answer the next request token by token, each choice in turn, once somebody reads it."""
+    items = await running.begun(count)
+    await until(lambda: all(session.reader for session in running.table))
+    for token in running.encode(TEXT):
+        for item in items:
+            await running.worker.emit(item, [token])
+    for item in items:
+        await running.worker.emit(item, [running.end_id], finish)
+    running.worker.running.clear()
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "path", "body"),
+    ("endpoint", "path", "body", "finish"),
     [
-        ("chat", CHAT, {"messages": HELLO}),
-        ("chat", CHAT, {"messages": HELLO, "stream_options": {"include_usage": True}, "n": 2}),
-        ("chat", CHAT, {"messages": HELLO, "stop": "world", "logprobs": True}),
-        ("completions", "/v1/completions", {"prompt": "once", "max_tokens": 4, "echo": True}),
+        ("chat", CHAT, {}, FinishReason.STOP),
+        ("chat", CHAT, {"stream_options": {"include_usage": True}, "n": 2}, FinishReason.STOP),
+        ("chat", CHAT, {"stop": "world", "logprobs": True}, FinishReason.STOP),
+        ("completions", COMPLETIONS, {"max_tokens": 100, "echo": True}, FinishReason.LENGTH),
     ],
 )
 async def test_an_answer_is_event_by_event_that_of_http(
-    served: Running, endpoint: str, path: str, body: dict[str, Any]
+    running: Running, endpoint: str, path: str, body: dict[str, Any], finish: FinishReason
 ) -> None:
-    async with talk(served) as client:
-        await client.ask("a", endpoint, body=body)
-        messages = (await client.all_of("a"))["a"]
+    async with talk(running) as client:
+        answer = client.answer("a", endpoint=endpoint, body=body)
+        messages, _ = await asyncio.gather(answer, say(running, body.get("n", 1), finish))
     kinds = [message["type"] for message in messages]
     assert kinds == ["start", *["event"] * (len(kinds) - 2), "done"]
     assert messages[0]["request_id"].startswith("req_")
+    events, _ = await asyncio.gather(running.stream(path, **body), say(running, body.get("n", 1), finish))
     mine = [without_names(message["data"]) for message in messages[1:-1]]
-    theirs = [without_names(event) for event in await sse_events(served, path, body)]
-    for index in range(body.get("n", 1) + 1):  # the order between choices is not fixed
-
-        def of_choice(events: list[dict[str, Any]], at: int = index) -> list[dict[str, Any]]:
-            own = [e for e in events if (e["choices"] or [{"index": body.get("n", 1)}])[0]["index"] == at]
-            return joined(own)
-
-        assert of_choice(mine) == of_choice(theirs)
+    assert mine == [without_names(event) for event in events]
 
 
-async def test_several_answers_come_side_by_side_and_a_name_can_be_used_again(text: ModelText, folder: Path) -> None:
-    async with running_dispatcher(text, folder) as running, talk(running) as client:
-        worker = running.worker
+async def test_several_answers_come_side_by_side_and_a_name_can_be_used_again(running: Running) -> None:
+    async with talk(running) as client:
         await client.ask("a")
         await client.ask("b")
-        await until(lambda: len(worker.running) == 2)
-        items = list(worker.running.values())
+        items = await running.begun(2)
         for word in ("one ", "two "):
             for item in items:
-                await worker.emit(item, running.encode(word))
-        await worker.emit(items[1], [end_id(text)], FinishReason.STOP)
-        await until(lambda: len(running.dispatcher.service.sessions.table) == 1)
-        await worker.emit(items[0], [end_id(text)], FinishReason.STOP)
+                await running.worker.emit(item, running.encode(word))
+        await running.end(items[1])
+        await until(lambda: len(running.table) == 1)
+        await running.end(items[0])
         heard = await client.all_of("a", "b")
         assert [text_of(heard[name]) for name in "ab"] == ["one two "] * 2
-        worker.script = lambda _: [*running.encode("three"), end_id(text)]
-        await client.ask("a")
-        assert text_of((await client.all_of("a"))["a"]) == "three"
+        running.worker.script = lambda _: [*running.encode("three"), running.end_id]
+        assert text_of(await client.answer("a")) == "three"
 
 
-async def test_a_cancelled_answer_ends_and_the_others_go_on(text: ModelText, folder: Path) -> None:
-    async with running_dispatcher(text, folder) as running, talk(running) as client:
-        worker = running.worker
+async def test_a_cancelled_answer_ends_and_the_others_go_on(running: Running) -> None:
+    async with talk(running) as client:
         await client.ask("a")
         await client.ask("b")
-        await until(lambda: len(worker.running) == 2)
+        await running.begun(2)
         await client.say(type="cancel", id="a")
-        await worker.wait_cancelled()
-        (item,) = worker.running.values()
-        await worker.emit(item, [*running.encode("fine"), end_id(text)], FinishReason.STOP)
+        await running.worker.wait_cancelled()
+        (item,) = await running.begun()
+        await running.end(item, "fine")
         all_heard = await client.all_of("a", "b")
         assert all_heard["a"][-2]["error"]["code"] == "request_cancelled"
         assert text_of(all_heard["b"]) == "fine"
@@ -199,38 +106,32 @@ async def test_a_cancelled_answer_ends_and_the_others_go_on(text: ModelText, fol
         await client.ask("c")
         await client.say(type="cancel", id="c")  # in the same breath
         assert (await client.all_of("c"))["c"][-2]["error"]["code"] == "request_cancelled"
-        await until(lambda: not len(running.dispatcher.service.sessions.table))
+        await until(lambda: not len(running.table))
 
 
-async def test_a_client_that_leaves_cancels_all_of_its_answers(text: ModelText, folder: Path) -> None:
-    async with running_dispatcher(text, folder) as running:
-        async with talk(running) as client:
-            for name in "abc":
-                await client.ask(name)
-            await until(lambda: len(running.worker.running) == 3)
-            assert client.socket._response.connection is not None
-            transport = client.socket._response.connection.transport
-            assert transport is not None
-            transport.abort()
-            await until(lambda: not running.worker.running)
-        assert len(running.dispatcher.service.sessions.table) == 0
-        assert len(running.dispatcher.front.live) == 0
+async def test_a_client_that_leaves_cancels_all_of_its_answers(running: Running) -> None:
+    async with talk(running) as client:
+        for name in "abc":
+            await client.ask(name)
+        await running.begun(3)
+        assert client.socket._response.connection is not None
+        transport = client.socket._response.connection.transport
+        assert transport is not None
+        transport.abort()
+        await until(lambda: not running.worker.running)
+    await running.until_nothing_is_left()
 
 
 async def test_refusals_are_those_of_http_and_end_only_their_answer(served: Running) -> None:
     async with talk(served) as client:
-        await client.ask("a", body={"temperature": 9})
-        error, done = (await client.all_of("a"))["a"]
+        error, done = await client.answer("a", body={"temperature": 9})
         assert done["type"] == "done"
         assert (error["status"], error["error"]["code"]) == (400, "decimal_above_max_value")
         served.worker.refuse = RefusalReason.TOO_LONG
-        await client.ask("b")
-        assert (await client.all_of("b"))["b"][0]["error"]["code"] == "context_length_exceeded"
+        assert (await client.answer("b"))[0]["error"]["code"] == "context_length_exceeded"
         served.worker.refuse = None
-        await client.ask("c", body={"model": "other"})
-        assert (await client.all_of("c"))["c"][0]["status"] == 404
-        await client.ask("d")
-        assert text_of((await client.all_of("d"))["d"]) == TEXT
+        assert (await client.answer("c", body={"model": "other"}))[0]["status"] == 404
+        assert text_of(await client.answer("d")) == TEXT
 
 
 @pytest.mark.parametrize(
@@ -261,37 +162,31 @@ async def test_messages_that_mean_nothing_are_answered_and_the_connection_goes_o
             assert (error["error"]["code"], error["error"]["param"]) == (code, param)
         if error["id"] is not None:
             assert (await client.hear())["type"] == "done"
-        await client.ask("next")
-        assert text_of((await client.all_of("next"))["next"]) == TEXT
+        assert text_of(await client.answer("next")) == TEXT
 
 
-async def test_an_answer_is_resumed_over_another_connection_or_over_http(text: ModelText, folder: Path) -> None:
-    async with running_dispatcher(text, folder) as running:
-        worker, ids = running.worker, running.encode(TEXT)
-        async with talk(running) as client:
-            await client.ask("a", idempotency_key="k")
-            await until(lambda: worker.running)
-            (item,) = worker.running.values()
-            await worker.emit(item, ids[:5])
-            start, _role, first = [await client.hear() for _ in range(3)]
-        assert start["resumable"] is True
-        await until(lambda: not worker.running and not len(running.dispatcher.front.live))
-        worker.script = lambda submit: [*ids, end_id(text)]
-        async with talk(running) as client:
-            await client.ask("z", idempotency_key="k", last_event_id=first["event_id"])
-            rest = (await client.all_of("z"))["z"]
-        assert text_of([first, *rest]) == TEXT
-        headers = {"Idempotency-Key": "k", "Last-Event-ID": first["event_id"]}
-        body = {"model": "tiny", "messages": HELLO, "stream": True}
-        async with running.http.post(running.url + CHAT, json=body, headers=headers) as response:
-            raw = (await response.read()).decode()
-        events = [json.loads(line[6:]) for line in raw.split("\n") if line.startswith("data: {")]
-        joined = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
-        assert text_of([first]) + joined == TEXT
+async def test_an_answer_is_resumed_over_another_connection_or_over_http(running: Running) -> None:
+    ids = running.encode(TEXT)
+    async with talk(running) as client:
+        await client.ask("a", idempotency_key="k")
+        (item,) = await running.begun()
+        await running.worker.emit(item, ids[:5])
+        start, _role, first = [await client.hear() for _ in range(3)]
+    assert start["resumable"] is True
+    await running.until_nothing_is_left()
+    running.worker.script = lambda submit: [*ids, running.end_id]
+    async with talk(running) as client:
+        rest = await client.answer("z", idempotency_key="k", last_event_id=first["event_id"])
+    assert text_of([first, *rest]) == TEXT
+    headers = {"Idempotency-Key": "k", "Last-Event-ID": first["event_id"]}
+    async with running.ask(headers=headers, stream=True) as response:
+        raw = (await response.read()).decode()
+    events = [json.loads(line[6:]) for line in raw.split("\n") if line.startswith("data: {")]
+    assert text_of([first]) + texts_of(events)[0] == TEXT
 
 
-async def test_more_answers_than_the_limit_are_refused_one_by_one(text: ModelText, folder: Path) -> None:
-    async with running_dispatcher(text, folder) as running, talk(running) as client:
+async def test_more_answers_than_the_limit_are_refused_one_by_one(running: Running) -> None:
+    async with talk(running) as client:
         for number in range(MAX_IN_FLIGHT + 1):
             await client.ask(f"r{number}")
         while (message := await client.hear())["type"] != "error":
@@ -301,28 +196,25 @@ async def test_more_answers_than_the_limit_are_refused_one_by_one(text: ModelTex
         assert len(running.worker.running) <= MAX_IN_FLIGHT
 
 
-async def test_a_thousand_messages_at_once_close_the_connection_and_no_other(text: ModelText, folder: Path) -> None:
-    async with running_dispatcher(text, folder) as running, talk(running) as good:
+async def test_a_thousand_messages_at_once_close_the_connection_and_no_other(running: Running) -> None:
+    async with talk(running) as good, running.http.ws_connect(running.url + "/v1/ws", autoclose=False) as raw:
         await good.ask("fine")
-        await until(lambda: running.worker.running)
-        (item,) = running.worker.running.values()
-        async with running.http.ws_connect(running.url + "/v1/ws", autoclose=False) as raw:
-            bad = Talk(raw)
-            for number in range(1000):
-                await bad.ask(f"r{number}")
-            assert await bad.closed() == (1008, "too many messages at once")
-        await until(lambda: len(running.worker.running) == 1)
-        await until(lambda: len(running.dispatcher.service.sessions.table) == 1)
-        await running.worker.emit(item, [*running.encode("fine"), end_id(text)], FinishReason.STOP)
+        (item,) = await running.begun()
+        bad = Talk(raw)
+        for number in range(1000):
+            await bad.ask(f"r{number}")
+        assert await bad.closed() == (1008, "too many messages at once")
+        await until(lambda: len(running.worker.running) == len(running.table) == 1)
+        await running.end(item, "fine")
         assert text_of((await good.all_of("fine"))["fine"]) == "fine"
 
 
-async def test_a_name_that_is_in_use_closes_the_connection(text: ModelText, folder: Path) -> None:
-    async with running_dispatcher(text, folder) as running, talk(running) as client:
+async def test_a_name_that_is_in_use_closes_the_connection(running: Running) -> None:
+    async with talk(running) as client:
         await client.ask("a")
         await client.ask("a")
         assert await client.closed() == (1008, "the id is in use")
-        await until(lambda: not running.worker.running and not len(running.dispatcher.service.sessions.table))
+        await running.until_nothing_is_left()
 
 
 @pytest.mark.parametrize(
@@ -341,15 +233,13 @@ async def test_frames_that_are_not_allowed_close_the_connection(served: Running,
         assert (await client.closed())[0] == code
 
 
-async def test_a_reader_that_stalls_is_cut_alone(text: ModelText, folder: Path) -> None:
-    async with running_dispatcher(text, folder, write_limit_s=0.1) as running, talk(running) as good:
-        worker, sockets = running.worker, running.dispatcher.front.sockets
+async def test_a_reader_that_stalls_is_cut_alone(serve: Serve) -> None:
+    async with serve(write_limit_s=0.1) as running, talk(running) as good:
+        worker, sockets = running.worker, running.front.sockets
         await good.ask("fine")
-        await until(lambda: len(worker.running) == 1)
-        (healthy,) = worker.running.values()
+        await running.begun()
         stuck = await stalled_client(running)
-        await until(lambda: len(worker.running) == 2)
-        victim = next(item for item in worker.running.values() if item is not healthy)
+        healthy, victim = await running.begun(2)
         long_text = running.encode("The quick brown fox jumps over the lazy dog. ") * 400
         for _ in range(2000):
             await worker.emit(victim, long_text)
@@ -363,30 +253,25 @@ async def test_a_reader_that_stalls_is_cut_alone(text: ModelText, folder: Path) 
         await worker.wait_cancelled(limit_s=20.0)
         assert sockets.num_cut == 1
         assert [cancel.request_id for cancel in worker.cancels] == [victim.submit.request_id]
-        await worker.emit(healthy, [*running.encode("fine"), end_id(text)], FinishReason.STOP)
+        await running.end(healthy, "fine")
         assert text_of((await good.all_of("fine"))["fine"]) == "fine"
         await until(lambda: len(sockets) == 1)
-        stuck.close()
+        stuck.transport.abort()
 
 
-async def stalled_client(running: Running) -> socket.socket:
+async def stalled_client(running: Running) -> asyncio.StreamWriter:
     """A WebSocket that asks, and never reads again after the handshake."""
-    sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    sock.setblocking(False)
-    loop = asyncio.get_running_loop()
-    await loop.sock_connect(sock, ("127.0.0.1", int(running.url.rpartition(":")[2])))
     handshake = (
         b"GET /v1/ws HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
         b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
     )
-    await loop.sock_sendall(sock, handshake)
-    assert b"101" in await loop.sock_recv(sock, 1024)
+    reader, writer = await connect_narrow(running.url, handshake)
+    assert b" 101 " in await reader.readuntil(b"\r\n\r\n")
     request = {"type": "request", "id": "a", "body": {"model": "tiny", "messages": HELLO, "ignore_eos": True}}
     data = json.dumps(request).encode()
     size = bytes((0x80 | len(data),)) if len(data) < 126 else b"\xfe" + len(data).to_bytes(2, "big")
-    await loop.sock_sendall(sock, b"\x81" + size + b"\0\0\0\0" + data)
-    return sock
+    writer.write(b"\x81" + size + b"\0\0\0\0" + data)
+    return writer
 
 
 @pytest.mark.parametrize(
@@ -423,15 +308,14 @@ async def test_what_is_no_handshake_is_told_so_in_json(served: Running) -> None:
         assert response.status == 405
 
 
-async def test_a_draining_server_lets_answers_end_and_sends_idle_clients_away(text: ModelText, folder: Path) -> None:
-    async with running_dispatcher(text, folder) as running, talk(running) as busy, talk(running) as idle:
+async def test_a_draining_server_lets_answers_end_and_sends_idle_clients_away(running: Running) -> None:
+    async with talk(running) as busy, talk(running) as idle:
         await busy.ask("a")
-        await until(lambda: running.worker.running)
+        (item,) = await running.begun()
         draining = asyncio.create_task(running.dispatcher.drain())
         assert await idle.closed() == (1013, "the server is shutting down")
         await busy.ask("b")
-        (item,) = running.worker.running.values()
-        await running.worker.emit(item, [*running.encode("whole"), end_id(text)], FinishReason.STOP)
+        await running.end(item, "whole")
         heard = await busy.all_of("a", "b")
         assert text_of(heard["a"]) == "whole"
         assert (heard["b"][0]["status"], heard["b"][0]["error"]["code"]) == (503, "draining")
@@ -441,10 +325,10 @@ async def test_a_draining_server_lets_answers_end_and_sends_idle_clients_away(te
         assert await busy.closed() == (1013, "the server is shutting down")
 
 
-async def test_a_server_that_stops_closes_its_sockets_and_cancels_their_answers(text: ModelText, folder: Path) -> None:
-    async with running_dispatcher(text, folder) as running, talk(running) as client:
+async def test_a_server_that_stops_closes_its_sockets_and_cancels_their_answers(running: Running) -> None:
+    async with talk(running) as client:
         await client.ask("a")
-        await until(lambda: running.worker.running)
+        await running.begun()
         stopping = asyncio.create_task(running.dispatcher.stop())
         assert await client.closed() == (1013, "the server is shutting down")
         await client.socket.close()
@@ -454,38 +338,32 @@ async def test_a_server_that_stops_closes_its_sockets_and_cancels_their_answers(
 
 async def test_callers_are_told_apart_by_the_key_of_the_handshake(served: Running) -> None:
     salts = []
-    for key in ("a", "b", "a"):
-        async with talk(served, headers={"Authorization": f"Bearer {key}"}) as client:
-            await client.ask("r")
-            await client.all_of("r")
+    for key in "aba":
+        async with talk(served, key) as client:
+            await client.answer("r")
         salts.append(served.worker.submits[-1].cache_salt)
     assert salts[0] == salts[2] != salts[1]
 
 
 async def test_a_socket_needs_a_key_and_a_key_that_is_taken_away_ends_with_the_next_answer(
-    text: ModelText, folder: Path, tmp_path: Path
+    serve: Serve, tmp_path: Path
 ) -> None:
     """Row 53: 401 at the handshake. The answer that runs goes on; the next one is refused, the connection stays."""
-    path = tmp_path / "keys.toml"
-
-    def write_keys(*keys: str) -> None:
-        entries = [f'[[keys]]\nsha256 = "{hash_key(key)}"\ntenant = "acme"\nscopes = ["infer"]' for key in keys]
-        path.write_text("\n".join(["[tenants.acme]", *entries]))
-
-    write_keys("sk-mine", "sk-other")
-    async with running_dispatcher(text, folder, api_keys_file=path) as running:
+    keys = dict.fromkeys(("sk-mine", "sk-other"), ("acme", "infer"))
+    path = write_keys(tmp_path / "keys.toml", keys)
+    async with serve(api_keys_file=path) as running:
         for headers in ({}, {"Authorization": "Bearer sk-wrong"}):
             with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
                 await running.http.ws_connect(running.url + "/v1/ws", headers=headers)
             assert refused.value.status == 401
-        async with talk(running, headers={"Authorization": "Bearer sk-mine"}) as client:
+        async with talk(running, "sk-mine") as client:
             await client.ask("a")
-            await until(lambda: running.worker.running)
-            write_keys("sk-other")
-            assert await running.dispatcher.front.access.reload()
+            (item,) = await running.begun()
+            del keys["sk-mine"]
+            write_keys(path, keys)
+            assert await running.front.access.reload()
             await client.ask("b")
-            (item,) = running.worker.running.values()
-            await running.worker.emit(item, [*running.encode("whole"), end_id(text)], FinishReason.STOP)
+            await running.end(item, "whole")
             heard = await client.all_of("a", "b")
         assert text_of(heard["a"]) == "whole"
         assert (heard["b"][0]["status"], heard["b"][0]["error"]["code"]) == (401, "invalid_api_key")

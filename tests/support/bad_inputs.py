@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-CHAT: Final = "/v1/chat/completions"
-COMPLETIONS: Final = "/v1/completions"
-HELLO: Final = [{"role": "user", "content": "hi"}]
+from tests.support.dispatchers import CHAT, COMPLETIONS, HELLO
+
 JSON: Final = {"Content-Type": "application/json"}
 MIB: Final = 1024 * 1024
 KEY: Final = "sk-the-table-of-bad-inputs"
@@ -62,6 +61,11 @@ def content(*parts: Any) -> dict[str, Any]:
 
 def message(**fields: Any) -> dict[str, Any]:
     return {"messages": [fields]}
+
+
+def row(name: str, code: str, *, param: str = "", **fields: Any) -> Fields:
+    """Return a greeting with some parameters, the last of which is named unless another one is."""
+    return name, with_hello(**fields), code, param or list(fields)[-1]
 
 
 def form(schema: Any) -> dict[str, Any]:
@@ -166,97 +170,78 @@ _CHAT: Final[list[Fields]] = [
     ("25 by a million", message(role="user", content="a b" * MIB), "context_length_exceeded", "messages"),
     ("25 too long", message(role="user", content="fox " * 512), "context_length_exceeded", "messages"),
     ("25 a long name", message(role="user", content="a", name="b" * 120_000), "context_length_exceeded", "messages"),
-    ("26 zero", with_hello(max_tokens=0), "integer_below_min_value", "max_tokens"),
-    ("26 negative", with_hello(max_tokens=-1), "integer_below_min_value", "max_tokens"),
-    ("26 fraction", with_hello(max_tokens=1.5), "invalid_type", "max_tokens"),
-    ("26 string", with_hello(max_tokens="5"), "invalid_type", "max_tokens"),
-    ("26 true", with_hello(max_tokens=True), "invalid_type", "max_tokens"),
-    ("26 10^18", with_hello(max_tokens=10**18), "integer_above_max_value", "max_tokens"),
-    ("26 new name", with_hello(max_completion_tokens=0), "integer_below_min_value", "max_completion_tokens"),
-    (
-        "27 both",
-        with_hello(max_tokens=3, max_completion_tokens=4),
-        "invalid_value",
-        "max_completion_tokens",
-    ),
-    ("28 zero", with_hello(n=0), "integer_below_min_value", "n"),
-    ("28 negative", with_hello(n=-1), "integer_below_min_value", "n"),
-    ("28 129", with_hello(n=129), "integer_above_max_value", "n"),
-    ("28 a million", with_hello(n=10**6), "integer_above_max_value", "n"),
-    ("28 true", with_hello(n=True), "invalid_type", "n"),
-    ("best_of above n", with_hello(n=2, best_of=3), "unsupported_parameter", "best_of"),
-    ("best_of below n", with_hello(n=2, best_of=1), "invalid_value", "best_of"),
-    ("29 below", with_hello(temperature=-0.1), "decimal_below_min_value", "temperature"),
-    ("29 above", with_hello(temperature=2.1), "decimal_above_max_value", "temperature"),
-    ("29 text", with_hello(temperature="hot"), "invalid_type", "temperature"),
-    ("29 true", with_hello(temperature=True), "invalid_type", "temperature"),
-    ("30 top_p 0", with_hello(top_p=0), "decimal_below_min_value", "top_p"),
-    ("30 top_p 1.1", with_hello(top_p=1.1), "decimal_above_max_value", "top_p"),
-    ("30 min_p", with_hello(min_p=-1), "decimal_below_min_value", "min_p"),
-    ("30 min_p above", with_hello(min_p=1.1), "decimal_above_max_value", "min_p"),
-    ("30 top_k", with_hello(top_k=-5), "integer_below_min_value", "top_k"),
-    ("31 presence", with_hello(presence_penalty=2.1), "decimal_above_max_value", "presence_penalty"),
-    ("31 frequency", with_hello(frequency_penalty=-2.1), "decimal_below_min_value", "frequency_penalty"),
-    ("31 repetition 0", with_hello(repetition_penalty=0), "decimal_below_min_value", "repetition_penalty"),
-    ("31 repetition", with_hello(repetition_penalty=2.1), "decimal_above_max_value", "repetition_penalty"),
-    ("31 bias 101", with_hello(logit_bias={"5": 101}), "decimal_above_max_value", "logit_bias"),
-    ("31 bias key", with_hello(logit_bias={"abc": 1}), "invalid_value", "logit_bias"),
-    ("31 bias list", with_hello(logit_bias=[1]), "invalid_type", "logit_bias"),
-    (
-        "31 many biases",
-        with_hello(logit_bias={str(i): 1 for i in range(5_000)}),
-        "object_above_max_length",
-        "logit_bias",
-    ),
-    (
-        "31 10^5 biases",
-        with_hello(logit_bias={str(i): 1 for i in range(100_000)}),
-        "object_above_max_length",
-        "logit_bias",
-    ),
-    ("31 bias beyond", with_hello(logit_bias={"100000": 1}), "integer_above_max_value", "logit_bias"),
-    ("31 bias zero first", with_hello(logit_bias={"5": 1, "05": 2}), "invalid_value", "logit_bias"),
-    ("31 bias text", with_hello(logit_bias={"5": "1"}), "invalid_type", "logit_bias"),
-    ("32 top 21", with_hello(logprobs=True, top_logprobs=21), "integer_above_max_value", "top_logprobs"),
-    ("32 top alone", with_hello(top_logprobs=2), "invalid_value", "top_logprobs"),
-    ("32 number", with_hello(logprobs=2), "invalid_type", "logprobs"),
-    ("33 five", with_hello(stop=["a", "b", "c", "d", "e"]), "array_above_max_length", "stop"),
-    ("33 empty", with_hello(stop=""), "string_below_min_length", "stop"),
-    ("33 1 MB", with_hello(stop="x" * MIB), "string_above_max_length", "stop"),
-    ("33 ints", with_hello(stop=[3]), "invalid_type", "stop"),
-    ("33 object", with_hello(stop={}), "invalid_type", "stop"),
-    ("34 2^63", with_hello(seed=2**63), "integer_above_max_value", "seed"),
-    ("34 -2^63-1", with_hello(seed=-(2**63) - 1), "integer_below_min_value", "seed"),
-    ("34 fraction", with_hello(seed=1.5), "invalid_type", "seed"),
-    ("35 yes", with_hello(stream="yes"), "invalid_type", "stream"),
-    ("35 options alone", with_hello(stream_options={"include_usage": True}), "invalid_value", "stream_options"),
-    (
+    row("26 zero", "integer_below_min_value", max_tokens=0),
+    row("26 negative", "integer_below_min_value", max_tokens=-1),
+    row("26 fraction", "invalid_type", max_tokens=1.5),
+    row("26 string", "invalid_type", max_tokens="5"),
+    row("26 true", "invalid_type", max_tokens=True),
+    row("26 10^18", "integer_above_max_value", max_tokens=10**18),
+    row("26 new name", "integer_below_min_value", max_completion_tokens=0),
+    row("27 both", "invalid_value", max_tokens=3, max_completion_tokens=4),
+    row("28 zero", "integer_below_min_value", n=0),
+    row("28 negative", "integer_below_min_value", n=-1),
+    row("28 129", "integer_above_max_value", n=129),
+    row("28 a million", "integer_above_max_value", n=10**6),
+    row("28 true", "invalid_type", n=True),
+    row("best_of above n", "unsupported_parameter", n=2, best_of=3),
+    row("best_of below n", "invalid_value", n=2, best_of=1),
+    row("29 below", "decimal_below_min_value", temperature=-0.1),
+    row("29 above", "decimal_above_max_value", temperature=2.1),
+    row("29 text", "invalid_type", temperature="hot"),
+    row("29 true", "invalid_type", temperature=True),
+    row("30 top_p 0", "decimal_below_min_value", top_p=0),
+    row("30 top_p 1.1", "decimal_above_max_value", top_p=1.1),
+    row("30 min_p", "decimal_below_min_value", min_p=-1),
+    row("30 min_p above", "decimal_above_max_value", min_p=1.1),
+    row("30 top_k", "integer_below_min_value", top_k=-5),
+    row("31 presence", "decimal_above_max_value", presence_penalty=2.1),
+    row("31 frequency", "decimal_below_min_value", frequency_penalty=-2.1),
+    row("31 repetition 0", "decimal_below_min_value", repetition_penalty=0),
+    row("31 repetition", "decimal_above_max_value", repetition_penalty=2.1),
+    row("31 bias 101", "decimal_above_max_value", logit_bias={"5": 101}),
+    row("31 bias key", "invalid_value", logit_bias={"abc": 1}),
+    row("31 bias list", "invalid_type", logit_bias=[1]),
+    row("31 many biases", "object_above_max_length", logit_bias={str(i): 1 for i in range(5_000)}),
+    row("31 10^5 biases", "object_above_max_length", logit_bias={str(i): 1 for i in range(100_000)}),
+    row("31 bias beyond", "integer_above_max_value", logit_bias={"100000": 1}),
+    row("31 bias zero first", "invalid_value", logit_bias={"5": 1, "05": 2}),
+    row("31 bias text", "invalid_type", logit_bias={"5": "1"}),
+    row("32 top 21", "integer_above_max_value", logprobs=True, top_logprobs=21),
+    row("32 top alone", "invalid_value", top_logprobs=2),
+    row("32 number", "invalid_type", logprobs=2),
+    row("33 five", "array_above_max_length", stop=["a", "b", "c", "d", "e"]),
+    row("33 empty", "string_below_min_length", stop=""),
+    row("33 1 MB", "string_above_max_length", stop="x" * MIB),
+    row("33 ints", "invalid_type", stop=[3]),
+    row("33 object", "invalid_type", stop={}),
+    row("34 2^63", "integer_above_max_value", seed=2**63),
+    row("34 -2^63-1", "integer_below_min_value", seed=-(2**63) - 1),
+    row("34 fraction", "invalid_type", seed=1.5),
+    row("35 yes", "invalid_type", stream="yes"),
+    row("35 options alone", "invalid_value", stream_options={"include_usage": True}),
+    row(
         "35 options",
-        with_hello(stream=True, stream_options={"include_usage": 1}),
         "invalid_type",
-        "stream_options.include_usage",
+        param="stream_options.include_usage",
+        stream=True,
+        stream_options={"include_usage": 1},
     ),
-    ("36 gold", with_hello(service_tier="gold"), "invalid_value", "service_tier"),
-    ("41 template", with_hello(chat_template="{{ 7*7 }}"), "unsupported_parameter", "chat_template"),
-    ("41 kwargs", with_hello(chat_template_kwargs={"a": 1}), "unsupported_parameter", "chat_template_kwargs"),
-    ("41 prompt", with_hello(add_generation_prompt=False), "unsupported_parameter", "add_generation_prompt"),
+    row("36 gold", "invalid_value", service_tier="gold"),
+    row("41 template", "unsupported_parameter", chat_template="{{ 7*7 }}"),
+    row("41 kwargs", "unsupported_parameter", chat_template_kwargs={"a": 1}),
+    row("41 prompt", "unsupported_parameter", add_generation_prompt=False),
     *(
-        (f"37 {name}", with_hello(response_format=form(schema)), "unsupported_parameter", "response_format")
+        row(name, "unsupported_parameter", response_format=form(schema))
         for name, schema in (
-            ("property", {"type": "object", "properties": {"a": {"foo": "bar"}}}),
-            ("type", {"type": "strang"}),
-            ("remote", {"$ref": "http://169.254.169.254/schema.json"}),
-            ("dangling", {"$ref": "#/$defs/none"}),
-            ("enum", {"enum": [str(i) for i in range(100_000)]}),
-            ("deep", nested(150)),
-        )
-    ),
-    *(
-        (f"38 {name}", with_hello(response_format=form(schema)), "unsupported_parameter", "response_format")
-        for name, schema in (
-            ("recursive", {"$defs": {"a": {"items": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"}),
-            ("maximum", {"type": "integer", "maximum": 2 * 10**10}),
-            ("items", {"type": "array", "minItems": 10**8}),
+            ("37 property", {"type": "object", "properties": {"a": {"foo": "bar"}}}),
+            ("37 type", {"type": "strang"}),
+            ("37 remote", {"$ref": "http://169.254.169.254/schema.json"}),
+            ("37 dangling", {"$ref": "#/$defs/none"}),
+            ("37 enum", {"enum": [str(i) for i in range(100_000)]}),
+            ("37 deep", nested(150)),
+            ("38 recursive", {"$defs": {"a": {"items": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"}),
+            ("38 maximum", {"type": "integer", "maximum": 2 * 10**10}),
+            ("38 items", {"type": "array", "minItems": 10**8}),
         )
     ),
     *(
@@ -264,41 +249,31 @@ _CHAT: Final[list[Fields]] = [
         for name, value in (("guided_regex", lambda p: p), ("structured_outputs", lambda p: {"regex": p}))
         for pattern in ("[bad", "(?=a)", "((((a{1,100}){1,100}){1,100}){1,100})", "(a|b)*a(a|b){60}")
     ),
-    ("40 129 tools", with_hello(tools=[tool("a")] * 129), "unsupported_parameter", "tools"),
-    ("40 name with spaces", with_hello(tools=[tool("a b")]), "unsupported_parameter", "tools"),
-    ("40 long name", with_hello(tools=[tool("a" * 65)]), "unsupported_parameter", "tools"),
-    ("40 no object", with_hello(tools=[tool("a", parameters=3)]), "unsupported_parameter", "tools"),
-    (
-        "40 choice of none",
-        with_hello(tool_choice={"type": "function", "function": {"name": "b"}}),
-        "unsupported_parameter",
-        "tool_choice",
-    ),
-    ("40 choice", with_hello(tool_choice="auto"), "unsupported_parameter", "tool_choice"),
-    ("format", with_hello(response_format={"type": "json_object"}), "unsupported_parameter", "response_format"),
-    ("44 user", with_hello(user="x" * 65), "string_above_max_length", "user"),
-    ("44 user object", with_hello(user={}), "invalid_type", "user"),
-    ("44 key", with_hello(metadata={"k" * 65: "v"}), "string_above_max_length", "metadata"),
-    ("44 value", with_hello(metadata={"k": "v" * 513}), "string_above_max_length", "metadata"),
-    ("44 value int", with_hello(metadata={"k": 1}), "invalid_type", "metadata"),
-    ("44 list", with_hello(metadata=["k"]), "invalid_type", "metadata"),
-    ("44 17 pairs", with_hello(metadata={str(i): "" for i in range(17)}), "object_above_max_length", "metadata"),
-    ("modalities", with_hello(modalities=["text", "audio"]), "unsupported_parameter", "modalities"),
-    ("min_tokens below", with_hello(min_tokens=-1), "integer_below_min_value", "min_tokens"),
-    ("min_tokens above", with_hello(min_tokens=3, max_tokens=2), "invalid_value", "min_tokens"),
-    ("salt empty", with_hello(cache_salt=""), "string_below_min_length", "cache_salt"),
-    ("salt long", with_hello(cache_salt="x" * 513), "string_above_max_length", "cache_salt"),
-    ("salt number", with_hello(cache_salt=5), "invalid_type", "cache_salt"),
-    ("stop ids", with_hello(stop_token_ids=[10**9]), "integer_above_max_value", "stop_token_ids"),
-    ("stop ids true", with_hello(stop_token_ids=[True]), "invalid_type", "stop_token_ids"),
-    ("qoe 0", with_hello(stream=True, qoe={"ttft_s": 0}), "decimal_below_min_value", "qoe.ttft_s"),
-    ("qoe list", with_hello(qoe=[1]), "invalid_type", "qoe"),
-    (
-        "qoe speed",
-        with_hello(qoe={"speed_tokens_per_s": 1e9}),
-        "decimal_above_max_value",
-        "qoe.speed_tokens_per_s",
-    ),
+    row("40 129 tools", "unsupported_parameter", tools=[tool("a")] * 129),
+    row("40 name with spaces", "unsupported_parameter", tools=[tool("a b")]),
+    row("40 long name", "unsupported_parameter", tools=[tool("a" * 65)]),
+    row("40 no object", "unsupported_parameter", tools=[tool("a", parameters=3)]),
+    row("40 choice of none", "unsupported_parameter", tool_choice={"type": "function", "function": {"name": "b"}}),
+    row("40 choice", "unsupported_parameter", tool_choice="auto"),
+    row("format", "unsupported_parameter", response_format={"type": "json_object"}),
+    row("44 user", "string_above_max_length", user="x" * 65),
+    row("44 user object", "invalid_type", user={}),
+    row("44 key", "string_above_max_length", metadata={"k" * 65: "v"}),
+    row("44 value", "string_above_max_length", metadata={"k": "v" * 513}),
+    row("44 value int", "invalid_type", metadata={"k": 1}),
+    row("44 list", "invalid_type", metadata=["k"]),
+    row("44 17 pairs", "object_above_max_length", metadata={str(i): "" for i in range(17)}),
+    row("modalities", "unsupported_parameter", modalities=["text", "audio"]),
+    row("min_tokens below", "integer_below_min_value", min_tokens=-1),
+    row("min_tokens above", "invalid_value", max_tokens=2, min_tokens=3),
+    row("salt empty", "string_below_min_length", cache_salt=""),
+    row("salt long", "string_above_max_length", cache_salt="x" * 513),
+    row("salt number", "invalid_type", cache_salt=5),
+    row("stop ids", "integer_above_max_value", stop_token_ids=[10**9]),
+    row("stop ids true", "invalid_type", stop_token_ids=[True]),
+    row("qoe 0", "decimal_below_min_value", param="qoe.ttft_s", stream=True, qoe={"ttft_s": 0}),
+    row("qoe list", "invalid_type", qoe=[1]),
+    row("qoe speed", "decimal_above_max_value", param="qoe.speed_tokens_per_s", qoe={"speed_tokens_per_s": 1e9}),
     ("assistant calls", message(role="assistant", tool_calls=[{}]), "unsupported_parameter", "messages.0.tool_calls"),
 ]
 
@@ -395,33 +370,26 @@ def raw_inputs() -> list[RawInput]:
     keys = b"{" + b",".join(b'"%06d":1' % i for i in range(1_000_000)) + b"}"
     many = b"".join(b"X-%05d: a\r\n" % i for i in range(20_000))
     some = b"".join(b"X-%05d: %b\r\n" % (i, b"a" * 100) for i in range(100))
-    return [
-        RawInput(
-            "16 a million names", _POST + b"Content-Length: %d\r\n\r\n" % len(keys) + keys, 413, "request_too_large"
-        ),
-        RawInput("17 stated length", _POST + b"Content-Length: 5242880\r\n\r\n{", 413, "request_too_large"),
-        RawInput("17 chunks", _POST + b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 80, 413, "request_too_large"),
-        RawInput("18 long header", _POST + b"X-Long: " + b"x" * 20_000 + b"\r\n\r\n", 431, "header_too_large"),
-        RawInput("18 9 KB header", _POST + b"X-Long: " + b"x" * 9_000 + b"\r\n\r\n", 431, "header_too_large"),
-        RawInput("18 long URL", b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 431, "header_too_large"),
-        RawInput("18 20 000 headers", _POST + many + b"\r\n", 431, "header_too_large"),
-        RawInput("18 100 headers, 11 KB", _POST + some + b"\r\n", 431, "header_too_large"),
-        RawInput("18 unfinished headers", _POST + some + some, 431, "header_too_large"),
-        RawInput("18 TLS", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 hello there\r\n\r\n", 400, "bad_request"),
-        RawInput(
-            "18 two lengths",
-            _POST + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-            400,
-            "bad_request",
-        ),
-        RawInput(
-            "18 chunk size", _POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n", 400, "bad_request"
-        ),
-        RawInput("18 length twice", _POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}", 400, "bad_request"),
-        RawInput("18 negative length", _POST + b"Content-Length: -2\r\n\r\n{}", 400, "bad_request"),
-        RawInput("46 id in two lines", _POST + b"X-Request-Id: a\r\n b\r\n\r\n", 400, "bad_request"),
-        RawInput("46 bare return", _POST + b"X-Request-Id: a\rb\r\n\r\n", 400, "bad_request"),
+    codes = {400: "bad_request", 413: "request_too_large", 431: "header_too_large"}
+    rows = [
+        ("16 a million names", 413, _POST + b"Content-Length: %d\r\n\r\n" % len(keys) + keys),
+        ("17 stated length", 413, _POST + b"Content-Length: 5242880\r\n\r\n{"),
+        ("17 chunks", 413, _POST + b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 80),
+        ("18 long header", 431, _POST + b"X-Long: " + b"x" * 20_000 + b"\r\n\r\n"),
+        ("18 9 KB header", 431, _POST + b"X-Long: " + b"x" * 9_000 + b"\r\n\r\n"),
+        ("18 long URL", 431, b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n"),
+        ("18 20 000 headers", 431, _POST + many + b"\r\n"),
+        ("18 100 headers, 11 KB", 431, _POST + some + b"\r\n"),
+        ("18 unfinished headers", 431, _POST + some + some),
+        ("18 TLS", 400, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 hello there\r\n\r\n"),
+        ("18 two lengths", 400, _POST + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
+        ("18 chunk size", 400, _POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n"),
+        ("18 length twice", 400, _POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}"),
+        ("18 negative length", 400, _POST + b"Content-Length: -2\r\n\r\n{}"),
+        ("46 id in two lines", 400, _POST + b"X-Request-Id: a\r\n b\r\n\r\n"),
+        ("46 bare return", 400, _POST + b"X-Request-Id: a\rb\r\n\r\n"),
     ]
+    return [RawInput(name, data, status, codes[status]) for name, status, data in rows]
 
 
 LATE: Final = (

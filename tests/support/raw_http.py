@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import socket
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -13,6 +14,7 @@ import aiohttp
 
 from services.dispatcher.http.connection import LINGER_S
 from tests.support.bad_inputs import BadInput
+from tests.support.dispatchers import CHAT, HELLO
 
 PIECE_PAUSE_S = 0.1
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -83,6 +85,24 @@ async def _exchange(url: str, pieces: Iterable[bytes], limit_s: float) -> tuple[
 async def connect(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Open a connection to the server."""
     return await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+
+
+async def connect_narrow(url: str, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Open a connection that takes next to nothing of what is not read from it, and send something."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", int(url.rpartition(":")[2])))
+    reader, writer = await asyncio.open_connection(sock=sock, limit=2**10)
+    writer.write(data)
+    return reader, writer
+
+
+def chat_bytes(version: str = "1.1", **body: Any) -> bytes:
+    """Return the request for a chat as it goes over a connection."""
+    data = json.dumps({"model": "tiny", "messages": HELLO, **body}).encode()
+    head = f"POST {CHAT} HTTP/{version}\r\nHost: x\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
 async def _send_pieces(writer: asyncio.StreamWriter, pieces: Iterable[bytes]) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
+
+import pytest
 
 from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.service import DispatcherService
-from services.dispatcher.session.request import NewRequest
+from services.dispatcher.session.request import FailureCode, NewRequest, RequestFailedError
 from services.dispatcher.session.session import Session
 from shared.ids import Incarnation, RequestId
 from shared.messages.request import pack_token_ids
@@ -19,20 +22,26 @@ from shared.types import FinishReason, QoeTarget, SamplingParams
 from sim.virtual_time import run
 from tests.support.fake_worker import FakeWorker, make_status, publish_view
 
+P = ParamSpec("P")
 ANSWER = list(range(100, 120))
 
 
 class Taker:
-    """A reader that keeps what it gets, and stops when it has enough."""
+    """A reader that keeps what it gets, stops when it has enough, and fails when it has too much."""
 
-    def __init__(self, enough: int = 10**9) -> None:
+    def __init__(self, enough: int = 10**9, fails_at: int = 10**9) -> None:
         self.tokens: list[int] = []
         self.finish = FinishReason.NONE
+        self.parts: list[tuple[list[int], FinishReason, float]] = []
         self._enough = enough
+        self._fails_at = fails_at
 
     def on_tokens(self, token_ids: Sequence[int], finish: FinishReason, now_s: float) -> bool:
+        if len(self.tokens) >= self._fails_at:
+            raise ZeroDivisionError
         self.tokens += token_ids
         self.finish = finish
+        self.parts.append((list(token_ids), finish, now_s))
         return len(self.tokens) < self._enough
 
 
@@ -46,6 +55,12 @@ class Cluster:
         self.test_bus = broker.connect(f"test-{id(self)}")
         self.workers: dict[str, FakeWorker] = {}
         self._number = 0
+        self._admitted: list[Session] = []
+
+    @property
+    def now_s(self) -> float:
+        """The virtual time."""
+        return asyncio.get_running_loop().time()
 
     async def add(self, name: str = "w0", script: Sequence[int] | None = ANSWER, **fields: Any) -> FakeWorker:
         worker = FakeWorker(
@@ -66,11 +81,36 @@ class Cluster:
             "request_id": RequestId(name),
             "prompt": pack_token_ids(list(range(num_prompt))),
             "sampling": SamplingParams(max_tokens=50),
-            "arrival_s": asyncio.get_running_loop().time(),
+            "arrival_s": self.now_s,
             "limit_s": 600.0,
             "qoe": QoeTarget(),
         }
         return NewRequest(**{**defaults, **fields})
+
+    async def admit(self, name: str = "r", **fields: Any) -> Session:
+        """Return an admitted request, which the cluster's end releases if the test does not."""
+        session = await self.sessions.admit(self.request(name, **fields))
+        self._admitted.append(session)
+        return session
+
+    async def siblings(self, *requests: NewRequest) -> list[Session]:
+        """Return sessions that were opened together; the first of them is placed, and is the parent of the others."""
+        sessions = self.sessions.open(requests)
+        self._admitted += sessions
+        await self.sessions.place(sessions[0])
+        return sessions
+
+    async def refusal(self, name: str = "r", **fields: Any) -> FailureCode:
+        """Return why a request is not admitted."""
+        with pytest.raises(RequestFailedError) as caught:
+            await self.sessions.admit(self.request(name, **fields))
+        return caught.value.code
+
+    async def release(self) -> None:
+        """Release what `admit` and `siblings` have returned, and have the workers hear of it."""
+        for session in self._admitted:
+            self.sessions.release(session)
+        await asyncio.sleep(0.01)
 
     async def serve(self, name: str = "r", reader: Taker | None = None, **fields: Any) -> tuple[Session, Taker]:
         """Admit a request, wait for its end, release it."""
@@ -100,6 +140,7 @@ async def cluster(
     await service.start()
     made = Cluster(service, broker)
     yield made
+    await made.release()
     for worker in made.workers.values():
         await worker.stop()
         await worker.bus.close()
@@ -111,6 +152,20 @@ async def cluster(
     assert not failures
 
 
-def go(main: Coroutine[Any, Any, None]) -> None:
-    """Run a test on the virtual clock."""
-    run(main)
+def with_cluster(
+    **settings: Any,
+) -> Callable[[Callable[Concatenate[Cluster, P], Coroutine[Any, Any, None]]], Callable[P, None]]:
+    """Run a test on the virtual clock, with a cluster of its own as its first, positional argument."""
+
+    def decorate(test: Callable[Concatenate[Cluster, P], Coroutine[Any, Any, None]]) -> Callable[P, None]:
+        @wraps(test)
+        def run_test(*args: P.args, **arguments: P.kwargs) -> None:
+            async def main() -> None:
+                async with cluster(**settings) as made:
+                    await test(made, *args, **arguments)
+
+            run(main())
+
+        return run_test
+
+    return decorate

@@ -183,5 +183,5 @@ def _shape(front: Front, call: Call) -> Shape:
 
 
 def _logprob_writer(front: Front, call: Call) -> LogprobWriter | None:
-    num_top = call.params.sampling.logprobs
+    num_top = call.params.sampling.common.logprobs
     return None if num_top is None else LogprobWriter(call.is_chat, num_top, front.codec.names)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from aiohttp import web
 
@@ -13,8 +13,10 @@ from services.dispatcher.answers.answers import collect_answer, stream_answer
 from services.dispatcher.answers.live import Start
 from services.dispatcher.endpoints.call import Call, Choice, Prompt
 from services.dispatcher.http import quota
+from services.dispatcher.http.arrival import Arrival, Sender, note_arrival
 from services.dispatcher.http.errors import ApiError, failure_error, invalid
 from services.dispatcher.http.front import Front
+from services.dispatcher.http.guard import grant_of
 from services.dispatcher.http.records import make_record, report_record
 from services.dispatcher.http.sse import HttpOutlet, Outlet
 from services.dispatcher.limits.tenants import Permit
@@ -32,8 +34,16 @@ MAX_COPIED_TOKENS: Final = 4_000_000
 """Tokens of all prompts times `n`: each choice's submission carries its prompt."""
 
 
-async def respond(front: Front, call: Call, request: web.BaseRequest) -> web.StreamResponse:
-    """Answer a request that came over HTTP; raises as `generate`."""
+async def respond(
+    make_call: Callable[[Arrival, Sender, dict[str, Any]], Call],
+    front: Front,
+    request: web.BaseRequest,
+    public_id: str,
+) -> web.StreamResponse:
+    """Answer a request that came over HTTP, once it is checked; raises as `generate`."""
+    arrival = note_arrival(front)
+    sender = Sender(request.headers, public_id, grant_of(request))
+    call = make_call(arrival, sender, await arrival.body(request))
     outlet = HttpOutlet(front.streams, request)
     whole = await generate(front, call, outlet)
     return outlet.response if whole is None else whole
@@ -104,7 +114,7 @@ def _make_choices(front: Front, call: Call) -> list[Choice]:
 
 
 def _answer_text(front: Front, call: Call) -> AnswerText:
-    sampling = call.params.sampling
+    sampling = call.params.sampling.common
     return AnswerText(
         front.codec.table.start(first=call.is_chat),
         call.params.stops,

@@ -39,30 +39,24 @@ class Retry:
     """For a request that names none, 0 to 2⁶³ − 1."""
 
 
-def parse_key(headers: Mapping[str, str]) -> str | None:
-    """Return the client's key; None if it gives none.
-
-    Raises:
-        ApiError: it is empty, too long, or has characters other than printable ASCII.
-    """
-    key = headers.get(HEADER)
-    if key is not None and not _KEY.match(key):
-        message = f"'{HEADER}' must have 1 to {MAX_KEY_CHARS} printable ASCII characters."
-        raise invalid("invalid_value", HEADER, message)
-    return key
-
-
-def derive_retry(key: str | None, caller: str, endpoint: str, body: Mapping[str, Any]) -> Retry | None:
-    """Return what follows from the key, the same in every dispatcher; None without one.
+def derive_retry(headers: Mapping[str, str], caller: str, endpoint: str, body: Mapping[str, Any]) -> Retry | None:
+    """Return what follows from the client's key, the same in every dispatcher; None if it gives none.
 
     Args:
-        key: from `parse_key`.
+        headers: of the request.
         caller: who asks; two callers never share a request.
         endpoint: `chat` or `completions`.
         body: the parameters of the request.
+
+    Raises:
+        ApiError: the key is empty, too long, or has characters other than printable ASCII.
     """
+    key = headers.get(HEADER)
     if key is None:
         return None
+    if not _KEY.match(key):
+        message = f"'{HEADER}' must have 1 to {MAX_KEY_CHARS} printable ASCII characters."
+        raise invalid("invalid_value", HEADER, message)
     name = _digest(b"name", caller.encode("utf-8", "surrogateescape"), key.encode())
     what = {field: value for field, value in body.items() if field not in _HOW_IT_IS_SENT}
     request_id = _digest(b"request", name, endpoint.encode(), to_json(what))

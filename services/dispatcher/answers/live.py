@@ -204,7 +204,7 @@ def _starts(live: _Live) -> list[Start]:
 
     Answers with log-probabilities begin anew: the numbers of tokens that were sent are gone.
     """
-    has_logprobs = live.call.params.sampling.logprobs is not None
+    has_logprobs = live.call.params.sampling.common.logprobs is not None
     starts: list[Start] = []
     for choice, before in zip(live.choices, live.starts, strict=True):
         session = choice.session

@@ -4,38 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from aiohttp import web
-
-from services.dispatcher.answers.generate import respond
 from services.dispatcher.endpoints.call import Call, Prompt
 from services.dispatcher.endpoints.fields import Fields
 from services.dispatcher.endpoints.messages import count_chars, parse_messages
 from services.dispatcher.endpoints.params import parse_params
 from services.dispatcher.endpoints.salt import cache_salt
 from services.dispatcher.endpoints.sampling import chat_logprobs
-from services.dispatcher.endpoints.unsupported import CHAT, refuse_unsupported
-from services.dispatcher.http.arrival import Arrival, Sender, check_model, note_arrival
-from services.dispatcher.http.front import Front
-from services.dispatcher.http.guard import grant_of
+from services.dispatcher.endpoints.unsupported import CHAT, SHARED_NAMES, refuse_unsupported
+from services.dispatcher.http.arrival import Arrival, Sender, check_model
 
 _KNOWN = frozenset(
     {
-        *CHAT,
-        *("model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature"),
-        *("top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "service_tier", "qoe", "n"),
-        *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens", "best_of"),
-        *("logprobs", "top_logprobs", "response_format", "cache_salt"),
-        *("modalities", "user", "metadata", "store", "parallel_tool_calls", "prompt_cache_key", "safety_identifier"),
+        *(*CHAT, *SHARED_NAMES, "messages", "top_logprobs", "metadata", "store", "parallel_tool_calls"),
+        *("prompt_cache_key", "safety_identifier"),
     }
 )
-
-
-async def chat_completions(front: Front, request: web.BaseRequest, public_id: str) -> web.StreamResponse:
-    """Answer a conversation."""
-    arrival = note_arrival(front)
-    sender = Sender(request.headers, public_id, grant_of(request))
-    call = chat_call(arrival, sender, await arrival.body(request))
-    return await respond(front, call, request)
 
 
 def chat_call(arrival: Arrival, sender: Sender, body: dict[str, Any]) -> Call:

@@ -6,42 +6,20 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
-from aiohttp import web
-
-from services.dispatcher.answers.generate import respond
 from services.dispatcher.endpoints.call import Call, Prompt
 from services.dispatcher.endpoints.fields import Fields, check_token_ids, type_name
 from services.dispatcher.endpoints.params import parse_params
 from services.dispatcher.endpoints.salt import cache_salt
 from services.dispatcher.endpoints.sampling import completion_logprobs
-from services.dispatcher.endpoints.unsupported import COMPLETIONS, refuse_unsupported
-from services.dispatcher.http.arrival import Arrival, Sender, check_model, note_arrival
+from services.dispatcher.endpoints.unsupported import COMPLETIONS, SHARED_NAMES, refuse_unsupported
+from services.dispatcher.http.arrival import Arrival, Sender, check_model
 from services.dispatcher.http.errors import invalid, unsupported
-from services.dispatcher.http.front import Front
-from services.dispatcher.http.guard import grant_of
 from services.dispatcher.text.prompts import PromptCodec
 
 DEFAULT_MAX_TOKENS: Final = 16
 """OpenAI's default for this endpoint."""
 MAX_PROMPTS: Final = 1024
-_KNOWN = frozenset(
-    {
-        *COMPLETIONS,
-        *("model", "prompt", "stream", "stream_options", "max_tokens", "max_completion_tokens", "modalities"),
-        *("temperature", "top_p", "top_k", "min_p"),
-        *("seed", "stop", "stop_token_ids", "ignore_eos", "service_tier", "qoe", "n", "presence_penalty"),
-        *("frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens", "best_of", "logprobs", "echo"),
-        *("response_format", "user", "cache_salt"),
-    }
-)
-
-
-async def completions(front: Front, request: web.BaseRequest, public_id: str) -> web.StreamResponse:
-    """Continue a prompt."""
-    arrival = note_arrival(front)
-    sender = Sender(request.headers, public_id, grant_of(request))
-    call = completion_call(arrival, sender, await arrival.body(request))
-    return await respond(front, call, request)
+_KNOWN = frozenset({*COMPLETIONS, *SHARED_NAMES, "prompt", "echo"})
 
 
 def completion_call(arrival: Arrival, sender: Sender, body: dict[str, Any]) -> Call:

@@ -97,7 +97,7 @@ def parse_params(fields: Fields, rules: ParamRules, logprobs: int | None) -> Par
         qoe=_qoe(fields, stream=stream),
         salt=parse_salt(fields),
     )
-    if params.max_tokens is not None and params.sampling.min_tokens > params.max_tokens:
+    if params.max_tokens is not None and params.sampling.common.min_tokens > params.max_tokens:
         raise invalid("invalid_value", "min_tokens", "'min_tokens' must not be above 'max_tokens'.")
     return params
 

@@ -61,8 +61,8 @@ async def version(_front: Front, _request: web.BaseRequest, _public_id: str) -> 
 
 async def metrics(front: Front, _request: web.BaseRequest, _public_id: str) -> web.Response:
     """Return everything that is counted, in Prometheus's text format."""
-    front.metrics.note_connections(front.doorway.num_open, front.doorway.num_refused)
-    body, content_type = front.metrics.render(front.sessions, front.bus, front.streams.num_cut + front.sockets.num_cut)
+    num_cut = front.streams.num_cut + front.sockets.num_cut
+    body, content_type = front.metrics.render(front.sessions, front.bus, front.doorway, num_cut)
     return web.Response(body=body, headers={"Content-Type": content_type})
 
 

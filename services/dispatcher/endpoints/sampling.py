@@ -19,22 +19,12 @@ MAX_STOP_TOKEN_IDS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The fields of `SamplingParams` that do not depend on the prompt; see there."""
+    """How to sample, as far as it does not depend on the prompt."""
 
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-    logit_bias: tuple[tuple[int, float], ...]
-    min_tokens: int
+    common: SamplingParams
+    """Of every choice, but for its seed and what is cut to the context: `max_tokens` and `min_tokens`."""
     seed: int | None
     """None: one is drawn, so that any worker continues alike."""
-    stop_token_ids: tuple[int, ...]
-    ignore_eos: bool
-    logprobs: int | None
 
     def choices(self, count: int, max_tokens: int, drawn_seed: int) -> list[SamplingParams]:
         """Return the parameters of each choice: they differ in their seeds, which count up.
@@ -45,23 +35,8 @@ class Sampling:
             drawn_seed: used if the request names none.
         """
         seed = drawn_seed if self.seed is None else self.seed
-        first = SamplingParams(
-            max_tokens=max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            logit_bias=self.logit_bias,
-            min_tokens=min(self.min_tokens, max_tokens),
-            seed=seed,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-            logprobs=self.logprobs,
-        )
-        return [first, *(first.model_copy(update={"seed": _nth_seed(seed, index)}) for index in range(1, count))]
+        cut = {"max_tokens": max_tokens, "min_tokens": min(self.common.min_tokens, max_tokens)}
+        return [self.common.model_copy(update={**cut, "seed": _nth_seed(seed, index)}) for index in range(count)]
 
 
 def _nth_seed(seed: int, index: int) -> int:
@@ -82,7 +57,8 @@ def parse_sampling(fields: Fields, vocab_size: int, defaults: SamplingDefaults, 
         ApiError: the first parameter that is not allowed.
     """
     top_k = fields.integer("top_k", -1, MAX_INT)
-    return Sampling(
+    common = SamplingParams(
+        max_tokens=MAX_INT,
         temperature=_or(fields.number("temperature", 0, 2), defaults.temperature),
         top_p=_or(fields.number("top_p", 0, 1, above=True), defaults.top_p),
         top_k=defaults.top_k if top_k is None else max(0, top_k),
@@ -92,11 +68,12 @@ def parse_sampling(fields: Fields, vocab_size: int, defaults: SamplingDefaults, 
         repetition_penalty=_or(fields.number("repetition_penalty", 0, 2, above=True), defaults.repetition_penalty),
         logit_bias=_logit_bias(fields.mapping("logit_bias"), vocab_size),
         min_tokens=fields.integer("min_tokens", 0, MAX_INT) or 0,
-        seed=fields.integer("seed", -(2**63), MAX_SEED),
+        seed=fields.integer("seed", -(2**63), MAX_SEED) or 0,
         stop_token_ids=fields.tokens("stop_token_ids", MAX_STOP_TOKEN_IDS, vocab_size),
         ignore_eos=fields.boolean("ignore_eos"),
         logprobs=logprobs,
     )
+    return Sampling(common, None if fields.values.get("seed") is None else common.seed)
 
 
 def _or(value: float | None, default: float) -> float:

@@ -73,6 +73,14 @@ TOKENIZE: Final[dict[str, _IsNeutral]] = {
     "continue_final_message": _is_false,
 }
 
+SHARED_NAMES: Final = (
+    *("model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k"),
+    *("min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "service_tier", "qoe", "n", "best_of", "min_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs", "response_format"),
+    *("cache_salt", "modalities", "user"),
+)
+"""What both chat and completions know."""
+
 _REASONS: Final = {
     "chat_template": "Chat templates come with the model; a request cannot bring one.",
     "chat_template_kwargs": "Chat templates come with the model; a request cannot change them.",

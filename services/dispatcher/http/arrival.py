@@ -11,7 +11,7 @@ from aiohttp import web
 
 from services.dispatcher.access.grants import Grant
 from services.dispatcher.answers.event_ids import MAX_CHOICES, Seen, parse_last_event_id
-from services.dispatcher.answers.idempotency import Retry, derive_retry, parse_key
+from services.dispatcher.answers.idempotency import Retry, derive_retry
 from services.dispatcher.endpoints.fields import Fields
 from services.dispatcher.endpoints.params import Params
 from services.dispatcher.http.body import read_json
@@ -43,7 +43,7 @@ class Sender:
         Raises:
             ApiError: the key is none.
         """
-        return derive_retry(parse_key(self.headers), self.caller, endpoint, body)
+        return derive_retry(self.headers, self.caller, endpoint, body)
 
     def seen(self, params: Params, num_prompts: int, retry: Retry | None) -> Seen:
         """Return what the client has of each choice; nothing at all for an answer that cannot be resumed.

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Final, cast
 
@@ -42,14 +41,6 @@ _LOG_PERIOD_S: Final = 10.0
 """Connections that are turned away are logged together, once in this time."""
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """Times of a connection, in seconds."""
-
-    head_limit_s: float
-    idle_limit_s: float
-
-
 def head_too_large() -> ApiError:
     """Return the 431."""
     message = f"The request line and the headers together are longer than {MAX_HEAD_BYTES} bytes."
@@ -61,16 +52,15 @@ class Connection(RequestHandler):
 
     Args:
         server: it belongs to.
-        limits: its times.
     """
 
     __slots__ = ("_address", "_head_limit_s", "_num_head_bytes", "_refused", "_server", "_timer")
 
-    def __init__(self, server: ConnectionServer, limits: ConnectionLimits) -> None:
+    def __init__(self, server: ConnectionServer) -> None:
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
-            keepalive_timeout=limits.idle_limit_s,
+            keepalive_timeout=server.idle_limit_s,
             access_log=None,  # type: ignore[arg-type]  # aiohttp's own way to have none
             lingering_time=LINGER_S,
             auto_decompress=False,
@@ -78,7 +68,7 @@ class Connection(RequestHandler):
             max_field_size=MAX_RAW_HEAD_BYTES,
         )
         self._server = server
-        self._head_limit_s = limits.head_limit_s
+        self._head_limit_s = server.head_limit_s
         self._address: str | None = None  # as it was counted; None: it was not
         self._num_head_bytes = 0  # of a head that is not complete
         self._refused = False  # nothing that still comes is looked at
@@ -218,24 +208,28 @@ class ConnectionServer(web.Server):
 
     Args:
         handler: answers a request.
-        limits: of each connection.
-        doorway: counts them.
+        doorway: counts connections.
+        head_limit_s: see `DispatcherSettings`.
+        idle_limit_s: see there too.
     """
 
     def __init__(
         self,
         handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
-        limits: ConnectionLimits,
         doorway: Doorway,
+        *,
+        head_limit_s: float,
+        idle_limit_s: float,
     ) -> None:
         super().__init__(handler, handler_cancellation=True)
         self.doorway = doorway
-        self._limits = limits
+        self.head_limit_s = head_limit_s
+        self.idle_limit_s = idle_limit_s
         self._logged_s = -_LOG_PERIOD_S
 
     def __call__(self) -> Connection:
         """Return the handler of a new connection."""
-        return Connection(self, self._limits)
+        return Connection(self)
 
     def log_refused(self, error: ApiError) -> None:
         """Say that connections are turned away."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Final
 
 from services.dispatcher.answers.answers import usage_of
@@ -22,7 +22,9 @@ _WANTED: Final = (FailureCode.CANCELLED.value, FailureCode.SUPERSEDED.value)
 
 
 def make_record(front: Front, call: Call, choices: Sequence[Choice]) -> RequestRecord:
-    """Return what is known of a request that has ended; of several choices, their means and sums.
+    """Return what is known of a request that has ended.
+
+    Of several choices it has the earliest time of all, the last of all, or their means and sums.
 
     Args:
         front: for the clock.
@@ -33,6 +35,11 @@ def make_record(front: Front, call: Call, choices: Sequence[Choice]) -> RequestR
     first = sessions[0] if sessions else None
     usage = usage_of(choices) if sessions else Usage(0, 0)
     finish = "cancelled" if call.fate.finish in _WANTED else call.fate.finish
+    admitted_s = min((s.admitted_s for s in sessions if s.admitted_s is not None), default=None)
+    first_s = min((s.first_token_s for s in sessions if s.first_token_s is not None), default=None)
+    last_s = max((s.last_token_s for s in sessions if s.first_token_s is not None), default=None)
+    ttft_s = _between(call.arrival_s, first_s)
+    target = call.params.qoe
     return RequestRecord(
         request_id=call.request_id,
         public_id=call.public_id,
@@ -48,40 +55,19 @@ def make_record(front: Front, call: Call, choices: Sequence[Choice]) -> RequestR
         num_prompt_tokens=usage.num_prompt_tokens,
         num_cached_tokens=usage.num_cached_tokens,
         num_output_tokens=usage.num_output_tokens,
-        e2e_s=front.now() - call.arrival_s,
-        **asdict(_times(call, sessions, with_qoe=finish in WHOLE)),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Times:
-    """See `RequestRecord`."""
-
-    queue_s: float | None
-    prefill_s: float | None
-    ttft_s: float | None
-    decode_s: float | None
-    tpot_s: float | None
-    is_late: bool | None
-    qoe: float | None
-
-
-def _times(call: Call, sessions: Sequence[Session], *, with_qoe: bool) -> _Times:
-    """Return when what came: the earliest of all choices, the last of all, or their means."""
-    admitted_s = min((s.admitted_s for s in sessions if s.admitted_s is not None), default=None)
-    first_s = min((s.first_token_s for s in sessions if s.first_token_s is not None), default=None)
-    last_s = max((s.last_token_s for s in sessions if s.first_token_s is not None), default=None)
-    ttft_s = None if first_s is None else first_s - call.arrival_s
-    target = call.params.qoe
-    return _Times(
-        queue_s=None if admitted_s is None else admitted_s - call.arrival_s,
-        prefill_s=None if first_s is None or admitted_s is None else first_s - admitted_s,
+        queue_s=_between(call.arrival_s, admitted_s),
+        prefill_s=_between(admitted_s, first_s),
         ttft_s=ttft_s,
-        decode_s=None if first_s is None or last_s is None else last_s - first_s,
-        tpot_s=_mean([tpot_s for session in sessions if (tpot_s := _tpot_s(session)) is not None]),
+        decode_s=_between(first_s, last_s),
+        tpot_s=_mean([_tpot_s(session) for session in sessions]),
         is_late=None if ttft_s is None or target is None else ttft_s > target.ttft_s,
-        qoe=_mean([qoe for s in sessions if (qoe := s.qoe) is not None]) if with_qoe else None,
+        e2e_s=front.now() - call.arrival_s,
+        qoe=_mean([session.qoe for session in sessions]) if finish in WHOLE else None,
     )
+
+
+def _between(start_s: float | None, end_s: float | None) -> float | None:
+    return None if start_s is None or end_s is None else end_s - start_s
 
 
 def _tpot_s(session: Session) -> float | None:
@@ -90,8 +76,10 @@ def _tpot_s(session: Session) -> float | None:
     return (session.last_token_s - session.first_token_s) / (len(session.tokens) - 1)
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of those that are known."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def report_record(front: Front, record: RequestRecord) -> None:

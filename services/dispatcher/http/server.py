@@ -10,16 +10,18 @@ import errno
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Final
 
 from aiohttp import web
 
+from services.dispatcher.answers.generate import respond
 from services.dispatcher.endpoints import models, probes
 from services.dispatcher.endpoints.cancel import cancel_request, is_cancel_path
-from services.dispatcher.endpoints.chat import chat_completions
-from services.dispatcher.endpoints.completions import completions
+from services.dispatcher.endpoints.chat import chat_call
+from services.dispatcher.endpoints.completions import completion_call
 from services.dispatcher.endpoints.tokenize import detokenize, tokenize
-from services.dispatcher.http.connection import MAX_HEAD_BYTES, ConnectionLimits, ConnectionServer, head_too_large
+from services.dispatcher.http.connection import MAX_HEAD_BYTES, ConnectionServer, head_too_large
 from services.dispatcher.http.errors import RATE_LIMITED, ApiError, error_response, failure_error
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.guard import authorise
@@ -45,8 +47,8 @@ def _get(endpoint: Endpoint) -> Route:
 
 
 _ROUTES: Final[dict[str, Route]] = {
-    "/v1/chat/completions": {"POST": chat_completions},
-    "/v1/completions": {"POST": completions},
+    "/v1/chat/completions": {"POST": partial(respond, chat_call)},
+    "/v1/completions": {"POST": partial(respond, completion_call)},
     "/v1/tokenize": {"POST": tokenize},
     "/v1/detokenize": {"POST": detokenize},
     "/tokenize": {"POST": tokenize},
@@ -101,7 +103,9 @@ class HttpServer:
         Raises:
             StartupError: the address cannot be used.
         """
-        server = ConnectionServer(self.handle, self._limits(), self._front.doorway)
+        front = self._front
+        limits = {"head_limit_s": front.settings.head_limit_s, "idle_limit_s": front.settings.idle_limit_s}
+        server = ConnectionServer(self.handle, front.doorway, **limits)
         self._runner = web.ServerRunner(server, shutdown_timeout=CLOSE_LIMIT_S)
         await self._runner.setup()
         try:
@@ -110,10 +114,6 @@ class HttpServer:
             await self._runner.cleanup()
             raise _cannot_listen(host, port, error) from None
         return int(self._runner.addresses[0][1])
-
-    def _limits(self) -> ConnectionLimits:
-        settings = self._front.settings
-        return ConnectionLimits(head_limit_s=settings.head_limit_s, idle_limit_s=settings.idle_limit_s)
 
     async def close(self) -> None:
         """Stop listening, and end the connections that are left."""

@@ -3,17 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
-
-class Admission(StrEnum):
-    """The decision."""
-
-    ADMIT = "admit"
-    DRAINING = "draining"  # this dispatcher is shutting down; another one may serve
-    LOADING = "loading"  # no worker is ready, some are loading
-    NO_WORKER = "no_worker"  # no worker is alive
-    TOO_MANY = "too_many"  # as many requests as the limits allow are here already
+from services.dispatcher.session.request import FailureCode
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +24,15 @@ class AdmissionInput:
     """Sequences that the request needs (`n` choices)."""
 
 
-def decide_admission(state: AdmissionInput) -> Admission:
-    """Return whether the request may come in; the first reason that holds refuses it."""
+def decide_admission(state: AdmissionInput) -> FailureCode | None:
+    """Return the first reason that holds against the request; None: it may come in.
+
+    `QUEUE_FULL`: as many requests as the limits allow are here already.
+    """
     if state.draining:
-        return Admission.DRAINING
+        return FailureCode.DRAINING
     if state.num_ready_workers == 0:
-        return Admission.LOADING if state.num_loading_workers else Admission.NO_WORKER
+        return FailureCode.MODEL_LOADING if state.num_loading_workers else FailureCode.NO_CAPACITY
     if state.num_requests + state.num_new > state.max_requests or state.num_queued >= state.max_queued:
-        return Admission.TOO_MANY
-    return Admission.ADMIT
+        return FailureCode.QUEUE_FULL
+    return None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from services.dispatcher.policy.admission import Admission, AdmissionInput, decide_admission
+from services.dispatcher.policy.admission import AdmissionInput, decide_admission
 from services.dispatcher.policy.placement import Placement
 from services.dispatcher.session.calls import WorkerCalls
 from services.dispatcher.session.leases import Leases, Loss
@@ -39,11 +39,6 @@ SWEEP_PERIOD_S = 0.5
 MAX_SILENCE_FACTOR = 8.0
 """The pause between two questions about a silent request doubles up to this many times the first one."""
 
-_REFUSED = {
-    Admission.DRAINING: FailureCode.DRAINING,
-    Admission.LOADING: FailureCode.MODEL_LOADING,
-    Admission.NO_WORKER: FailureCode.NO_CAPACITY,
-}
 _ENDED_BY_WORKER = {
     FinishReason.CANCELLED: FailureCode.TIMED_OUT,
     FinishReason.ERROR: FailureCode.REQUEST_FAILED,
@@ -179,8 +174,8 @@ class Sessions:
                 num_loading_workers=self.cluster.num_loading,
             )
         )
-        if decision is not Admission.ADMIT:
-            raise RequestFailedError(_REFUSED.get(decision) or self._placing.crowded())
+        if decision is not None:
+            raise RequestFailedError(self._placing.crowded() if decision is FailureCode.QUEUE_FULL else decision)
 
     def release(self, session: Session) -> None:
         """Forget the session; if a worker may still run it, cancel it there at once. Idempotent."""

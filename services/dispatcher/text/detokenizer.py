@@ -18,7 +18,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from tokenizers import Tokenizer
 
@@ -29,35 +29,6 @@ _MAX_PIECES: Final = 1 << 20
 _SPACE_MARK: Final = "▁"
 
 
-class Detokenizer(Protocol):
-    """The text of one answer. Not shared between requests."""
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that these tokens complete; "" while a character is unfinished."""
-        ...
-
-    def flush(self) -> str:
-        """Return what is left at the end of the answer: U+FFFD for an unfinished character."""
-        ...
-
-
-class DetokenizerTable(Protocol):
-    """What each id contributes; built once, shared by all requests."""
-
-    def start(self, *, first: bool = True) -> Detokenizer:
-        """Return the detokeniser of a new answer.
-
-        Args:
-            first: the answer is a text of its own (chat); False if it goes on after a prompt (completions), where
-                a leading space belongs to it.
-        """
-        ...
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return what the id stands for in the middle of a text; nothing for a special token."""
-        ...
-
-
 class ByteLevelTable:
     """Ids of a byte-level BPE as bytes."""
 
@@ -65,16 +36,18 @@ class ByteLevelTable:
         self.pieces = pieces
         self.texts = [_as_text(piece) for piece in pieces]
 
-    def start(self, *, first: bool = True) -> Detokenizer:
-        """Return the detokeniser of a new answer."""
-        return _ByteLevelDetokenizer(self)
+    def start(self, *, first: bool = True) -> ByteLevelDetokenizer:
+        """Return the detokeniser of a new answer, whether a text of its own or one that goes on after a prompt."""
+        return ByteLevelDetokenizer(self)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the id's bytes."""
+        """Return the id's bytes; nothing for a special token."""
         return self.pieces[token_id] if token_id < len(self.pieces) else b""
 
 
-class _ByteLevelDetokenizer:
+class ByteLevelDetokenizer:
+    """The text of one answer. Not shared between requests."""
+
     __slots__ = ("_pieces", "_tail", "_texts")
 
     def __init__(self, table: ByteLevelTable) -> None:
@@ -83,6 +56,7 @@ class _ByteLevelDetokenizer:
         self._tail = b""
 
     def push(self, token_ids: Sequence[int]) -> str:
+        """Return the text that these tokens complete; "" while a character is unfinished."""
         if len(token_ids) == 1 and not self._tail:
             try:
                 text = self._texts[token_ids[0]]
@@ -97,6 +71,7 @@ class _ByteLevelDetokenizer:
         return text
 
     def flush(self) -> str:
+        """Return what is left at the end of the answer: U+FFFD for an unfinished character."""
         text = self._tail.decode("utf-8", "replace")
         self._tail = b""
         return text
@@ -118,19 +93,26 @@ class PieceTable:
         self.first_pieces = first_pieces
         self.strip_first_space = strip_first_space
 
-    def start(self, *, first: bool = True) -> Detokenizer:
-        """Return the detokeniser of a new answer."""
-        return _PieceDetokenizer(self, first=first)
+    def start(self, *, first: bool = True) -> PieceDetokenizer:
+        """Return the detokeniser of a new answer.
+
+        Args:
+            first: the answer is a text of its own (chat); False if it goes on after a prompt (completions), where
+                a leading space belongs to it.
+        """
+        return PieceDetokenizer(self, first=first)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the id's text in UTF-8, or its one byte."""
+        """Return what the id stands for in the middle of a text, in UTF-8, or its one byte."""
         piece = self.pieces[token_id] if token_id < len(self.pieces) else None
         if piece is None:
             return b""
         return bytes((piece,)) if isinstance(piece, int) else piece.encode("utf-8", "surrogatepass")
 
 
-class _PieceDetokenizer:
+class PieceDetokenizer:
+    """The text of one answer. Not shared between requests."""
+
     __slots__ = ("_at_first_piece", "_broken", "_run", "_strip", "_table")
 
     def __init__(self, table: PieceTable, *, first: bool) -> None:
@@ -141,6 +123,7 @@ class _PieceDetokenizer:
         self._strip = first and table.strip_first_space
 
     def push(self, token_ids: Sequence[int]) -> str:
+        """Return the text that these tokens complete; "" while a character is unfinished."""
         text = "".join([self._piece(token_id) for token_id in token_ids])
         if self._strip and text:
             self._strip = False
@@ -148,6 +131,7 @@ class _PieceDetokenizer:
         return text
 
     def flush(self) -> str:
+        """Return what is left at the end of the answer: U+FFFD for an unfinished character."""
         text = self._end_run()
         return text.removeprefix(" ") if self._strip else text
 
@@ -180,6 +164,11 @@ class _PieceDetokenizer:
         text = REPLACEMENT * len(self._run)
         self._run, self._broken = b"", False
         return text
+
+
+Detokenizer = ByteLevelDetokenizer | PieceDetokenizer
+DetokenizerTable = ByteLevelTable | PieceTable
+"""What each id contributes; built once, shared by all requests."""
 
 
 def load_table(tokenizer: Tokenizer) -> DetokenizerTable:

@@ -13,7 +13,7 @@ from shared.api_keys import Tier
 from shared.messages.request import RefusalReason, Submit
 from shared.types import FinishReason
 from tests.support.fake_worker import FakeWorker
-from tests.support.session_cluster import Cluster, cluster, go
+from tests.support.session_cluster import Cluster, with_cluster
 
 PLACES = 4
 ANSWER_S = 0.2
@@ -58,57 +58,46 @@ async def burst(made: Cluster, rng: random.Random) -> tuple[Counter[Tier], Count
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_under_a_burst_urgent_requests_are_served_flexible_ones_refused_and_the_worker_stays_busy(seed: int) -> None:
+@with_cluster(max_queued=32, queue_limit_s=2.0)
+async def test_under_a_burst_urgent_requests_are_served_flexible_ones_refused_and_the_worker_stays_busy(
+    made: Cluster, /, seed: int
+) -> None:
     """Urgent requests are half of what the worker can do: none is refused. It answers at 95 % of its rate or more."""
-
-    async def main() -> None:
-        async with cluster(max_queued=32, queue_limit_s=2.0) as made:
-            limit_places(await made.add())
-            served, refused, ends_s = await burst(made, random.Random(seed))
-            assert served.total() + refused.total() == BURST_S * RATE_PER_S
-            assert refused[Tier.PRIORITY] == 0
-            rates = [refused[tier] / (served[tier] + refused[tier]) for tier in (Tier.DEFAULT, Tier.FLEX)]
-            assert rates[0] < rates[1]
-            assert rates[1] > 0.9
-            under_load = [end_s for end_s in ends_s if ends_s[0] <= end_s <= ends_s[0] + BURST_S - 0.5]
-            assert len(under_load) >= 0.95 * PLACES / ANSWER_S * (BURST_S - 0.5)
-
-    go(main())
+    limit_places(await made.add())
+    served, refused, ends_s = await burst(made, random.Random(seed))
+    assert served.total() + refused.total() == BURST_S * RATE_PER_S
+    assert refused[Tier.PRIORITY] == 0
+    rates = [refused[tier] / (served[tier] + refused[tier]) for tier in (Tier.DEFAULT, Tier.FLEX)]
+    assert rates[0] < rates[1]
+    assert rates[1] > 0.9
+    under_load = [end_s for end_s in ends_s if ends_s[0] <= end_s <= ends_s[0] + BURST_S - 0.5]
+    assert len(under_load) >= 0.95 * PLACES / ANSWER_S * (BURST_S - 0.5)
 
 
-def test_urgent_requests_wait_in_front_of_those_that_came_before() -> None:
-    async def main() -> None:
-        async with cluster(max_queued=32, queue_limit_s=30.0) as made:
-            limit_places(await made.add())
-            order: list[str] = []
+@with_cluster(max_queued=32, queue_limit_s=30.0)
+async def test_urgent_requests_wait_in_front_of_those_that_came_before(made: Cluster, /) -> None:
+    limit_places(await made.add())
+    order: list[str] = []
 
-            async def ask(name: str, tier: Tier) -> None:
-                await made.serve(name, tier=tier)
-                order.append(name)
+    async def ask(name: str, tier: Tier) -> None:
+        await made.serve(name, tier=tier)
+        order.append(name)
 
-            async with asyncio.TaskGroup() as group:
-                for name in ("a0", "a1", "a2", "a3", "flex", "default", "priority"):
-                    tier = Tier[name.upper()] if name[0] != "a" else Tier.DEFAULT
-                    group.create_task(ask(name, tier))
-                    await asyncio.sleep(0.001)
-            assert order == ["a0", "a1", "a2", "a3", "priority", "default", "flex"]
-
-    go(main())
+    async with asyncio.TaskGroup() as group:
+        for name in ("a0", "a1", "a2", "a3", "flex", "default", "priority"):
+            tier = Tier[name.upper()] if name[0] != "a" else Tier.DEFAULT
+            group.create_task(ask(name, tier))
+            await asyncio.sleep(0.001)
+    assert order == ["a0", "a1", "a2", "a3", "priority", "default", "flex"]
 
 
-def test_a_tenant_that_fills_its_part_of_the_queue_leaves_room_for_others() -> None:
-    async def main() -> None:
-        async with cluster(max_queued=8, queue_limit_s=30.0) as made:
-            limit_places(await made.add())
-            greedy = [
-                asyncio.create_task(made.serve(f"g{index}", tenant="greedy", max_tenant_queued=2))
-                for index in range(20)
-            ]
-            await asyncio.sleep(0.05)
-            assert made.sessions.num_queued == 2
-            await made.serve("modest", tenant="modest", max_tenant_queued=2)
-            outcomes = await asyncio.gather(*greedy, return_exceptions=True)
-            refusals = [outcome for outcome in outcomes if isinstance(outcome, RequestFailedError)]
-            assert [refusal.code for refusal in refusals] == [FailureCode.QUEUE_FULL] * (20 - PLACES - 2)
-
-    go(main())
+@with_cluster(max_queued=8, queue_limit_s=30.0)
+async def test_a_tenant_that_fills_its_part_of_the_queue_leaves_room_for_others(made: Cluster, /) -> None:
+    limit_places(await made.add())
+    greedy = [asyncio.create_task(made.serve(f"g{index}", tenant="greedy", max_tenant_queued=2)) for index in range(20)]
+    await asyncio.sleep(0.05)
+    assert made.sessions.num_queued == 2
+    await made.serve("modest", tenant="modest", max_tenant_queued=2)
+    outcomes = await asyncio.gather(*greedy, return_exceptions=True)
+    refusals = [outcome for outcome in outcomes if isinstance(outcome, RequestFailedError)]
+    assert [refusal.code for refusal in refusals] == [FailureCode.QUEUE_FULL] * (20 - PLACES - 2)

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.dispatcher.policy.admission import Admission, AdmissionInput, decide_admission
+from services.dispatcher.policy.admission import AdmissionInput, decide_admission
 from services.dispatcher.policy.placement import PLACEMENTS, WorkerLoad, place_least_loaded
+from services.dispatcher.session.request import FailureCode
 from shared.ids import WorkerId
 from shared.systems import SYSTEMS
 
@@ -97,16 +98,18 @@ CALM = AdmissionInput(
 @pytest.mark.parametrize(
     ("state", "decision"),
     [
-        (CALM, Admission.ADMIT),
-        (replace(CALM, num_requests=9, num_queued=4), Admission.ADMIT),
-        (replace(CALM, draining=True), Admission.DRAINING),
-        (replace(CALM, num_ready_workers=0, num_loading_workers=1), Admission.LOADING),
-        (replace(CALM, num_ready_workers=0), Admission.NO_WORKER),
-        (replace(CALM, num_requests=10), Admission.TOO_MANY),
-        (replace(CALM, num_queued=5), Admission.TOO_MANY),
-        (replace(CALM, draining=True, num_ready_workers=0), Admission.DRAINING),
-        (replace(CALM, num_ready_workers=1, num_loading_workers=3), Admission.ADMIT),
+        (CALM, None),
+        (replace(CALM, num_requests=9, num_queued=4), None),
+        (replace(CALM, draining=True), FailureCode.DRAINING),
+        (replace(CALM, num_ready_workers=0, num_loading_workers=1), FailureCode.MODEL_LOADING),
+        (replace(CALM, num_ready_workers=0), FailureCode.NO_CAPACITY),
+        (replace(CALM, num_requests=10), FailureCode.QUEUE_FULL),
+        (replace(CALM, num_queued=5), FailureCode.QUEUE_FULL),
+        (replace(CALM, draining=True, num_ready_workers=0), FailureCode.DRAINING),
+        (replace(CALM, num_ready_workers=1, num_loading_workers=3), None),
     ],
 )
-def test_a_request_is_refused_early_for_the_first_reason_that_holds(state: AdmissionInput, decision: Admission) -> None:
+def test_a_request_is_refused_early_for_the_first_reason_that_holds(
+    state: AdmissionInput, decision: FailureCode | None
+) -> None:
     assert decide_admission(state) is decision

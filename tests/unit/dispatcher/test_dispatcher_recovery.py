@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
 import pytest
 
 from services.dispatcher.session.leases import Loss
-from services.dispatcher.session.request import FailureCode, RequestFailedError
+from services.dispatcher.session.request import FailureCode
 from services.dispatcher.session.session import Session
 from shared.ids import Incarnation
 from shared.messages.report import Liveness, WorkerPhase
 from shared.messages.request import RefusalReason, Submit
 from shared.types import FinishReason
 from tests.support.fake_worker import FakeWorker, make_status
-from tests.support.session_cluster import ANSWER, Cluster, Taker, cluster, go
+from tests.support.session_cluster import ANSWER, Cluster, Taker, cluster, with_cluster
 
 
 async def run_on(made: Cluster, name: str, request: str = "r", num_tokens: int = 3) -> tuple[Session, Taker]:
     """Return a request that runs on a worker and has some tokens."""
-    session = await made.sessions.admit(made.request(request))
+    session = await made.admit(request)
     taker = Taker()
     session.attach(taker, 0.0)
     assert session.worker_id == name
@@ -41,420 +39,337 @@ async def finish(made: Cluster, session: Session, limit_s: float = 20.0) -> Fail
     return outcome
 
 
-@asynccontextmanager
-async def two_workers(**settings: Any) -> AsyncIterator[tuple[Cluster, FakeWorker, FakeWorker]]:
-    async with cluster(**settings) as made:
-        first, second = await made.add("a"), await made.add("b")
-        yield made, first, second
+@with_cluster()
+async def test_a_request_whose_worker_vanishes_goes_on_elsewhere_after_the_tokens_it_has(made: Cluster, /) -> None:
+    first, second = await made.add("a"), await made.add("b")
+    session, taker = await run_on(made, "a")
+    await first.stop()
+    died_s = made.now_s
+    assert await finish(made, session) is None
+    assert taker.tokens == ANSWER
+    (submit,) = second.submits
+    assert submit.attempt == 2
+    assert submit.generated_ids().tolist() == ANSWER[: len(submit.generated) // 4]
+    assert len(submit.generated) > 0
+    assert session.history.num_recoveries == 1
+    assert made.now_s - died_s < 1.5
 
 
-def test_a_request_whose_worker_vanishes_goes_on_elsewhere_after_the_tokens_it_has() -> None:
-    async def main() -> None:
-        async with two_workers() as (made, first, second):
-            session, taker = await run_on(made, "a")
-            await first.stop()
-            died_s = asyncio.get_running_loop().time()
-            assert await finish(made, session) is None
-            assert taker.tokens == ANSWER
-            (submit,) = second.submits
-            assert submit.attempt == 2
-            assert submit.generated_ids().tolist() == ANSWER[: len(submit.generated) // 4]
-            assert len(submit.generated) > 0
-            assert session.history.num_recoveries == 1
-            assert asyncio.get_running_loop().time() - died_s < 1.5
-
-    go(main())
-
-
-def test_a_worker_that_hangs_is_left_after_the_limit_and_told_what_it_lost_when_it_is_back() -> None:
-    async def main() -> None:
-        async with two_workers(lost_after_s=3.0) as (made, first, _):
-            first.script = None
-            session = await made.sessions.admit(made.request())
-            taker = Taker()
-            session.attach(taker, 0.0)
-            running = first.running["r", 1]
-            await first.emit(running, ANSWER[:2])
-            await asyncio.sleep(0.6)
-            first.answers = False
-            hung_s = asyncio.get_running_loop().time()
-            assert await finish(made, session) is None
-            assert taker.tokens == ANSWER
-            assert 2.0 < asyncio.get_running_loop().time() - hung_s < 5.5
-            await first.emit(running, [7, 7], FinishReason.STOP)
-            first.answers = True
-            await asyncio.sleep(2.5)
-            assert ("r", 1) not in first.running
-            assert made.sessions.num_drops == 0
-
-    go(main())
+@with_cluster(lost_after_s=3.0)
+async def test_a_worker_that_hangs_is_left_after_the_limit_and_told_what_it_lost_when_it_is_back(
+    made: Cluster, /
+) -> None:
+    first = await made.add("a")
+    await made.add("b")
+    first.script = None
+    session = await made.admit()
+    taker = Taker()
+    session.attach(taker, 0.0)
+    running = first.running["r", 1]
+    await first.emit(running, ANSWER[:2])
+    await asyncio.sleep(0.6)
+    first.answers = False
+    hung_s = made.now_s
+    assert await finish(made, session) is None
+    assert taker.tokens == ANSWER
+    assert 2.0 < made.now_s - hung_s < 5.5
+    await first.emit(running, [7, 7], FinishReason.STOP)
+    first.answers = True
+    await asyncio.sleep(2.5)
+    assert ("r", 1) not in first.running
+    assert made.sessions.num_drops == 0
 
 
-def test_a_worker_that_was_lost_is_used_again_once_it_answers() -> None:
-    async def main() -> None:
-        async with two_workers() as (made, first, second):
-            first.script = None
-            session = await made.sessions.admit(made.request())
-            first.answers = False
-            await asyncio.sleep(5)
-            assert session.worker_id is None or session.ended.is_set()
-            await finish(made, session)
-            first.script = lambda _: ANSWER
-            second.refuse = RefusalReason.FULL
-            first.answers = True
-            await asyncio.sleep(2)
-            _, taker = await made.serve("later")
-            assert taker.tokens == ANSWER
-            assert first.submits[-1].request_id == "later"
-
-    go(main())
+@with_cluster()
+async def test_a_worker_that_was_lost_is_used_again_once_it_answers(made: Cluster, /) -> None:
+    first, second = await made.add("a"), await made.add("b")
+    first.script = None
+    session = await made.admit()
+    first.answers = False
+    await asyncio.sleep(5)
+    assert session.worker_id is None or session.ended.is_set()
+    await finish(made, session)
+    first.script = lambda _: ANSWER
+    second.refuse = RefusalReason.FULL
+    first.answers = True
+    await asyncio.sleep(2)
+    _, taker = await made.serve("later")
+    assert taker.tokens == ANSWER
+    assert first.submits[-1].request_id == "later"
 
 
-def test_another_process_of_a_workers_name_has_none_of_its_requests() -> None:
-    async def main() -> None:
-        async with two_workers(silence_s=3600.0) as (made, first, second):
-            first.script = None
-            first.incarnation = Incarnation(1)
-            session = await made.sessions.admit(made.request())
-            await asyncio.sleep(0.6)
-            first.incarnation = Incarnation(2)
-            first.running.clear()
-            assert await finish(made, session, limit_s=2.0) is None
-            assert second.submits[0].attempt == 2
-
-    go(main())
+@with_cluster(silence_s=3600.0)
+async def test_another_process_of_a_workers_name_has_none_of_its_requests(made: Cluster, /) -> None:
+    first, second = await made.add("a"), await made.add("b")
+    first.script = None
+    first.incarnation = Incarnation(1)
+    session = await made.admit()
+    await asyncio.sleep(0.6)
+    first.incarnation = Incarnation(2)
+    first.running.clear()
+    assert await finish(made, session, limit_s=2.0) is None
+    assert second.submits[0].attempt == 2
 
 
 @pytest.mark.parametrize("status", [{"phase": WorkerPhase.STOPPED}, {"phase": WorkerPhase.LOADING, "incarnation": 7}])
-def test_a_worker_that_says_that_it_stopped_is_left_at_once(status: dict[str, Any]) -> None:
-    async def main() -> None:
-        async with two_workers() as (made, first, _):
-            session, taker = await run_on(made, "a")
-            await first.stop()
-            await made.view(make_status("a", **status), make_status("b"))
-            await asyncio.sleep(0.001)
-            assert session.worker_id == "b"
-            assert await finish(made, session) is None
-            assert taker.tokens == ANSWER
-
-    go(main())
-
-
-def test_a_worker_that_only_the_monitor_cannot_hear_keeps_its_requests() -> None:
-    async def main() -> None:
-        async with two_workers() as (made, first, second):
-            first.script = None
-            session = await made.sessions.admit(made.request())
-            await asyncio.sleep(0.6)
-            await made.view(make_status("a", liveness=Liveness.DEAD), make_status("b"))
-            await asyncio.sleep(0.1)
-            assert session.worker_id == "a"
-            assert session.attempt == 1
-            assert not second.submits
-            await first.emit(first.running["r", 1], ANSWER, FinishReason.STOP)
-            assert await finish(made, session) is None
-
-    go(main())
+@with_cluster()
+async def test_a_worker_that_says_that_it_stopped_is_left_at_once(made: Cluster, /, status: dict[str, Any]) -> None:
+    first = await made.add("a")
+    await made.add("b")
+    session, taker = await run_on(made, "a")
+    await first.stop()
+    await made.view(make_status("a", **status), make_status("b"))
+    await asyncio.sleep(0.001)
+    assert session.worker_id == "b"
+    assert await finish(made, session) is None
+    assert taker.tokens == ANSWER
 
 
-def test_requests_leave_a_draining_worker_only_if_another_one_takes_them() -> None:
-    async def main() -> None:
-        async with two_workers() as (made, first, second):
-            first.script = None
-            session = await made.sessions.admit(made.request())
-            taker = Taker()
-            session.attach(taker, 0.0)
-            await first.emit(first.running["r", 1], ANSWER[:2])
-            second.refuse = RefusalReason.FULL
-            await made.view(make_status("a", phase=WorkerPhase.DRAINING), make_status("b"))
-            await asyncio.sleep(0.1)
-            assert session.worker_id == "a"
-            await first.emit(first.running["r", 1], ANSWER[2:4])
-            await asyncio.sleep(1.0)
-            assert taker.tokens == ANSWER[:4]
-            second.refuse = None
-            await made.view(make_status("a", phase=WorkerPhase.DRAINING, num_steps=2), make_status("b"))
-            assert await finish(made, session) is None
-            assert taker.tokens == ANSWER
-            assert [cancel.attempt for cancel in first.cancels] == [1]
-            assert second.submits[-1].generated_ids().tolist() == ANSWER[:4]
-
-    go(main())
+@with_cluster()
+async def test_a_worker_that_only_the_monitor_cannot_hear_keeps_its_requests(made: Cluster, /) -> None:
+    first, second = await made.add("a"), await made.add("b")
+    first.script = None
+    session = await made.admit()
+    await asyncio.sleep(0.6)
+    await made.view(make_status("a", liveness=Liveness.DEAD), make_status("b"))
+    await asyncio.sleep(0.1)
+    assert session.worker_id == "a"
+    assert session.attempt == 1
+    assert not second.submits
+    await first.emit(first.running["r", 1], ANSWER, FinishReason.STOP)
+    assert await finish(made, session) is None
 
 
-def test_without_any_worker_a_running_request_waits_and_then_fails_as_no_capacity() -> None:
-    async def main() -> None:
-        async with cluster(queue_limit_s=5.0) as made:
-            worker = await made.add("a", script=None)
-            session = await made.sessions.admit(made.request())
-            await worker.stop()
-            await made.view(make_status("a", phase=WorkerPhase.STOPPED))
-            began_s = asyncio.get_running_loop().time()
-            assert await finish(made, session) is FailureCode.NO_CAPACITY
-            assert asyncio.get_running_loop().time() - began_s == pytest.approx(5.0, abs=0.1)
-
-    go(main())
-
-
-def test_a_running_request_waits_before_the_new_ones_and_goes_on_at_a_worker_that_comes() -> None:
-    async def main() -> None:
-        async with cluster() as made:
-            first = await made.add("a")
-            session, taker = await run_on(made, "a")
-            first.refuse = RefusalReason.FULL
-            newcomers = [asyncio.create_task(made.serve(f"new-{i}")) for i in range(3)]
-            await asyncio.sleep(0.001)
-            await first.stop()
-            await asyncio.sleep(2)
-            second = await made.add("b")
-            assert await finish(made, session) is None
-            assert taker.tokens == ANSWER
-            assert second.submits[0].request_id == "r"
-            for task in newcomers:
-                _, other = await task
-                assert other.tokens == ANSWER
-
-    go(main())
+@with_cluster()
+async def test_requests_leave_a_draining_worker_only_if_another_one_takes_them(made: Cluster, /) -> None:
+    first, second = await made.add("a"), await made.add("b")
+    first.script = None
+    session = await made.admit()
+    taker = Taker()
+    session.attach(taker, 0.0)
+    await first.emit(first.running["r", 1], ANSWER[:2])
+    second.refuse = RefusalReason.FULL
+    await made.view(make_status("a", phase=WorkerPhase.DRAINING), make_status("b"))
+    await asyncio.sleep(0.1)
+    assert session.worker_id == "a"
+    await first.emit(first.running["r", 1], ANSWER[2:4])
+    await asyncio.sleep(1.0)
+    assert taker.tokens == ANSWER[:4]
+    second.refuse = None
+    await made.view(make_status("a", phase=WorkerPhase.DRAINING, num_steps=2), make_status("b"))
+    assert await finish(made, session) is None
+    assert taker.tokens == ANSWER
+    assert [cancel.attempt for cancel in first.cancels] == [1]
+    assert second.submits[-1].generated_ids().tolist() == ANSWER[:4]
 
 
-def test_a_client_that_leaves_during_a_recovery_leaves_nothing_behind() -> None:
-    async def main() -> None:
-        for wait_s in (0.0, 0.4, 1.2, 2.0):
-            async with two_workers() as (made, first, second):
-                second.answers = False
-                session, _ = await run_on(made, "a")
-                await first.stop()
-                await asyncio.sleep(wait_s)
-                made.sessions.release(session)
-                second.answers = True
-                await asyncio.sleep(6)
-                assert not len(made.sessions.table)
-                assert not made.sessions.num_queued
-                assert not second.running
-
-    go(main())
+@with_cluster(queue_limit_s=5.0)
+async def test_without_any_worker_a_running_request_waits_and_then_fails_as_no_capacity(made: Cluster, /) -> None:
+    worker = await made.add("a", script=None)
+    session = await made.admit()
+    await worker.stop()
+    await made.view(make_status("a", phase=WorkerPhase.STOPPED))
+    began_s = made.now_s
+    assert await finish(made, session) is FailureCode.NO_CAPACITY
+    assert made.now_s - began_s == pytest.approx(5.0, abs=0.1)
 
 
-def test_a_request_that_kills_two_workers_ends_and_the_others_go_on() -> None:
+@with_cluster()
+async def test_a_running_request_waits_before_the_new_ones_and_goes_on_at_a_worker_that_comes(made: Cluster, /) -> None:
+    first = await made.add("a")
+    session, taker = await run_on(made, "a")
+    first.refuse = RefusalReason.FULL
+    newcomers = [asyncio.create_task(made.serve(f"new-{i}")) for i in range(3)]
+    await asyncio.sleep(0.001)
+    await first.stop()
+    await asyncio.sleep(2)
+    second = await made.add("b")
+    assert await finish(made, session) is None
+    assert taker.tokens == ANSWER
+    assert second.submits[0].request_id == "r"
+    for task in newcomers:
+        _, other = await task
+        assert other.tokens == ANSWER
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.4, 1.2, 2.0])
+@with_cluster()
+async def test_a_client_that_leaves_during_a_recovery_leaves_nothing_behind(made: Cluster, /, wait_s: float) -> None:
+    first, second = await made.add("a"), await made.add("b")
+    second.answers = False
+    session, _ = await run_on(made, "a")
+    await first.stop()
+    await asyncio.sleep(wait_s)
+    made.sessions.release(session)
+    second.answers = True
+    await asyncio.sleep(6)
+    assert not len(made.sessions.table)
+    assert not made.sessions.num_queued
+    assert not second.running
+
+
+@with_cluster()
+async def test_a_request_that_kills_two_workers_ends_and_the_others_go_on(made: Cluster, /) -> None:
     """Whoever works on the poison dies before it gives a token; the healthy requests beside it must not be blamed."""
+    deaths: list[asyncio.Task[None]] = []
 
-    async def main() -> None:
-        async with cluster() as made:
-            deaths: list[asyncio.Task[None]] = []
+    async def die(worker: FakeWorker) -> None:
+        await asyncio.sleep(0.001)
+        await worker.emit(next(item for name, item in worker.running.items() if name[0] == "poison"), [])
+        await asyncio.sleep(0.001)
+        await worker.stop()
 
-            async def die(worker: FakeWorker) -> None:
-                await asyncio.sleep(0.001)
-                await worker.emit(next(item for name, item in worker.running.items() if name[0] == "poison"), [])
-                await asyncio.sleep(0.001)
-                await worker.stop()
+    def judge(worker: FakeWorker, submit: Submit) -> None:
+        if submit.request_id == "poison":
+            deaths.append(asyncio.create_task(die(worker)))
 
-            def judge(worker: FakeWorker, submit: Submit) -> None:
-                if submit.request_id == "poison":
-                    deaths.append(asyncio.create_task(die(worker)))
-
-            for name in "abcd":
-                worker = await made.add(name)
-                worker.judge = partial(judge, worker)
-            healthy = [asyncio.create_task(made.serve(f"ok-{i}")) for i in range(8)]
-            await asyncio.sleep(0.03)
-            session = await made.sessions.admit(made.request("poison"))
-            assert await finish(made, session, limit_s=30) is FailureCode.REQUEST_FAILED
-            assert len(deaths) == 2
-            assert made.sessions.recovery.num_poison == 1
-            for task in healthy:
-                _, taker = await task
-                assert taker.tokens == ANSWER
-
-    go(main())
+    for name in "abcd":
+        worker = await made.add(name)
+        worker.judge = partial(judge, worker)
+    healthy = [asyncio.create_task(made.serve(f"ok-{i}")) for i in range(8)]
+    await asyncio.sleep(0.03)
+    session = await made.admit("poison")
+    assert await finish(made, session, limit_s=30) is FailureCode.REQUEST_FAILED
+    assert len(deaths) == 2
+    assert made.sessions.recovery.num_poison == 1
+    for task in healthy:
+        _, taker = await task
+        assert taker.tokens == ANSWER
 
 
-def test_a_request_that_kills_whom_it_is_offered_to_ends_after_two() -> None:
+@with_cluster()
+async def test_a_request_that_kills_whom_it_is_offered_to_ends_after_two(made: Cluster, /) -> None:
     """They die before they have answered the submission."""
-
-    async def main() -> None:
-        async with cluster() as made:
-            workers = [await made.add(name) for name in "abcd"]
-            for worker in workers:
-                worker.deadly = {"poison"}
-            healthy = [asyncio.create_task(made.serve(f"ok-{i}")) for i in range(8)]
-            await asyncio.sleep(0.03)
-            with pytest.raises(RequestFailedError) as caught:
-                await made.sessions.admit(made.request("poison"))
-            assert caught.value.code is FailureCode.REQUEST_FAILED
-            assert sum(worker.death is not None for worker in workers) == 2
-            assert made.sessions.recovery.num_poison == 1
-            for task in healthy:
-                _, taker = await task
-                assert taker.tokens == ANSWER
-
-    go(main())
-
-
-def test_a_request_is_not_blamed_for_workers_that_only_hang() -> None:
-    async def main() -> None:
-        async with cluster() as made:
-            first, second, third = [await made.add(name) for name in "abc"]
-            first.answers = second.answers = False
-            _, taker = await made.serve("r")
-            assert taker.tokens == ANSWER
-            assert [submit.attempt for submit in third.submits] == [3]
-            assert made.sessions.recovery.num_poison == 0
-
-    go(main())
+    workers = [await made.add(name) for name in "abcd"]
+    for worker in workers:
+        worker.deadly = {"poison"}
+    healthy = [asyncio.create_task(made.serve(f"ok-{i}")) for i in range(8)]
+    await asyncio.sleep(0.03)
+    assert await made.refusal("poison") is FailureCode.REQUEST_FAILED
+    assert sum(worker.death is not None for worker in workers) == 2
+    assert made.sessions.recovery.num_poison == 1
+    for task in healthy:
+        _, taker = await task
+        assert taker.tokens == ANSWER
 
 
 @pytest.mark.parametrize(("incarnation", "loss"), [(1, Loss.UNKNOWN), (2, Loss.RESTARTED)])
-def test_a_worker_that_does_not_know_a_request_says_whether_it_is_the_process_that_had_it(
-    incarnation: int, loss: Loss
+@with_cluster()
+async def test_a_worker_that_does_not_know_a_request_says_whether_it_is_the_process_that_had_it(
+    made: Cluster, /, incarnation: int, loss: Loss
 ) -> None:
     """Else a poison request whose worker comes back before anybody misses it would never be blamed."""
-
-    async def main() -> None:
-        async with cluster() as made:
-            worker = await made.add(script=None)
-            worker.incarnation = Incarnation(1)
-            session = await made.sessions.admit(made.request())
-            await worker.emit(worker.running["r", 1], [])
-            await asyncio.sleep(0.001)
-            worker.incarnation = Incarnation(incarnation)
-            worker.running.clear()
-            made.sessions._replays.ask(session)
-            await asyncio.sleep(0.01)
-            assert made.sessions.recovery.num_lost == {loss: 1}
-            assert session.history.num_blames == (loss is Loss.RESTARTED)
-            made.sessions.release(session)
-            await asyncio.sleep(1.0)
-
-    go(main())
+    worker = await made.add(script=None)
+    worker.incarnation = Incarnation(1)
+    session = await made.admit()
+    await worker.emit(worker.running["r", 1], [])
+    await asyncio.sleep(0.001)
+    worker.incarnation = Incarnation(incarnation)
+    worker.running.clear()
+    made.sessions._replays.ask(session)
+    await asyncio.sleep(0.01)
+    assert made.sessions.recovery.num_lost == {loss: 1}
+    assert session.history.num_blames == (loss is Loss.RESTARTED)
 
 
-def test_a_lost_last_message_is_noticed_by_the_numbers_of_the_renewals() -> None:
-    async def main() -> None:
-        async with cluster(silence_s=3600.0) as made:
-            worker = await made.add(script=None)
-            session = await made.sessions.admit(made.request())
-            await worker.emit(worker.running["r", 1], [1])
-            worker.lose = {1}
-            await worker.emit(worker.running["r", 1], [2], FinishReason.STOP)
-            assert await finish(made, session, limit_s=2.5) is None
-            assert session.tokens == [1, 2]
-
-    go(main())
+@with_cluster(silence_s=3600.0)
+async def test_a_lost_last_message_is_noticed_by_the_numbers_of_the_renewals(made: Cluster, /) -> None:
+    worker = await made.add(script=None)
+    session = await made.admit()
+    await worker.emit(worker.running["r", 1], [1])
+    worker.lose = {1}
+    await worker.emit(worker.running["r", 1], [2], FinishReason.STOP)
+    assert await finish(made, session, limit_s=2.5) is None
+    assert session.tokens == [1, 2]
 
 
-def test_a_second_dispatcher_takes_a_resumable_request_over() -> None:
-    async def main() -> None:
-        async with cluster() as made, cluster(made.broker, "d1") as other:
-            worker = await made.add(script=None)
-            await other.view(make_status("w0"))
-            mine = await made.sessions.admit(made.request("same", resumable=True))
-            await asyncio.sleep(0.1)
-            theirs = await other.sessions.admit(made.request("same", resumable=True))
-            assert [submit.attempt for submit in worker.submits] == [1, 2]
-            assert worker.submits[1].dispatcher_id == "d1"
-            for session, sessions in ((mine, made.sessions), (theirs, other.sessions)):
-                sessions.release(session)
-            await asyncio.sleep(0.1)
-
-    go(main())
-
-
-def test_a_request_that_nobody_can_take_is_refused_and_leaves_nothing() -> None:
-    async def main() -> None:
-        async with cluster(queue_limit_s=1.0) as made:
-            worker = await made.add()
-            worker.refuse = RefusalReason.FULL
-            with pytest.raises(RequestFailedError):
-                await made.sessions.admit(made.request())
-            assert not len(made.sessions.table)
-
-    go(main())
+@with_cluster()
+async def test_a_second_dispatcher_takes_a_resumable_request_over(made: Cluster, /) -> None:
+    async with cluster(made.broker, "d1") as other:
+        worker = await made.add(script=None)
+        await other.view(make_status("w0"))
+        mine = await made.admit("same", resumable=True)
+        await asyncio.sleep(0.1)
+        theirs = await other.sessions.admit(made.request("same", resumable=True))
+        assert [submit.attempt for submit in worker.submits] == [1, 2]
+        assert worker.submits[1].dispatcher_id == "d1"
+        for session, sessions in ((mine, made.sessions), (theirs, other.sessions)):
+            sessions.release(session)
+        await asyncio.sleep(0.1)
 
 
 @pytest.mark.parametrize("reason", [RefusalReason.CANCELLED, RefusalReason.DUPLICATE])
-def test_a_name_that_a_worker_knows_from_before_gets_the_next_number_at_once(reason: RefusalReason) -> None:
+@with_cluster()
+async def test_a_name_that_a_worker_knows_from_before_gets_the_next_number_at_once(
+    made: Cluster, /, reason: RefusalReason
+) -> None:
     """The request is sent again by way of a dispatcher that knows nothing of it, and the worker remembers its end."""
-
-    async def main() -> None:
-        async with cluster() as made:
-            worker = await made.add()
-            worker.judge = lambda submit: reason if submit.attempt == 1 else None
-            session, taker = await made.serve(resumable=True)
-            assert taker.tokens == ANSWER
-            assert [submit.attempt for submit in worker.submits] == [1, 2]
-            assert session.admitted_s is not None
-            assert session.admitted_s - session.request.arrival_s < 0.1
+    worker = await made.add()
+    worker.judge = lambda submit: reason if submit.attempt == 1 else None
+    session, taker = await made.serve(resumable=True)
+    assert taker.tokens == ANSWER
+    assert [submit.attempt for submit in worker.submits] == [1, 2]
+    assert session.admitted_s is not None
+    assert session.admitted_s - session.request.arrival_s < 0.1
 
 
-def test_what_a_worker_ended_as_an_orphan_goes_on() -> None:
+@with_cluster()
+async def test_what_a_worker_ended_as_an_orphan_goes_on(made: Cluster, /) -> None:
     """The dispatcher's process was frozen for so long that the worker gave its request up."""
-
-    async def main() -> None:
-        async with cluster() as made:
-            worker = await made.add(script=None)
-            session = await made.sessions.admit(made.request())
-            await worker.emit(worker.running["r", 1], ANSWER[:4])
-            worker.script = lambda _: ANSWER
-            await worker.emit(worker.running.pop(("r", 1)), [], FinishReason.CANCELLED)
-            assert await finish(made, session) is None
-            assert session.tokens == ANSWER
-            assert [submit.attempt for submit in worker.submits] == [1, 2]
-
-    go(main())
+    worker = await made.add(script=None)
+    session = await made.admit()
+    await worker.emit(worker.running["r", 1], ANSWER[:4])
+    worker.script = lambda _: ANSWER
+    await worker.emit(worker.running.pop(("r", 1)), [], FinishReason.CANCELLED)
+    assert await finish(made, session) is None
+    assert session.tokens == ANSWER
+    assert [submit.attempt for submit in worker.submits] == [1, 2]
 
 
-def test_a_request_that_is_asked_again_goes_on_after_the_tokens_that_it_has() -> None:
-    async def main() -> None:
-        async with cluster() as made:
-            worker = await made.add()
-            session, taker = await made.serve(generated=tuple(ANSWER[:7]), num_attempts=3, resumable=True)
-            assert taker.tokens == session.tokens == ANSWER
-            (submit,) = worker.submits
-            assert (submit.attempt, submit.generated_ids().tolist()) == (4, ANSWER[:7])
+@with_cluster()
+async def test_a_request_that_is_asked_again_goes_on_after_the_tokens_that_it_has(made: Cluster, /) -> None:
+    worker = await made.add()
+    session, taker = await made.serve(generated=tuple(ANSWER[:7]), num_attempts=3, resumable=True)
+    assert taker.tokens == session.tokens == ANSWER
+    (submit,) = worker.submits
+    assert (submit.attempt, submit.generated_ids().tolist()) == (4, ANSWER[:7])
 
 
-def test_a_request_whose_time_is_over_at_its_worker_has_timed_out() -> None:
-    async def main() -> None:
-        async with cluster() as made:
-            worker = await made.add(script=None)
-            session = await made.sessions.admit(made.request(limit_s=10.0))
-            await asyncio.sleep(9.99)
-            await worker.emit(worker.running["r", 1], [], FinishReason.CANCELLED)
-            assert await finish(made, session) is FailureCode.TIMED_OUT
-
-    go(main())
+@with_cluster()
+async def test_a_request_whose_time_is_over_at_its_worker_has_timed_out(made: Cluster, /) -> None:
+    worker = await made.add(script=None)
+    session = await made.admit(limit_s=10.0)
+    await asyncio.sleep(9.99)
+    await worker.emit(worker.running["r", 1], [], FinishReason.CANCELLED)
+    assert await finish(made, session) is FailureCode.TIMED_OUT
 
 
-def test_late_tokens_of_an_attempt_that_was_given_up_do_not_count_though_the_same_worker_has_the_next() -> None:
-    async def main() -> None:
-        async with cluster() as made:
-            worker = await made.add(script=None)
-            session = await made.sessions.admit(made.request())
-            first = worker.running["r", 1]
-            await worker.emit(first, ANSWER[:2])
-            await worker.emit(first, [], FinishReason.CANCELLED)  # given up: the same worker takes it again
-            await asyncio.sleep(0.1)
-            assert (session.worker_id, session.attempt) == ("w0", 2)
-            await worker.emit(first, [9, 9], FinishReason.STOP, first=2)
-            await asyncio.sleep(0.1)
-            assert session.tokens == ANSWER[:2]
-            await worker.emit(worker.running["r", 2], ANSWER[2:], FinishReason.STOP)
-            assert await finish(made, session) is None
-            assert session.tokens == ANSWER
+@with_cluster()
+async def test_late_tokens_of_an_attempt_that_was_given_up_do_not_count_though_the_same_worker_has_the_next(
+    made: Cluster, /
+) -> None:
+    worker = await made.add(script=None)
+    session = await made.admit()
+    first = worker.running["r", 1]
+    await worker.emit(first, ANSWER[:2])
+    await worker.emit(first, [], FinishReason.CANCELLED)  # given up: the same worker takes it again
+    await asyncio.sleep(0.1)
+    assert (session.worker_id, session.attempt) == ("w0", 2)
+    await worker.emit(first, [9, 9], FinishReason.STOP, first=2)
+    await asyncio.sleep(0.1)
+    assert session.tokens == ANSWER[:2]
+    await worker.emit(worker.running["r", 2], ANSWER[2:], FinishReason.STOP)
+    assert await finish(made, session) is None
+    assert session.tokens == ANSWER
 
-    go(main())
 
-
-def test_a_worker_that_a_new_monitor_has_not_heard_yet_is_still_there() -> None:
+@with_cluster()
+async def test_a_worker_that_a_new_monitor_has_not_heard_yet_is_still_there(made: Cluster, /) -> None:
     """Its first view names only whom it has heard; if it dies too, that was the last view."""
-
-    async def main() -> None:
-        async with two_workers() as (made, first, second):
-            await made.view(make_status("a"))
-            session, taker = await run_on(made, "a")
-            await first.stop()
-            assert await finish(made, session) is None
-            assert taker.tokens == ANSWER
-            assert [submit.request_id for submit in second.submits] == ["r"]
-
-    go(main())
+    first, second = await made.add("a"), await made.add("b")
+    await made.view(make_status("a"))
+    session, taker = await run_on(made, "a")
+    await first.stop()
+    assert await finish(made, session) is None
+    assert taker.tokens == ANSWER
+    assert [submit.request_id for submit in second.submits] == ["r"]

@@ -4,31 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from services.dispatcher.session import session as session_module
 from services.dispatcher.session.gaps import GapHistogram
 from services.dispatcher.session.request import FailureCode, NewRequest, Sender
-from services.dispatcher.session.session import Session
-from services.dispatcher.session.table import SessionTable
+from services.dispatcher.session.session import MAX_HELD_PARTS, Session
+from services.dispatcher.session.table import MAX_STREAM, SessionTable
 from shared.ids import NOBODY, DispatcherId, Incarnation, RequestId, StreamId, WorkerId
 from shared.messages.request import pack_token_ids
+from shared.stream_extras import TokenLogprob
 from shared.token_batch import TokenBatch
 from shared.types import FinishReason, QoeTarget, SamplingParams
 from sluice_client.qoe import QoeTarget as ReaderTarget
 from sluice_client.qoe import final_qoe
+from tests.support.session_cluster import Taker
 
 NONE, LENGTH = FinishReason.NONE, FinishReason.LENGTH
 SENDER = Sender(DispatcherId("d0"), Incarnation(3))
 
 
-def new_session(gaps: GapHistogram | None = None) -> Session:
-    request = NewRequest(
-        RequestId("r"), pack_token_ids([1, 2, 3]), SamplingParams(max_tokens=10), arrival_s=100.0, limit_s=60.0
-    )
-    return Session(request, StreamId(7), gaps or GapHistogram())
+def new_request(logprobs: int | None = None) -> NewRequest:
+    sampling = SamplingParams(max_tokens=10, logprobs=logprobs)
+    return NewRequest(RequestId("r"), pack_token_ids([1, 2, 3]), sampling, arrival_s=100.0, limit_s=60.0)
+
+
+def new_session(gaps: GapHistogram | None = None, logprobs: int | None = None) -> Session:
+    return Session(new_request(logprobs), StreamId(7), gaps or GapHistogram())
 
 
 def test_a_request_counts_its_prompt_and_all_that_it_may_say() -> None:
@@ -99,6 +106,46 @@ def test_no_more_early_parts_are_held_than_may_be_but_a_held_one_may_get_longer(
     assert sorted(session.held) == [2, 4]
     session.receive(4, [14, 15], NONE, 101.0)
     assert session.held[4][0] == [14, 15]
+
+
+@given(data=st.data(), num_tokens=st.integers(1, 30), with_logprobs=st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_parts_in_any_order_doubled_or_overlapping_give_the_exact_output_and_each_token_its_own_number(
+    data: st.DataObject, num_tokens: int, with_logprobs: bool
+) -> None:
+    """Every token of 0..n is in at least one part; parts may repeat each other, and come without their numbers."""
+    output = list(range(1000, 1000 + num_tokens))
+    numbers = [TokenLogprob(-float(index)) for index in range(num_tokens)]
+    cuts = sorted(data.draw(st.sets(st.integers(1, num_tokens))) | {0, num_tokens})
+    borders = st.tuples(st.integers(0, num_tokens), st.integers(0, num_tokens))
+    parts = [*pairwise(cuts), *data.draw(st.lists(borders.map(lambda pair: (min(pair), max(pair)))))]
+    session, reader = new_session(logprobs=0 if with_logprobs else None), Taker()
+    attach_at = data.draw(st.integers(0, len(parts) - 1))
+    for index, (start, stop) in enumerate(data.draw(st.permutations(parts))):
+        if index == attach_at:
+            session.attach(reader, 0.0)
+        if session.ended.is_set():
+            break
+        known = numbers[start:stop] if with_logprobs and data.draw(st.booleans()) else ()
+        session.receive(start, output[start:stop], LENGTH if stop == num_tokens else NONE, 1.0, known)
+    if session.reader is None:
+        session.attach(reader, 0.0)
+    assert session.tokens == reader.tokens == output
+    assert session.finish is reader.finish is LENGTH
+    assert session.held == {}
+    assert (session.logprobs is not None) == with_logprobs
+    for found, number in zip(session.logprobs or numbers, numbers, strict=True):
+        assert found in (None, number)
+
+
+def test_as_many_early_parts_as_may_be_held_follow_the_one_that_was_missing() -> None:
+    session, reader = new_session(), Taker()
+    session.attach(reader, 0.0)
+    for index in range(1, MAX_HELD_PARTS + 1):
+        assert not session.receive(index, [index], NONE, 1.0)
+    assert session.receive(0, [0], NONE, 2.0)
+    assert session.tokens == reader.tokens == list(range(MAX_HELD_PARTS + 1))
+    assert session.held == {}
 
 
 def has_started(session: Session) -> bool:
@@ -178,31 +225,19 @@ def test_a_fenced_session_belongs_to_no_worker_and_no_attempt() -> None:
 # Tokens one by one, and in the plain way of a table
 
 
-class Taken:
-    """A reader that notes what it gets, and fails from some token on."""
-
-    def __init__(self, fails_at: int = 10**9) -> None:
-        self.parts: list[tuple[list[int], FinishReason, float]] = []
-        self._fails_at = fails_at
-
-    def on_tokens(self, token_ids: Sequence[int], finish: FinishReason, now_s: float) -> bool:
-        if sum(len(part) for part, _, _ in self.parts) >= self._fails_at:
-            raise ZeroDivisionError
-        self.parts.append((list(token_ids), finish, now_s))
-        return True
-
-
 class Wire:
     """A table of sessions that run at one worker, and the messages of that worker."""
 
-    def __init__(self, num_sessions: int) -> None:
+    def __init__(self, num_sessions: int, logprobs: int | None = None) -> None:
         self.table, self.counter = SessionTable(lambda _: None), 0
-        self.sessions = [self.table.open(new_session().request) for _ in range(num_sessions)]
+        self.sessions = [self.table.open(new_request(logprobs)) for _ in range(num_sessions)]
         for session in self.sessions:
             session.begin(WorkerId("w"), 1, 100.0)
             session.accept(WorkerId("w"), 100.0)
 
-    def send(self, parts: Sequence[tuple[int, int, list[int], FinishReason]], now_s: float) -> None:
+    def send(
+        self, parts: Sequence[tuple[int, int, list[int], FinishReason]], now_s: float, extras: bytes = b""
+    ) -> None:
         """Send one message: of each part the session, the first index, the tokens, and how it ends."""
         sessions, firsts, tokens, finishes = zip(*parts, strict=True)
         batch = TokenBatch(
@@ -214,6 +249,7 @@ class Wire:
             count=np.array([len(part) for part in tokens]),
             finish=np.array(finishes),
             tokens=np.array([token for part in tokens for token in part], dtype=np.uint32),
+            extras=extras,
         )
         self.counter += 1
         self.table.apply(TokenBatch.unpack(batch.pack()), now_s)
@@ -225,7 +261,7 @@ def test_a_table_gives_sessions_what_they_would_take_themselves(seed: int) -> No
     random = np.random.default_rng(seed)
     wire, gaps = Wire(6), GapHistogram()
     alone = [new_session(gaps) for _ in wire.sessions]
-    readers = [(Taken(), Taken()) for _ in alone]
+    readers = [(Taker(), Taker()) for _ in alone]
     outputs = random.integers(1, 1000, size=(6, 60)).tolist()
     now_s, next_index = 100.0, [0] * 6
     for _ in range(60):
@@ -255,7 +291,7 @@ def test_a_table_gives_sessions_what_they_would_take_themselves(seed: int) -> No
 
 
 def test_a_reader_that_fails_in_the_middle_ends_its_own_session_and_no_other() -> None:
-    wire, readers = Wire(3), [Taken(), Taken(fails_at=2), Taken()]
+    wire, readers = Wire(3), [Taker(), Taker(fails_at=2), Taker()]
     for session, reader in zip(wire.sessions, readers, strict=True):
         session.attach(reader, 100.0)
     for index in range(4):
@@ -273,10 +309,22 @@ def test_whoever_waits_for_progress_learns_of_the_next_token() -> None:
     assert progress.is_set()
 
 
+def test_extras_that_cannot_be_read_cost_nothing_but_themselves() -> None:
+    wire = Wire(1, logprobs=1)
+    wire.send([(0, 0, [5, 6], NONE)], 101.0, extras=b"\1\2\3")
+    assert wire.sessions[0].tokens == [5, 6]
+    assert wire.sessions[0].logprobs == [None, None]
+
+
+def test_handles_begin_where_the_process_says() -> None:
+    table = SessionTable(lambda _: None, first_stream=MAX_STREAM)
+    assert [table.open(new_request()).stream for _ in range(3)] == [MAX_STREAM, 0, 1]
+
+
 def test_qoe_is_that_of_the_times_at_which_tokens_came() -> None:
     """Tokens at 101, 102 and, two of them, 104: 1, 2 and 4 s after the arrival."""
     assert new_session().qoe is None, "no reader follows"
-    request = replace(new_session().request, qoe=QoeTarget(ttft_s=1.5, speed_tokens_per_s=2.0))
+    request = replace(new_request(), qoe=QoeTarget(ttft_s=1.5, speed_tokens_per_s=2.0))
     session = Session(request, StreamId(7), GapHistogram())
     assert session.qoe == 0.0, "nothing came yet"
     for index, tokens, now_s in ((0, [1], 101.0), (1, [2], 102.0), (2, [3, 4], 104.0)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,33 +20,29 @@ def first_cut(looks: list[tuple[float, int, int]]) -> float | None:
     return None
 
 
-def test_a_reader_that_takes_nothing_is_cut_after_the_limit_however_little_waits() -> None:
-    """It takes 500 bytes until second 10, then nothing, while 10 bytes more come each second."""
-    looks = [(float(s), 500 + 10 * s, 10 * s if s < 10 else 10 * s + 5) for s in range(100)]
-    looks[:10] = [(float(s), 500 + 10 * s, 0) for s in range(10)]
-    assert first_cut(looks) == 39.0
-
-
-def test_a_reader_that_keeps_a_full_buffer_is_cut_although_it_takes_a_little() -> None:
-    looks = [(float(s), 200_000 + 100 * s, 200_000 + 99 * s) for s in range(100)]
-    assert first_cut(looks) == 30.0
-
-
-def test_a_reader_that_is_slow_but_has_little_waiting_is_left_alone() -> None:
-    assert first_cut([(float(s), 1000 + 100 * s, 1000) for s in range(1000)]) is None
-
-
-def test_a_stream_that_is_silent_is_no_slow_reader() -> None:
-    assert first_cut([(float(s), 5000, 0) for s in range(1000)]) is None
-
-
-def test_a_pause_that_is_shorter_than_the_limit_is_forgiven() -> None:
-    looks = [(float(s), 10_000 * (s // 20 + 1), 10_000) for s in range(200)]
-    assert first_cut(looks) is None
-
-
-def test_too_much_is_cut_at_once() -> None:
-    assert first_cut([(0.0, 2_000_000, 1_000_000), (1.0, 2_100_000, 1_000_001)]) == 1.0
+@pytest.mark.parametrize(
+    ("looks", "cut_s"),
+    [
+        ([(float(s), 500 + 10 * s, 0 if s < 10 else 10 * s + 5) for s in range(100)], 39.0),
+        ([(float(s), 200_000 + 100 * s, 200_000 + 99 * s) for s in range(100)], 30.0),
+        ([(float(s), 1000 + 100 * s, 1000) for s in range(1000)], None),
+        ([(float(s), 5000, 0) for s in range(1000)], None),
+        ([(float(s), 10_000 * (s // 20 + 1), 10_000) for s in range(200)], None),
+        ([(0.0, 2_000_000, 1_000_000), (1.0, 2_100_000, 1_000_001)], 1.0),
+    ],
+    ids=[
+        "nothing is taken from second 10 on, however little waits",
+        "a full buffer stays, although a little is taken",
+        "slow, but little waits",
+        "a silent stream",
+        "pauses shorter than the limit",
+        "too much at once",
+    ],
+)
+def test_a_reader_is_cut_that_takes_nothing_leaves_a_full_buffer_or_lets_too_much_wait(
+    looks: list[tuple[float, int, int]], cut_s: float | None
+) -> None:
+    assert first_cut(looks) == cut_s
 
 
 @given(st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 5000)), min_size=1, max_size=200))

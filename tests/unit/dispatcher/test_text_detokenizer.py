@@ -66,27 +66,15 @@ def is_exact(ids: list[int]) -> bool:
     return True
 
 
-@given(ids_of(BYTE_LEVEL), st.lists(st.integers(0, 60), max_size=60))
+@pytest.mark.parametrize("name", TABLES)
+@given(data=st.data(), cuts=st.lists(st.integers(0, 60), max_size=60))
 @settings(max_examples=400, deadline=None)
-def test_byte_level_pieces_join_to_the_librarys_text_for_any_ids(ids: list[int], cuts: list[int]) -> None:
-    pieces = in_pieces(TABLES["byte-level"][1].start(), ids, cuts)
-    assert "".join(pieces) == BYTE_LEVEL.decode(ids, skip_special_tokens=True)
-
-
-@given(ids_of(METASPACE), st.lists(st.integers(0, 60), max_size=60))
-@settings(max_examples=300, deadline=None)
-def test_metaspace_pieces_join_to_the_librarys_text_for_any_ids(ids: list[int], cuts: list[int]) -> None:
-    pieces = in_pieces(TABLES["metaspace"][1].start(), ids, cuts)
-    assert "".join(pieces) == METASPACE.decode(ids, skip_special_tokens=True)
-
-
-@given(ids_of(SENTENCEPIECE).filter(is_exact), st.lists(st.integers(0, 60), max_size=60))
-@settings(max_examples=400, deadline=None)
-def test_sentencepiece_pieces_join_to_the_librarys_text_unless_a_byte_run_breaks_late(
-    ids: list[int], cuts: list[int]
-) -> None:
-    pieces = in_pieces(TABLES["sentencepiece"][1].start(), ids, cuts)
-    assert "".join(pieces) == SENTENCEPIECE.decode(ids, skip_special_tokens=True)
+def test_pieces_join_to_the_librarys_text_for_any_ids(name: str, data: st.DataObject, cuts: list[int]) -> None:
+    """Of sentencepiece unless a run of bytes breaks late."""
+    tokenizer, table = TABLES[name]
+    every = ids_of(tokenizer)
+    ids = data.draw(every.filter(is_exact) if name == "sentencepiece" else every)
+    assert "".join(in_pieces(table.start(), ids, cuts)) == tokenizer.decode(ids, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("name", TABLES)

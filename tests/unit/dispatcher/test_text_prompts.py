@@ -144,20 +144,24 @@ def test_a_template_that_is_no_jinja_stops_the_start() -> None:
         ChatTemplate("{% if %}", {})
 
 
-@pytest.mark.parametrize("missing", ["tokenizer.json", "config.json"])
-def test_a_missing_file_is_named_at_start(tmp_path: Path, missing: str) -> None:
-    folder = write_model_folder(tmp_path)
-    (folder / missing).unlink()
-    with pytest.raises(StartupError, match=missing):
-        read_model_folder(folder)
-
-
-@pytest.mark.parametrize(("name", "content"), [("tokenizer.json", "{"), ("config.json", "[1]"), ("config.json", "{")])
-def test_a_malformed_file_is_named_at_start(tmp_path: Path, name: str, content: str) -> None:
-    folder = write_model_folder(tmp_path)
-    (folder / name).write_text(content)
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", None),
+        ("config.json", None),
+        ("tokenizer.json", "{"),
+        ("config.json", "[1]"),
+        ("config.json", "{"),
+    ],
+)
+def test_a_file_that_is_missing_or_malformed_is_named_at_start(tmp_path: Path, name: str, content: str | None) -> None:
+    path = write_model_folder(tmp_path) / name
+    if content is None:
+        path.unlink()
+    else:
+        path.write_text(content)
     with pytest.raises(StartupError, match=name):
-        PromptCodec(read_model_folder(folder))
+        PromptCodec(read_model_folder(tmp_path))
 
 
 def test_the_template_file_goes_before_the_tokenizers_configuration(tmp_path: Path) -> None:

@@ -11,12 +11,15 @@ from services.dispatcher.limits.waiting_room import WaitingRoom
 from shared.api_keys import Tier
 from sim.virtual_time import run
 
+ENTRIES = st.lists(st.tuples(st.sampled_from(Tier), st.booleans()), max_size=30)
+"""Requests by tier, and whether they have begun."""
 
-@given(st.lists(st.sampled_from(Tier), max_size=30))
-def test_the_order_is_by_tier_and_then_by_arrival(tiers: list[Tier]) -> None:
+
+@given(ENTRIES)
+def test_what_has_begun_goes_first_and_then_the_order_is_by_tier_and_arrival(entries: list[tuple[Tier, bool]]) -> None:
+    """Among those that have begun it is that of arrival alone."""
     room = WaitingRoom()
-    tickets = [room.enter(tier, f"t{index % 3}") for index, tier in enumerate(tiers)]
-    expected = sorted(range(len(tiers)), key=lambda index: (-tiers[index], index))
+    tickets = [room.enter(tier, f"t{at % 3}", first=has_begun) for at, (tier, has_begun) in enumerate(entries)]
     order = []
     while len(room):
         room.signal()
@@ -26,25 +29,12 @@ def test_the_order_is_by_tier_and_then_by_arrival(tiers: list[Tier]) -> None:
         room.leave(first)
         for ticket in tickets:
             ticket.event.clear()
-    assert order == expected
+    ranks = [(not has_begun, 0 if has_begun else -tier) for tier, has_begun in entries]
+    assert order == sorted(range(len(entries)), key=lambda index: (ranks[index], index))
     assert [room.num_of(f"t{index}") for index in range(3)] == [0, 0, 0]
 
 
-def test_what_has_begun_goes_before_the_most_urgent_and_in_its_own_order() -> None:
-    room = WaitingRoom()
-    tickets = [room.enter(Tier.PRIORITY), room.enter(Tier.FLEX, first=True), room.enter(Tier.DEFAULT, first=True)]
-    order = []
-    while len(room):
-        room.signal()
-        (first,) = [ticket for ticket in tickets if ticket.event.is_set()]
-        order.append(tickets.index(first))
-        room.leave(first)
-        for ticket in tickets:
-            ticket.event.clear()
-    assert order == [1, 2, 0]
-
-
-@given(st.lists(st.tuples(st.sampled_from(Tier), st.booleans()), max_size=30), st.integers(1, 8))
+@given(ENTRIES, st.integers(1, 8))
 def test_a_full_queue_sends_away_the_last_of_the_least_urgent(entries: list[tuple[Tier, bool]], most: int) -> None:
     """What is left is what would be first in a queue without a limit; only what has begun may exceed it."""
     room = WaitingRoom()
