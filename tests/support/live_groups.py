@@ -28,9 +28,9 @@ from services.worker.executor.elastic_model import ElasticModel, load_elastic_mo
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.kv_moves.arrivals import Arrivals
 from services.worker.kv_moves.kv_exchanges import ExchangeParams
+from services.worker.kv_moves.places import GroupPlace, StagePlace
 from services.worker.memory.spans import Spans
 from services.worker.peers.connect import Peers
-from services.worker.roles.device import GroupPlace, StagePlace
 from services.worker.roles.torch_device import TorchGroupDevice
 from services.worker.scheduling.registry import make_scheduler
 from shared.layers import LayerRange

@@ -40,6 +40,7 @@ from services.worker.kv_moves.kv_exchanges import ExchangeParams, KvExchanges
 from services.worker.kv_moves.kv_table import KvOffer, table_to_part
 from services.worker.kv_moves.kv_wire import KvSocket
 from services.worker.kv_moves.live_exchange import LiveExchange
+from services.worker.kv_moves.places import GroupFailedError, GroupPlace, NextShares
 from services.worker.peers.connect import Peers, say_greeting
 from services.worker.peers.frames import PeerLostError
 from services.worker.peers.greeting import PeerReady, PeerWelcome, Purpose
@@ -50,7 +51,7 @@ from services.worker.pipeline.membership import Membership
 from services.worker.pipeline.pipeline import PipelineExecutor
 from services.worker.pipeline.runner_stage import RunnerStage
 from services.worker.pipeline.thread_stage import ThreadStages
-from services.worker.roles.device import GroupFailedError, GroupPlace, Led, NextShares, Parting
+from services.worker.roles.device import Led, Parting
 from services.worker.roles.parameter_peers import ParameterPeers
 from shared.layers import LayerRange, check_tiling
 from shared.messages.report import ElasticFacts

@@ -22,9 +22,10 @@ from services.worker.executor.thread import ThreadExecutor
 from services.worker.kv_moves.kv_progress import Landed
 from services.worker.kv_moves.kv_table import KvTable
 from services.worker.kv_moves.kv_wire import KvProgress
+from services.worker.kv_moves.places import GroupFailedError, GroupPlace, StagePlace
 from services.worker.load import check_start, load_executor
 from services.worker.pipeline.runner_stage import RunnerStage
-from services.worker.roles.device import GroupDevice, GroupFailedError, GroupPlace, StagePlace
+from services.worker.roles.device import GroupDevice
 from services.worker.roles.torch_device import TorchGroupDevice
 from shared.errors import StartupError
 from shared.ids import WorkerId

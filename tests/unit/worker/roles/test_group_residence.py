@@ -15,7 +15,7 @@ import torch
 from services.worker.engine.loop import ExecutorBrokenError
 from services.worker.executor.parameter_sources import SourceLostError
 from services.worker.executor.thread import ThreadExecutor
-from services.worker.roles.device import GroupFailedError
+from services.worker.kv_moves.places import GroupFailedError
 from services.worker.roles.parameter_lending import PeerSource
 from services.worker.roles.torch_device import TorchGroupDevice
 from shared.errors import StartupError
