@@ -24,7 +24,7 @@ from shared.wire import decode_json
 from sim.cluster import ClusterParams
 from sim.devices.channel import ModelledLink
 from sim.plan_driver import alone
-from tests.support.group_room import NUM_LAYERS, PAGE_BYTES, Room, draw_requests, group_params, in_room
+from tests.support.group_room import NUM_LAYERS, PAGE_BYTES, Room, draw_requests, group_params, in_room, room_test
 from tests.support.hand_planner import states
 
 WHOLE = LayerRange(0, NUM_LAYERS)
@@ -131,68 +131,64 @@ def test_an_exchange_is_seen_with_its_progress_and_its_bytes(kv_exchange: KvExch
     in_room(main, params(kv_exchange))
 
 
-def test_an_exchange_that_ends_with_its_group_says_so() -> None:
-    async def main(room: Room) -> None:
-        watch = Watch(room)
-        await watch.start()
-        await busy_group(room)
-        await asyncio.sleep(0.2)
-        room.cluster.network.cut(*BOTH)
-        room.cluster.network.heal(*BOTH)
-        (end,) = await watch.until_over(MoveKind.KV_EXCHANGE)
-        assert "given up with the group" in end.reason
-        await room.check()
-
-    in_room(main, params(KvExchange.COORDINATED))
+@room_test(params(KvExchange.COORDINATED))
+async def test_an_exchange_that_ends_with_its_group_says_so(room: Room) -> None:
+    watch = Watch(room)
+    await watch.start()
+    await busy_group(room)
+    await asyncio.sleep(0.2)
+    room.cluster.network.cut(*BOTH)
+    room.cluster.network.heal(*BOTH)
+    (end,) = await watch.until_over(MoveKind.KV_EXCHANGE)
+    assert "given up with the group" in end.reason
+    await room.check()
 
 
-def test_parameters_beside_and_copies_are_seen() -> None:
+@room_test(params(KvExchange.COORDINATED, load_bytes_per_s=3e5))
+async def test_parameters_beside_and_copies_are_seen(room: Room) -> None:
     """Each of two workers loads half of the model; then its KV is copied ahead of the end of the group."""
-
-    async def main(room: Room) -> None:
-        watch = Watch(room)
-        await watch.start()
-        count = await load_beside(room, is_ahead=True)
-        ends = await watch.until_over(MoveKind.PARAMETER_LOAD, 2)
-        num_bytes = NUM_LAYERS // 2 * 40 * PAGE_BYTES
-        for name in BOTH:
-            report = room.driver.reports[name]
-            assert report.param_bytes == 2 * num_bytes
-            assert report.kv_bytes == count * NUM_LAYERS // 2 * 2 * (PAGE_BYTES // 2)
-            moves = watch.of(MoveKind.PARAMETER_LOAD, name)
-            assert {move.num_bytes for move in moves} == {num_bytes}
-            assert any(0 < move.num_moved_bytes < num_bytes for move in moves)
-            assert all(move.bytes_per_s <= 3.1e5 for move in moves), "never faster than its link"
-            assert max(move.bytes_per_s for move in moves) > 2.9e5
-        assert all("all is there" in end.reason and "the host" in end.reason for end in ends)
-        room.ask(*draw_requests(5, 20))
-        await asyncio.sleep(0.5)
-        plan_id, answers = await room.driver.prepare(*(alone(room.driver.reports[name]) for name in BOTH))
-        assert states(answers) == ["prepared"] * 2
-        (copied,) = await watch.until_over(MoveKind.KV_COPY)
-        assert "what is left moves when the group dissolves" in copied.reason
-        assert not copied.reason.startswith("0 B")
-        assert states(await room.driver.finish(plan_id, BOTH, commit=True)) == ["done"] * 2
-        await room.check()
-
-    in_room(main, params(KvExchange.COORDINATED, load_bytes_per_s=3e5))
+    watch = Watch(room)
+    await watch.start()
+    count = await load_beside(room, is_ahead=True)
+    ends = await watch.until_over(MoveKind.PARAMETER_LOAD, 2)
+    num_bytes = NUM_LAYERS // 2 * 40 * PAGE_BYTES
+    for name in BOTH:
+        report = room.driver.reports[name]
+        assert report.param_bytes == 2 * num_bytes
+        assert report.kv_bytes == count * NUM_LAYERS // 2 * 2 * (PAGE_BYTES // 2)
+        moves = watch.of(MoveKind.PARAMETER_LOAD, name)
+        assert {move.num_bytes for move in moves} == {num_bytes}
+        assert any(0 < move.num_moved_bytes < num_bytes for move in moves)
+        assert all(move.bytes_per_s <= 3.1e5 for move in moves), "never faster than its link"
+        assert max(move.bytes_per_s for move in moves) > 2.9e5
+    assert all("all is there" in end.reason and "the host" in end.reason for end in ends)
+    room.ask(*draw_requests(5, 20))
+    await asyncio.sleep(0.5)
+    plan_id, answers = await room.driver.prepare(*(alone(room.driver.reports[name]) for name in BOTH))
+    assert states(answers) == ["prepared"] * 2
+    (copied,) = await watch.until_over(MoveKind.KV_COPY)
+    assert "what is left moves when the group dissolves" in copied.reason
+    assert not copied.reason.startswith("0 B")
+    assert states(await room.driver.finish(plan_id, BOTH, commit=True)) == ["done"] * 2
+    await room.check()
 
 
-def test_a_load_that_a_burst_ends_says_so() -> None:
-    async def main(room: Room) -> None:
-        watch = Watch(room)
-        await watch.start()
-        count = await load_beside(room, is_ahead=False)
-        await asyncio.sleep(0.3)
-        assert states(await room.driver.unload(BOTH, count)) == ["done"] * 2
-        ends = await watch.until_over(MoveKind.PARAMETER_LOAD, 2)
-        assert all(end.reason.endswith("ended by the next change") for end in ends)
-        assert not any(end.reason.startswith("0 B") for end in ends), "some of it had come"
-
-    in_room(main, params(KvExchange.COORDINATED, load_bytes_per_s=3e5))
+@room_test(params(KvExchange.COORDINATED, load_bytes_per_s=3e5))
+async def test_a_load_that_a_burst_ends_says_so(room: Room) -> None:
+    watch = Watch(room)
+    await watch.start()
+    count = await load_beside(room, is_ahead=False)
+    await asyncio.sleep(0.3)
+    assert states(await room.driver.unload(BOTH, count)) == ["done"] * 2
+    ends = await watch.until_over(MoveKind.PARAMETER_LOAD, 2)
+    assert all(end.reason.endswith("ended by the next change") for end in ends)
+    assert not any(end.reason.startswith("0 B") for end in ends), "some of it had come"
 
 
-def test_a_group_that_parts_says_what_went_between_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+@room_test(params(KvExchange.COORDINATED))
+async def test_a_group_that_parts_says_what_went_between_its_workers(
+    room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing was copied ahead, so of every block that goes along half of the layers does."""
     enter, num_kept = Engine.enter_executor, list[int]()
 
@@ -200,33 +196,28 @@ def test_a_group_that_parts_says_what_went_between_its_workers(monkeypatch: pyte
         num_kept.append(len(kept))
         enter(self, num_blocks, lanes, kept, *rest, **more)
 
-    async def main(room: Room) -> None:
-        watch = Watch(room)
-        await watch.start()
-        await load_beside(room, is_ahead=False)
-        await asyncio.sleep(0.6)
-        room.ask(*draw_requests(5, 20))
-        await asyncio.sleep(0.5)
-        monkeypatch.setattr(Engine, "enter_executor", note)
-        assert states(await room.driver.restore(BOTH)) == ["done"] * 2
-        await room.check()
-        (parted,) = [event for event in watch.events if event.name == "kv_parted"]
-        assert len(num_kept) == 2
-        assert min(num_kept) > 0
-        num_bytes = sum(num_kept) * NUM_LAYERS // 2 * 2 * (PAGE_BYTES // 2)
-        assert parted.reason.startswith(f"{describe_bytes(num_bytes)} of KV went between 2 workers, where ")
-
-    in_room(main, params(KvExchange.COORDINATED))
+    watch = Watch(room)
+    await watch.start()
+    await load_beside(room, is_ahead=False)
+    await asyncio.sleep(0.6)
+    room.ask(*draw_requests(5, 20))
+    await asyncio.sleep(0.5)
+    monkeypatch.setattr(Engine, "enter_executor", note)
+    assert states(await room.driver.restore(BOTH)) == ["done"] * 2
+    await room.check()
+    (parted,) = [event for event in watch.events if event.name == "kv_parted"]
+    assert len(num_kept) == 2
+    assert min(num_kept) > 0
+    num_bytes = sum(num_kept) * NUM_LAYERS // 2 * 2 * (PAGE_BYTES // 2)
+    assert parted.reason.startswith(f"{describe_bytes(num_bytes)} of KV went between 2 workers, where ")
 
 
-def test_of_a_copy_without_blocks_nothing_is_told() -> None:
-    async def main(room: Room) -> None:
-        watch = Watch(room)
-        await watch.start()
-        await load_beside(room, is_ahead=True)
-        await asyncio.sleep(0.6)
-        assert states(await room.driver.restore(BOTH)) == ["done"] * 2
-        await asyncio.sleep(0.2)
-        assert not [event for event in watch.events if event.name.startswith("kv_copy")]
-
-    in_room(main, params(KvExchange.COORDINATED))
+@room_test(params(KvExchange.COORDINATED))
+async def test_of_a_copy_without_blocks_nothing_is_told(room: Room) -> None:
+    watch = Watch(room)
+    await watch.start()
+    await load_beside(room, is_ahead=True)
+    await asyncio.sleep(0.6)
+    assert states(await room.driver.restore(BOTH)) == ["done"] * 2
+    await asyncio.sleep(0.2)
+    assert not [event for event in watch.events if event.name.startswith("kv_copy")]
