@@ -15,12 +15,22 @@ from services.worker.kv_moves.arrivals import Arrivals, ArrivingKv
 from services.worker.roles.role import Leading
 from services.worker.roles.steps.restore import Restore
 from shared.ids import WorkerId
-from shared.layers import LayerRange, even_split
+from shared.layers import LayerRange
 from shared.types import QoeTarget
 from sim.devices.channel import ModelledLink
 from sim.plan_driver import alone, group_of
 from sim.requests import SimRequest
-from tests.support.group_room import NUM_LAYERS, PAGE_BYTES, Room, draw_requests, group_params, in_room, room_test
+from tests.support.group_room import (
+    BOTH,
+    HALVES,
+    NUM_LAYERS,
+    PAGE_BYTES,
+    Room,
+    draw_requests,
+    group_params,
+    in_room,
+    room_test,
+)
 from tests.support.hand_planner import states
 
 LINK_BYTES_PER_S = 1e6
@@ -29,15 +39,15 @@ LINK_BYTES_PER_S = 1e6
 @room_test(group_params())
 async def test_a_drop_gives_the_group_more_blocks_than_both_had_and_a_restore_gives_them_back(room: Room) -> None:
     before = [room.num_blocks(0), room.num_blocks(1)]
-    answers = await room.driver.drop(["w0", "w1"], even_split(NUM_LAYERS, 2))
-    assert states(answers) == ["done", "done"]
+    answers = await room.driver.drop(BOTH, HALVES)
+    assert states(answers) == ["done"] * 2
     assert room.role(0) == ("w0", 0, (0, 4))
     assert room.role(1) == ("w0", 1, (4, 8))
     claimed = answers["w1"]
     assert claimed is not None
     assert room.num_blocks(0) == claimed.num_blocks > sum(before)
     await asyncio.sleep(1.0)
-    assert states(await room.driver.restore(["w0", "w1"])) == ["done", "done"]
+    assert states(await room.driver.restore(BOTH)) == ["done"] * 2
     assert [room.num_blocks(0), room.num_blocks(1)] == before
     assert room.role(0) == ("", 0, (0, 8))
     (pipeline,) = room.cluster.workers[0].pipelines
@@ -53,10 +63,10 @@ async def test_texts_are_the_same_through_drops_and_restores_at_any_moment(room:
     for step in range(4):
         await asyncio.sleep(float(rng.exponential(0.4)))
         if step % 2 == 0:
-            answers = await room.driver.drop(["w0", "w1"], even_split(NUM_LAYERS, 2))
+            answers = await room.driver.drop(BOTH, HALVES)
         else:
-            answers = await room.driver.restore(["w0", "w1"])
-        assert states(answers) == ["done", "done"], answers
+            answers = await room.driver.restore(BOTH)
+        assert states(answers) == ["done"] * 2, answers
         room.ask(*asked[30 + 7 * step : 37 + 7 * step])
     await room.check()
     assert sum(room.cluster.dispatcher.sessions.recovery.num_lost.values()) > 0, "sequences were released"
@@ -68,8 +78,8 @@ async def test_groups_of_one_plan_do_not_meet_each_other(room: Room) -> None:
     asked = draw_requests(7, 90)
     room.ask(*asked[:50])
     await asyncio.sleep(0.3)
-    reports, halves = room.driver.reports, even_split(NUM_LAYERS, 2)
-    pairs = [group_of([reports[a], reports[b]], halves) for a, b in (("w0", "w1"), ("w2", "w3"))]
+    reports = room.driver.reports
+    pairs = [group_of([reports[a], reports[b]], HALVES) for a, b in (("w0", "w1"), ("w2", "w3"))]
     assert states(await room.driver.carry_out(*pairs)) == ["done"] * 4
     assert [room.role(i)[0] for i in range(4)] == ["w0", "w0", "w2", "w2"]
     room.ask(*asked[50:])
@@ -93,8 +103,8 @@ async def test_four_workers_form_two_groups_and_then_one_to_which_the_kv_of_both
     asked = draw_requests(5, 80)
     room.ask(*asked[:50])
     await asyncio.sleep(0.3)
-    halves, reports = even_split(NUM_LAYERS, 2), room.driver.reports
-    pairs = [group_of([reports[a], reports[b]], halves) for a, b in (("w0", "w1"), ("w3", "w2"))]
+    reports = room.driver.reports
+    pairs = [group_of([reports[a], reports[b]], HALVES) for a, b in (("w0", "w1"), ("w3", "w2"))]
     for plan in [pairs] if num_plans == 1 else [[pair] for pair in pairs]:
         assert states(await room.driver.carry_out(*plan)) == ["done"] * 2 * len(plan)
     await asyncio.sleep(0.7)
@@ -116,7 +126,7 @@ async def test_kv_goes_along_so_that_little_is_computed_again(room: Room) -> Non
     await asyncio.sleep(0.4)
     engines = [worker.service.engine for worker in room.cluster.workers]
     assert [take_stats(engine).num_running for engine in engines] == [4, 4]
-    assert states(await room.driver.drop(["w0", "w1"], even_split(NUM_LAYERS, 2))) == ["done"] * 2
+    assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
     await asyncio.sleep(0.1)
     leader = take_stats(engines[0])
     assert leader.num_running == 8
@@ -140,7 +150,7 @@ def test_kv_comes_while_the_group_serves_the_reader_first_who_runs_out_first(num
         leader = engines[0]
         began_s, own = loop.time(), [{str(key[0]) for key in engine.residents.row_of} for engine in engines]
         assert [len(names) for names in own] == [4, 4]
-        answers = await room.driver.drop(["w0", "w1"], even_split(NUM_LAYERS, 2))
+        answers = await room.driver.drop(BOTH, HALVES)
         assert states(answers) == ["done"] * 2
         assert answers["w0"] is not None
         claimed = answers["w0"].num_blocks
@@ -173,9 +183,9 @@ async def test_sequences_and_their_kv_are_shared_out_when_a_group_dissolves(room
     rng = np.random.default_rng(9)
     room.ask(*(SimRequest(f"r{i}", rng.integers(300, 30_000, 150 + i), 120, seed=i) for i in range(8)))
     await asyncio.sleep(0.4)
-    assert states(await room.driver.drop(["w0", "w1"], even_split(NUM_LAYERS, 2))) == ["done"] * 2
+    assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
     await asyncio.sleep(0.3)
-    assert states(await room.driver.restore(["w0", "w1"])) == ["done"] * 2
+    assert states(await room.driver.restore(BOTH)) == ["done"] * 2
     await asyncio.sleep(0.1)
     engines = [worker.service.engine for worker in room.cluster.workers]
     assert [take_stats(engine).num_running for engine in engines] == [4, 4]
@@ -189,7 +199,7 @@ async def test_sequences_and_their_kv_are_shared_out_when_a_group_dissolves(room
 async def test_a_member_that_does_not_come_to_the_parting_costs_kv_and_nothing_else(room: Room) -> None:
     room.ask(*draw_requests(3, 20))
     await asyncio.sleep(0.3)
-    assert states(await room.driver.drop(["w0", "w1"], even_split(NUM_LAYERS, 2))) == ["done"] * 2
+    assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
     await asyncio.sleep(0.3)
     assert states(await room.driver.restore(["w0"])) == ["done"]
     await room.check()
@@ -201,7 +211,7 @@ async def test_a_member_that_does_not_come_to_the_parting_costs_kv_and_nothing_e
 @room_test(group_params())
 async def test_when_the_connection_breaks_both_are_whole_again_and_go_on(room: Room, num_running: int) -> None:
     """With steps in flight the leader hears of it by its executor, without by its stages."""
-    assert states(await room.driver.drop(["w0", "w1"], even_split(NUM_LAYERS, 2))) == ["done"] * 2
+    assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
     asked = draw_requests(8, num_running + 6)
     room.ask(*asked[:num_running])
     await asyncio.sleep(0.2)
@@ -217,7 +227,7 @@ async def test_what_a_member_gives_up_is_heard_of_before_the_group_stands(room: 
     rng = np.random.default_rng(9)
     room.ask(*(SimRequest(f"r{i}", rng.integers(300, 30_000, 160), 90, seed=i) for i in range(8)))
     await asyncio.sleep(0.4)
-    changing = asyncio.ensure_future(room.driver.drop(["w0", "w1"], even_split(NUM_LAYERS, 2)))
+    changing = asyncio.ensure_future(room.driver.drop(BOTH, HALVES))
     num_lost = room.cluster.dispatcher.sessions.recovery.num_lost
     while not num_lost[Loss.RELEASED] and not changing.done():
         await asyncio.sleep(0.01)
@@ -230,30 +240,27 @@ async def test_what_a_member_gives_up_is_heard_of_before_the_group_stands(room: 
 @room_test(group_params())
 async def test_the_end_of_an_earlier_pipeline_that_is_heard_late_breaks_no_later_one(room: Room) -> None:
     for _ in range(2):
-        assert states(await room.driver.drop(["w0", "w1"], even_split(NUM_LAYERS, 2))) == ["done"] * 2
+        assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
         await asyncio.sleep(1.0)
         roles = [room.role(index) for index in range(2)]
         if room.driver.epoch == 1:
-            assert states(await room.driver.restore(["w0", "w1"])) == ["done"] * 2
+            assert states(await room.driver.restore(BOTH)) == ["done"] * 2
             await asyncio.sleep(1.0)
-    for worker in room.cluster.workers:
-        agent = worker.service.agent
-        assert agent is not None
-        agent.keeper.pipeline_ended(1, "a connection of the first group is lost")
+    for index in range(2):
+        room.agent(index).keeper.pipeline_ended(1, "a connection of the first group is lost")
     await asyncio.sleep(1.0)
     assert [room.role(index) for index in range(2)] == roles == [("w0", 0, (0, 4)), ("w0", 1, (4, 8))]
 
 
 @room_test(group_params())
 async def test_the_oldest_sequences_are_shared_out_first_when_a_group_dissolves(room: Room) -> None:
-    assert states(await room.driver.drop(["w0", "w1"], even_split(NUM_LAYERS, 2))) == ["done"] * 2
+    assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
     await asyncio.sleep(1.0)
     prompt = np.arange(300, 400)
     for number in range(9, 3, -1):  # the youngest has the first name
         room.ask(SimRequest(f"r{number}", prompt, 60, seed=number))
         await asyncio.sleep(0.02)
-    agent = room.cluster.workers[0].service.agent
-    assert agent is not None
+    agent = room.agent()
     group = agent.keeper.state
     assert isinstance(group, Leading)
     restore = Restore(alone(room.driver.reports["w0"]), agent.keeper)
@@ -267,7 +274,7 @@ async def test_the_oldest_sequences_are_shared_out_first_when_a_group_dissolves(
 async def test_of_plans_that_are_prepared_at_once_the_newest_is_the_one_that_is_carried_out(room: Room) -> None:
     """Two newer plans wait for the end of the first: who says that it is prepared has prepared that one."""
     driver = room.driver
-    group = group_of([driver.reports[name] for name in ("w0", "w1")], even_split(NUM_LAYERS, 2))
+    group = group_of([driver.reports[name] for name in BOTH], HALVES)
     _, first = await driver.prepare(group)
     assert states(first) == ["prepared"] * 2
     second, third = (asyncio.ensure_future(driver.prepare(group)) for _ in range(2))

@@ -61,7 +61,7 @@ class Worker:
     def __init__(self, room: Room) -> None:
         served = room.cluster.workers[0].service.agent
         assert served is not None
-        self.engine = room.cluster.workers[0].service.engine
+        self.engine = room.engine()
         self.may_look = asyncio.Event()
         self.num_looking = 0
         self.agent = OrderAgent(served.keeper, {Look: self.look}, {RestoreInstance: Pause})

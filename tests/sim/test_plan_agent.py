@@ -11,7 +11,7 @@ import pytest
 
 from services.worker.engine.stats import take_stats
 from shared.ids import Incarnation
-from shared.layers import LayerRange, even_split
+from shared.layers import LayerRange
 from shared.messages.event import Event
 from shared.messages.plan import (
     AbortPlan,
@@ -29,16 +29,13 @@ from shared.wire import decode_json
 from sim.devices.channel import ModelledLink
 from sim.devices.modelled_device import ModelledGroupDevice
 from sim.plan_driver import alone, group_of
-from tests.support.group_room import NUM_LAYERS, Room, draw_requests, group_params, room_test
+from tests.support.group_room import BOTH, HALVES, NUM_LAYERS, Room, draw_requests, group_params, room_test
 from tests.support.hand_planner import HandPlanner, states
-
-NAMES = ("w0", "w1")
-HALVES = even_split(NUM_LAYERS, 2)
 
 
 def pair(driver: HandPlanner) -> FormGroup:
     """The group of both, as they are now."""
-    return group_of([driver.reports[name] for name in NAMES], HALVES)
+    return group_of([driver.reports[name] for name in BOTH], HALVES)
 
 
 def changed(group: FormGroup, index: int, **fields: object) -> FormGroup:
@@ -95,13 +92,13 @@ async def test_whoever_speaks_under_an_older_epoch_is_refused_and_moves_nothing(
         late = PreparePlan(epoch=2, plan_id=9, step=pair(driver), limit_s=5)
     else:
         late = CommitPlan(epoch=2, plan_id=3) if question is CommitPlan else AbortPlan(epoch=2, plan_id=3)
-    for name in NAMES:
+    for name in BOTH:
         answer = await driver.ask(name, late)
         assert answer is not None
         assert (answer.state, answer.newest_epoch) == (PlanState.REFUSED, 3)
         assert "epoch 2 is over: a planner of epoch 3 has spoken" in answer.reason
     assert [room.role(index)[0] for index in range(2)] == ["", ""], "nobody has committed"
-    assert states(await driver.finish(plan_id, NAMES, commit=True)) == ["done"] * 2, "nobody has aborted"
+    assert states(await driver.finish(plan_id, BOTH, commit=True)) == ["done"] * 2, "nobody has aborted"
 
 
 @pytest.mark.parametrize(
@@ -122,10 +119,10 @@ async def test_a_worker_that_is_alone_refuses(room: Room, change: Callable[[Form
 
 @room_test(group_params())
 async def test_a_stage_refuses_layers_that_it_does_not_hold(room: Room) -> None:
-    assert states(await room.driver.drop(NAMES, HALVES)) == ["done"] * 2
+    assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
     await asyncio.sleep(1.0)
     wider = [LayerRange(0, 5), LayerRange(5, NUM_LAYERS)]
-    group = group_of([room.driver.reports[name] for name in NAMES], wider)
+    group = group_of([room.driver.reports[name] for name in BOTH], wider)
     words = r"layers \[0, 5\) are not all among those held, \[0, 4\), as stage 1 of 2 in the group of w0"
     await check_refused(room, group, words)
 
@@ -160,20 +157,20 @@ async def test_what_is_abandoned_before_it_is_prepared_is_not_prepared_any_more(
     assert answer is not None
     assert answer.state is PlanState.ABORTED
     driver.epoch = 5
-    assert states(await driver.drop(NAMES, HALVES)) == ["done"] * 2, "the next one is prepared as ever"
+    assert states(await driver.drop(BOTH, HALVES)) == ["done"] * 2, "the next one is prepared as ever"
 
 
 @room_test(group_params())
 async def test_a_plan_that_is_over_is_told_of_and_not_begun_again(room: Room) -> None:
     driver = room.driver
     group = pair(driver)
-    assert states(await driver.drop(NAMES, HALVES)) == ["done"] * 2
+    assert states(await driver.drop(BOTH, HALVES)) == ["done"] * 2
     roles = [room.role(index) for index in range(2)]
     again = PreparePlan(epoch=1, plan_id=1, step=group, limit_s=5)
     answers = [await driver.ask("w0", question) for question in (again, CommitPlan(epoch=1, plan_id=1))]
     assert [answer.state for answer in answers if answer is not None] == [PlanState.DONE] * 2
     await asyncio.sleep(1.0)
-    restored = [driver.reports[name] for name in NAMES]
+    restored = [driver.reports[name] for name in BOTH]
     driver.epoch = 6
     assert states(await driver.carry_out(*map(alone, restored))) == ["done"] * 2
     older = PreparePlan(epoch=7, plan_id=6, step=group, limit_s=5)
@@ -205,11 +202,11 @@ async def test_a_leader_that_waits_for_kv_says_so_if_it_takes_longer_than_the_li
     driver, told = room.driver, await refusals(room)
     room.ask(*draw_requests(2, 12))
     await asyncio.sleep(0.4)
-    assert states(await driver.drop(NAMES, HALVES)) == ["done"] * 2
+    assert states(await driver.drop(BOTH, HALVES)) == ["done"] * 2
     await asyncio.sleep(0.6)  # reports show it
-    assert take_stats(room.cluster.workers[0].service.engine).num_coming_blocks
+    assert take_stats(room.engine()).num_coming_blocks
     driver.limit_s = 0.1
-    _, answers = await driver.prepare(*(alone(driver.reports[name]) for name in NAMES))
+    _, answers = await driver.prepare(*(alone(driver.reports[name]) for name in BOTH))
     first, reason = answers["w0"], "KV of the last change was on its way for 0.1 s"
     assert first is not None
     assert (first.state, first.reason) == (PlanState.ABORTED, reason)
@@ -217,7 +214,7 @@ async def test_a_leader_that_waits_for_kv_says_so_if_it_takes_longer_than_the_li
     assert told == [("w0", f"plan 2: {reason}")]
     await room.check()
     driver.limit_s = 5.0
-    assert states(await driver.restore(NAMES)) == ["done"] * 2
+    assert states(await driver.restore(BOTH)) == ["done"] * 2
 
 
 @room_test(group_params())
@@ -225,7 +222,7 @@ async def test_a_plan_that_its_planner_abandons_is_no_refusal(room: Room) -> Non
     driver, told = room.driver, await refusals(room)
     plan_id, prepared = await driver.prepare(pair(driver))
     assert states(prepared) == ["prepared"] * 2
-    assert states(await driver.finish(plan_id, NAMES, commit=False)) == ["aborted"] * 2
+    assert states(await driver.finish(plan_id, BOTH, commit=False)) == ["aborted"] * 2
     await asyncio.sleep(0.1)
     assert not told
 
@@ -238,5 +235,5 @@ async def test_a_newer_plan_does_not_wait_until_an_older_one_is_given_up(room: R
     assert states(prepared) == ["prepared"] * 2
     await asyncio.sleep(1.0)
     begun_s = clock.time()
-    assert states(await driver.drop(NAMES, HALVES)) == ["done"] * 2
+    assert states(await driver.drop(BOTH, HALVES)) == ["done"] * 2
     assert clock.time() - begun_s < 1.0

@@ -65,8 +65,7 @@ async def test_only_who_has_not_begun_is_moved_and_never_twice(room: Room) -> No
     """A worker is asked to let everybody go: those that run, or did, stay, and all texts are as undisturbed."""
     room.ask(*draw_requests(7, 40))
     await asyncio.sleep(0.4)
-    agent = room.cluster.workers[0].service.agent
-    assert agent is not None
+    agent = room.agent()
     engine = agent.keeper.machine.engine
     listed = {part.request_id for part in (await asked(room, ListQueued(epoch=99), QueueList)).requests}
     waiting = {str(engine.table.sequence(row).key[0]) for row in engine.table.waiting.view.tolist()}

@@ -8,19 +8,25 @@ import numpy as np
 import pytest
 
 from services.worker.blocks import compaction
+from services.worker.engine.engine import Engine
 from services.worker.engine.stats import take_stats
 from services.worker.roles.role import InGroup
-from shared.layers import LayerRange, even_split
 from shared.messages.plan import CommitPlan, PlanState, PreparePlan
 from sim.cluster import ClusterParams
-from sim.devices.modelled_device import ModelledGroupDevice
 from sim.plan_driver import load_beside, unload_beside
-from tests.support.group_room import NUM_LAYERS, PAGE_BYTES, Room, draw_requests, group_params, room_test
+from tests.support.group_room import (
+    BOTH,
+    HALVES,
+    NUM_LAYERS,
+    PAGE_BYTES,
+    WHOLE,
+    Room,
+    draw_requests,
+    group_params,
+    room_test,
+)
 from tests.support.hand_planner import states
 
-WHOLE = LayerRange(0, NUM_LAYERS)
-HALVES = even_split(NUM_LAYERS, 2)
-BOTH = ("w0", "w1")
 LOAD_S = 2.0
 """In which half of the parameters come."""
 LOAD_BYTES_PER_S = NUM_LAYERS // 2 * 40 * PAGE_BYTES / LOAD_S
@@ -31,18 +37,22 @@ def slow_params(num_pages: int = 500) -> ClusterParams:
     return group_params(num_pages=num_pages, load_bytes_per_s=LOAD_BYTES_PER_S)
 
 
-def device_of(room: Room, index: int) -> ModelledGroupDevice:
-    groups = room.cluster.workers[index].groups
-    assert isinstance(groups, ModelledGroupDevice)
-    return groups
-
-
 def beside_blocks(room: Room) -> int:
-    return min(device_of(room, i).blocks_beside(WHOLE) for i in range(2))
+    return min(room.device(i).blocks_beside(WHOLE) for i in range(2))
 
 
 def usable(room: Room, index: int = 0) -> int:
     return take_stats(room.cluster.workers[index].service.engine).num_blocks
+
+
+async def hold_beyond(room: Room, num_blocks: int) -> Engine:
+    """Let the leader's requests hold blocks beyond so many, though no more than those; return its engine."""
+    room.ask(*draw_requests(3, 40))
+    engine = room.engine()
+    while take_stats(engine).num_waiting or not 10 < take_stats(engine).num_used_blocks < 0.8 * num_blocks:
+        await asyncio.sleep(0.01)
+    assert (engine.blocks.refcount[num_blocks:] > 0).any(), "some lie beyond"
+    return engine
 
 
 @room_test(slow_params())
@@ -79,8 +89,7 @@ async def test_texts_are_the_same_whenever_parameters_come_and_go(room: Room, se
     more, done = iter(asked[30:]), 0
     for _ in range(3):
         await asyncio.sleep(float(rng.exponential(0.4)))
-        assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
-        await asyncio.sleep(0.6)
+        await room.form()
         grouped, count = usable(room), beside_blocks(room)
         for _ in range(int(rng.integers(1, 4))):
             room.ask(next(more), next(more))
@@ -104,19 +113,13 @@ async def test_texts_are_the_same_whenever_parameters_come_and_go(room: Room, se
 @room_test(slow_params())
 async def test_sequences_leave_the_blocks_that_go_while_they_run(room: Room) -> None:
     """KV is moved, not computed again, and nobody is preempted."""
-    assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
-    await asyncio.sleep(0.6)
+    await room.form()
     count = beside_blocks(room)
-    room.ask(*draw_requests(3, 40))
-    engine = room.cluster.workers[0].service.engine
-    blocks = engine.blocks
-    while take_stats(engine).num_waiting or not 10 < take_stats(engine).num_used_blocks < 0.8 * count:
-        await asyncio.sleep(0.01)
-    assert (blocks.refcount[count:] > 0).any(), "some lie beyond"
+    engine = await hold_beyond(room, count)
     counted = (engine.totals.num_recomputed_tokens, engine.totals.num_preemptions)
     answers = await room.driver.load(BOTH, count)
     assert states(answers) == ["done"] * 2, answers
-    assert not (blocks.refcount[count:] > 0).any()
+    assert not (engine.blocks.refcount[count:] > 0).any()
     assert (engine.totals.num_recomputed_tokens, engine.totals.num_preemptions) == counted
     await room.check()
 
@@ -127,14 +130,9 @@ async def test_a_commit_that_comes_before_the_blocks_are_left_takes_no_memory(
 ) -> None:
     """No planner sends one; a group that hears one is over rather than wrong. Here blocks leave one by one."""
     monkeypatch.setattr(compaction, "MAX_MOVED_BLOCKS", 1)
-    assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
-    await asyncio.sleep(0.6)
+    await room.form()
     count, driver = beside_blocks(room), room.driver
-    room.ask(*draw_requests(3, 40))
-    engine = room.cluster.workers[0].service.engine
-    while take_stats(engine).num_waiting or not 10 < take_stats(engine).num_used_blocks < 0.8 * count:
-        await asyncio.sleep(0.01)
-    assert (engine.blocks.refcount[count:] > 0).any(), "some lie beyond"
+    await hold_beyond(room, count)
     driver.epoch += 1
     step = load_beside([driver.reports[name] for name in BOTH], count)
     epoch = plan_id = driver.epoch
@@ -156,9 +154,7 @@ async def test_a_worker_says_why_it_does_not_load_beside(room: Room) -> None:
     wrong = load_beside(whole, 100)  # they are no group
     _, answers = await room.driver.prepare(wrong)
     assert states(answers) == ["refused"] * 2
-    assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
-    await asyncio.sleep(0.6)
-    stages, count = [reports["w0"], reports["w1"]], beside_blocks(room)
+    stages, count = await room.form(), beside_blocks(room)
     other = unload_beside([stages[0], stages[1].model_copy(update={"worker_id": "w9"})], count)
     answer = await room.driver.ask("w0", PreparePlan(epoch=9, plan_id=9, step=other))
     assert answer is not None
@@ -173,16 +169,14 @@ async def test_a_worker_says_why_it_does_not_load_beside(room: Room) -> None:
 
 @room_test(slow_params())
 async def test_a_plan_that_is_abandoned_gives_the_blocks_back(room: Room) -> None:
-    assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
-    await asyncio.sleep(0.6)
+    reports = await room.form()
     grouped, count = usable(room), beside_blocks(room)
-    reports = [room.driver.reports[name] for name in BOTH]
     plan_id, answers = await room.driver.prepare(load_beside(reports, count))
     assert states(answers) == ["prepared"] * 2
     assert usable(room) == count
     assert states(await room.driver.finish(plan_id, BOTH, commit=False)) == ["aborted"] * 2
     assert usable(room) == grouped
-    assert [device_of(room, i).resident for i in range(2)] == list(HALVES)
+    assert [room.device(i).resident for i in range(2)] == list(HALVES)
     room.ask(*draw_requests(4, 20))
     await room.check()
 
@@ -211,8 +205,7 @@ async def test_survivors_of_a_group_load_only_what_has_not_come_yet(room: Room, 
 
 async def wait_until_broken(room: Room) -> None:
     """Let `w1` leave the group; return when `w0` is about to be whole again, of which no report tells yet."""
-    agent = room.cluster.workers[0].service.agent
-    assert agent is not None
+    agent = room.agent()
     asyncio.ensure_future(room.driver.restore(["w1"]))  # noqa: RUF006  it ends long before the test does
     while isinstance(agent.keeper.state, InGroup):
         await asyncio.sleep(0.001)
@@ -220,9 +213,7 @@ async def wait_until_broken(room: Room) -> None:
 
 @room_test(slow_params())
 async def test_nothing_is_loaded_beside_a_group_that_is_over(room: Room) -> None:
-    assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
-    await asyncio.sleep(0.6)
-    stages, count = [room.driver.reports[name] for name in BOTH], beside_blocks(room)
+    stages, count = await room.form(), beside_blocks(room)
     await wait_until_broken(room)
     await asyncio.sleep(LOAD_S / 2)
     assert room.driver.reports["w0"].group == "w0", "says what it was"
@@ -243,15 +234,9 @@ async def test_a_group_that_ends_while_blocks_are_left_loads_nothing(
 ) -> None:
     """The plan was taken when the group stood; it gets its turn when the worker is whole again."""
     monkeypatch.setattr(compaction, "MAX_MOVED_BLOCKS", 1)
-    assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
-    await asyncio.sleep(0.6)
-    stages, count = [room.driver.reports[name] for name in BOTH], beside_blocks(room)
-    room.ask(*draw_requests(3, 40))
-    engine = room.cluster.workers[0].service.engine
-    while take_stats(engine).num_waiting or not 10 < take_stats(engine).num_used_blocks < 0.8 * count:
-        await asyncio.sleep(0.01)
-    agent = room.cluster.workers[0].service.agent
-    assert agent is not None
+    stages, count = await room.form(), beside_blocks(room)
+    await hold_beyond(room, count)
+    agent = room.agent()
     asked = PreparePlan(epoch=9, plan_id=9, step=load_beside(stages, count))
     preparing = asyncio.ensure_future(room.driver.ask("w0", asked))
     await asyncio.sleep(0.001)
@@ -267,14 +252,11 @@ async def test_a_group_that_ends_while_blocks_are_left_loads_nothing(
 @room_test(slow_params())
 async def test_a_group_that_ends_while_all_are_prepared_to_load_is_left_afterwards(room: Room) -> None:
     """The gate is held, so nobody becomes whole before the word has come."""
-    assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
-    await asyncio.sleep(0.6)
+    step = load_beside(await room.form(), beside_blocks(room))
     room.ask(*draw_requests(4, 10))
-    step = load_beside([room.driver.reports[name] for name in BOTH], beside_blocks(room))
     plan_id, answers = await room.driver.prepare(step)
     assert states(answers) == ["prepared"] * 2
-    agent = room.cluster.workers[0].service.agent
-    assert agent is not None
+    agent = room.agent()
     agent.keeper.pipeline_ended(agent.role.plan_id, "the connection was cut")
     assert states(await room.driver.finish(plan_id, BOTH, commit=True)) == ["done"] * 2
     await asyncio.sleep(LOAD_S + 1.0)
@@ -285,10 +267,8 @@ async def test_a_group_that_ends_while_all_are_prepared_to_load_is_left_afterwar
 @room_test(slow_params())
 async def test_a_worker_that_is_to_be_whole_may_have_become_so_by_itself(room: Room) -> None:
     """Its group ends while the plan waits for its turn: the plan is done, not refused."""
-    assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
-    await asyncio.sleep(0.6)
-    agent = room.cluster.workers[0].service.agent
-    assert agent is not None
+    await room.form()
+    agent = room.agent()
     agent.keeper.pipeline_ended(agent.role.plan_id, "the connection was cut")
     answers = await room.driver.restore(["w0"])
     assert states(answers) == ["done"]

@@ -9,19 +9,27 @@ from typing import Concatenate, ParamSpec
 
 import numpy as np
 
+from services.worker.engine.engine import Engine
+from services.worker.roles.agent import OrderAgent
 from shared.cost import load_profile
-from shared.messages.report import ElasticFacts
+from shared.ids import WorkerId
+from shared.layers import LayerRange, even_split
+from shared.messages.report import ElasticFacts, WorkerReport
 from shared.types import FinishReason
 from sim.cluster import ClusterParams, SimCluster
+from sim.devices.modelled_device import ModelledGroupDevice
 from sim.requests import SimAnswer, SimRequest
 from sim.virtual_time import run
 from sim.worker import SimWorkerParams
-from tests.support.hand_planner import HandPlanner
+from tests.support.hand_planner import HandPlanner, states
 
 P = ParamSpec("P")
 
 NUM_LAYERS = 8
 PAGE_BYTES = 4096
+WHOLE = LayerRange(0, NUM_LAYERS)
+HALVES = even_split(NUM_LAYERS, 2)
+BOTH = (WorkerId("w0"), WorkerId("w1"))
 
 
 def elastic_facts(num_pages: int = 500) -> ElasticFacts:
@@ -88,15 +96,36 @@ class Room:
             assert answer.finish is FinishReason.LENGTH
             assert answer.tokens == self.cluster.undisturbed(answer.request), answer.request.request_id
 
+    async def form(self) -> list[WorkerReport]:
+        """Let the first two workers be a group; return what they report then."""
+        assert states(await self.driver.drop(BOTH, HALVES)) == ["done"] * 2
+        await asyncio.sleep(0.6)
+        return [self.driver.reports[name] for name in BOTH]
+
+    def engine(self, index: int = 0) -> Engine:
+        """Return the engine of a worker."""
+        return self.cluster.workers[index].service.engine
+
+    def agent(self, index: int = 0) -> OrderAgent:
+        """Return who hears planners at a worker."""
+        agent = self.cluster.workers[index].service.agent
+        assert agent is not None
+        return agent
+
+    def device(self, index: int) -> ModelledGroupDevice:
+        """Return the device of a worker."""
+        device = self.cluster.workers[index].groups
+        assert isinstance(device, ModelledGroupDevice)
+        return device
+
     def num_blocks(self, index: int) -> int:
         """Return the KV blocks of a worker."""
-        return self.cluster.workers[index].service.engine.capacity_blocks
+        return self.engine(index).capacity_blocks
 
     def role(self, index: int) -> tuple[str, int, tuple[int, int]]:
         """Return the group of a worker, its stage and its layers."""
-        agent = self.cluster.workers[index].service.agent
-        assert agent is not None
-        return agent.role.group, agent.role.stage, (agent.role.layers.first, agent.role.layers.end)
+        role = self.agent(index).role
+        return role.group, role.stage, (role.layers.first, role.layers.end)
 
 
 def in_room(test: Callable[[Room], Awaitable[None]], cluster_params: ClusterParams) -> None:
