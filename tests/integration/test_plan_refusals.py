@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,16 +21,14 @@ from services.planner.config import PlannerSettings
 from services.planner.service import build_planner
 from shared.cost import load_profile
 from shared.ids import Incarnation, WorkerId
-from shared.layers import LayerRange
 from shared.messages.event import Event
-from shared.messages.plan import CommitPlan, PlanState, PreparePlan
+from shared.messages.plan import CommitPlan, PlanState
 from shared.messages.report import ClusterView, ElasticFacts, WorkerPhase, WorkerReport
 from shared.subjects import Subjects
 from shared.transport.bus import Message
 from shared.transport.nats_bus import NatsBus
 from shared.transport.nats_server import EmbeddedNats
 from shared.wire import decode_json, encode_json
-from sim.plan_driver import group_of
 from sim.worker import SimWorker, SimWorkerParams
 from tests.support.hand_planner import HandPlanner
 
@@ -236,66 +234,32 @@ async def test_a_restore_for_which_there_is_no_room_is_refused_with_an_event(nat
 # Workers refuse
 
 
-@asynccontextmanager
-async def worker(nats_url: str) -> AsyncIterator[tuple[Room, HandPlanner]]:
-    """A real agent, and a planner by hand."""
+async def test_a_word_of_an_epoch_that_is_over_is_refused_by_the_worker_with_an_event(nats_url: str) -> None:
+    """A real agent, and a planner by hand. What else a worker refuses: `test_plan_agent`, `test_group_role`."""
     bus = await NatsBus.connect(nats_url, name="w0")
-    params = SimWorkerParams(
-        "w0", load_profile("llama-3-8b-tp1-a100").cost, 0, system=SYSTEM, max_model_len=64, elastic=facts(num_pages=500)
+    cost = load_profile("llama-3-8b-tp1-a100").cost
+    worker = SimWorker(
+        SimWorkerParams("w0", cost, 0, system=SYSTEM, max_model_len=64, elastic=facts(num_pages=500)), bus
     )
-    own = SimWorker(params, bus)
     async with room(nats_url, "default") as here:
         driver = HandPlanner(here.bus)
         await driver.start()
-        await own.start()
+        await worker.start()
         try:
             async with asyncio.timeout(LIMIT_S):
                 while "w0" not in driver.reports or driver.reports["w0"].phase is not WorkerPhase.READY:
                     await asyncio.sleep(0.01)
-            yield here, driver
+            newer = await driver.ask("w0", CommitPlan(epoch=9, plan_id=8))
+            stale = await driver.ask("w0", CommitPlan(epoch=4, plan_id=4))
+            assert newer is not None
+            assert stale is not None
+            assert newer.state is stale.state is PlanState.REFUSED, "nothing is prepared, and that is over"
+            assert stale.newest_epoch == 9
+            for answer in (newer, stale):
+                event = await here.told("worker", f"plan {answer.plan_id}: {answer.reason}")
+                assert event.instance_id == "w0"
+            assert stale.reason == "epoch 4 is over: a planner of epoch 9 has spoken"
+            assert newer.reason.startswith("plan 8 is not prepared here")
         finally:
-            await own.stop()
+            await worker.stop()
             await bus.close()
-
-
-def _other_layers(known: WorkerReport) -> WorkerReport:
-    return known.model_copy(update={"layers": (0, 4)})
-
-
-def _other_process(known: WorkerReport) -> WorkerReport:
-    return known.model_copy(update={"incarnation": Incarnation(77)})
-
-
-@pytest.mark.parametrize(
-    ("believed", "ranges", "words"),
-    [
-        (_other_layers, [(0, 2), (2, 8)], "the plan was made for layers [0, 4), held are [0, 8)"),
-        (_other_process, [(0, 4), (4, 8)], "the plan was made for another process of this worker"),
-        (lambda known: known, [(0, 4), (5, 8)], "do not begin where those before them end"),
-    ],
-)
-async def test_a_plan_for_what_is_not_there_is_refused_by_the_worker_with_an_event(
-    believed: Callable[[WorkerReport], WorkerReport], ranges: list[tuple[int, int]], words: str, nats_url: str
-) -> None:
-    async with worker(nats_url) as (here, driver):
-        known = driver.reports["w0"]
-        other = known.model_copy(update={"worker_id": WorkerId("w1")})
-        group = group_of([believed(known), other], [LayerRange(*each) for each in ranges])
-        answer = await driver.ask("w0", PreparePlan(epoch=11, plan_id=11, step=group))
-        assert answer is not None
-        assert answer.state is PlanState.REFUSED
-        assert words in answer.reason
-        event = await here.told("worker", words)
-        assert (event.instance_id, event.reason) == ("w0", f"plan 11: {answer.reason}")
-
-
-async def test_a_word_of_an_epoch_that_is_over_is_refused_by_the_worker_with_an_event(nats_url: str) -> None:
-    async with worker(nats_url) as (here, driver):
-        newer = await driver.ask("w0", CommitPlan(epoch=9, plan_id=8))
-        assert newer is not None
-        assert newer.state is PlanState.REFUSED  # nothing is prepared
-        stale = await driver.ask("w0", CommitPlan(epoch=4, plan_id=4))
-        assert stale is not None
-        assert (stale.state, stale.newest_epoch) == (PlanState.REFUSED, 9)
-        await here.told("worker", "plan 4: epoch 4 is over: a planner of epoch 9 has spoken")
-        await here.told("worker", "plan 8: plan 8 is not prepared here")

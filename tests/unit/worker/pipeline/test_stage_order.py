@@ -27,11 +27,7 @@ from sim.devices.modelled_stage import ModelledStage
 from tests.support.late_stages import LIMIT_S, Holding, LateStage
 from tests.support.leaks import whats_open
 from tests.support.thread_pipeline import wire_up
-from tests.unit.worker.pipeline.test_thread_stage import (
-    bad_luck,
-    make_pipeline_engine,
-    serve_undisturbed,
-)
+from tests.unit.worker.pipeline.test_thread_stage import bad_luck, devices, make_pipeline_engine, serve_undisturbed
 
 
 def stages(num_stages: int, hold: Callable[[int], None], failure: FailureInjector | None = None) -> list[LateStage]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 
@@ -20,11 +19,9 @@ from services.worker.engine.loop import ExecutorBrokenError
 from services.worker.engine.stats import take_stats
 from services.worker.modelled.executor import FailureInjector
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw, expected_outputs, layer_weight
-from services.worker.peers.frames import PeerLostError
-from services.worker.pipeline.channel import SocketChannel
 from services.worker.pipeline.pipeline import PipelineExecutor
 from services.worker.pipeline.stage import Ended, StageDevice
-from services.worker.pipeline.stage_messages import Activation, Close, Hidden, StageMessage
+from services.worker.pipeline.stage_messages import Hidden
 from shared.cost import StageCost
 from shared.layers import even_split
 from shared.types import SamplingParams
@@ -178,57 +175,17 @@ async def test_closing_an_idle_pipeline_ends_every_stage_in_order() -> None:
     assert [server.reason for server in pipeline.servers] == [None, None]
 
 
-@pytest.mark.parametrize("kind", ["threads", "modelled"])
-async def test_every_stage_ends_late_writes_before_the_steps_that_are_submitted_afterwards(kind: str) -> None:
-    loop, stages = asyncio.get_running_loop(), [NotingDevice(stage) for stage in devices(3)]
-    wired = wire_up(stages, loop) if kind == "threads" else None
-    executor = (
-        PipelineExecutor(ModelledStages(stages, [ModelledLink()] * 2), loop.time) if wired is None else wired.executor
-    )
+async def test_every_modelled_stage_ends_late_writes_before_the_steps_that_are_submitted_afterwards() -> None:
+    """Stages in threads: `test_stage_order`."""
+    stages = [NotingDevice(stage) for stage in devices(3)]
+    executor = PipelineExecutor(ModelledStages(stages, [ModelledLink()] * 2), asyncio.get_running_loop().time)
     row = np.array([1], dtype=np.int32)
     admits = (RowInit(1, SamplingParams(max_tokens=2)),)
-    batches = [
-        Batch(0, row, row, row * 0, row, row == 0, TableDelta(row, row * 0, row), admits=admits),
-        Batch(1, row, row, row, row, row == 1),
-    ]
-    first = executor.submit(batches[0])
+    first = executor.submit(Batch(0, row, row, row * 0, row, row == 0, TableDelta(row, row * 0, row), admits=admits))
     executor.end_writes()
-    await executor.submit(batches[1])
+    await executor.submit(Batch(1, row, row, row, row, row == 1))
     await first
     for stage in stages:
         assert sorted(map(str, stage.notes)) == ["0", "1", "writes ended"]
         assert stage.notes[-1] == 1
     await executor.close()
-    if wired is not None:
-        wired.join()
-
-
-def test_a_channel_carries_large_activations_whole_and_in_order() -> None:
-    """Larger than any socket's buffer, so sender and receiver have to work at the same time."""
-    ours, theirs = (SocketChannel(end) for end in socket.socketpair())
-    sent = [
-        Activation(i, 300, np.random.default_rng(i).standard_normal((300, 1024)).astype(np.float32), (0.5,))
-        for i in range(5)
-    ]
-    received: list[StageMessage] = []
-
-    def receive() -> None:
-        received.extend(theirs.receive() for _ in range(6))
-
-    reader = threading.Thread(target=receive)
-    reader.start()
-    for message in sent:
-        ours.send(message)
-    ours.send(Close())
-    reader.join()
-    assert isinstance(received[-1], Close)
-    for one, other in zip(sent, received[:5], strict=True):
-        assert isinstance(other, Activation)
-        assert (one.step_id, one.durations_s) == (other.step_id, other.durations_s)
-        assert np.array_equal(one.hidden, other.hidden)
-    theirs.close()
-    with pytest.raises(PeerLostError):
-        ours.receive()
-    ours.close()
-    with pytest.raises(PeerLostError):
-        ours.send(Close())
