@@ -38,7 +38,7 @@ from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 from tests.support.engine_builders import engine_config, make_engine, new_sequence
 from tests.support.leaks import whats_open
 from tests.support.peers import identity
-from tests.support.runners import MIB, open_runner, runner_settings
+from tests.support.runners import KERNELS, MIB, open_runner, runner_settings
 
 SHAPES = {
     "llama": CheckpointShape(num_layers=4, hidden_size=32, num_heads=2, num_kv_heads=1),
@@ -48,6 +48,17 @@ SHAPES = {
         family="opt", num_layers=4, hidden_size=32, num_heads=2, extra=(("word_embed_proj_dim", 24),)
     ),
 }
+CASES = sorted(
+    {
+        ("llama", "float32", KERNELS),
+        ("llama", "float32", "torch"),
+        ("tied", "bfloat16", KERNELS),
+        ("projected embedding", "bfloat16", "torch"),
+    }
+)
+"""Models, their types and what computes them."""
+LONG = 150
+"""Tokens of answers that go on long after a group has begun to break."""
 PAGE = 4096
 WORKSPACE_BYTES = MIB
 """Less than the least reserve, as is measured in a process that does nothing else."""
@@ -86,6 +97,10 @@ def spoil(model: ElasticModel, first: int = 0) -> None:
 def ranges_of(*ends: int) -> tuple[LayerRange, ...]:
     """Return the ranges of stages that end there."""
     return tuple(LayerRange(first, end) for first, end in zip((0, *ends), ends, strict=False))
+
+
+WHOLE = LayerRange(0, 4)
+HALVES = ranges_of(2, 4)
 
 
 def places(devices: Sequence[TorchGroupDevice], ranges: Sequence[LayerRange]) -> list[GroupPlace]:
@@ -220,6 +235,11 @@ async def calm_texts(name: str, dtype: str, kernels: str) -> Texts:
     return _CALM[key]
 
 
+async def calm() -> Texts:
+    """As `calm_texts`, of the usual model."""
+    return await calm_texts("llama", "float32", KERNELS)
+
+
 @cache
 def _freeze() -> None:
     """Let the collector pass over what is there now, which is large: every load has it look at everything."""
@@ -286,3 +306,27 @@ def check(devices: Sequence[TorchGroupDevice]) -> None:
             told.layer_bytes,
         )
         assert (device.layers, device.resident) == (device._model.layers, device._model.resident)
+
+
+async def be_alone(*devices: TorchGroupDevice) -> None:
+    """Let devices be whole instances again, and look at all there is to see."""
+    for device in devices:
+        executor = (await device.alone()).executor
+        assert isinstance(executor, ThreadExecutor)
+        assert executor is (await device.alone()).executor
+        assert executor.capacity == device._model.info.capacity
+        assert (device.layers, device.resident, device.loaded_ratio) == (WHOLE, WHOLE, 1)
+        assert await texts_of(executor) == await calm()
+    check(devices)
+
+
+async def ended(ends: dict[int, list[str | None]]) -> None:
+    """Wait until every member has heard of the end."""
+    async with asyncio.timeout(10):
+        while not all(ends.values()):
+            await asyncio.sleep(0.001)
+
+
+def unheard(reason: str | None) -> None:
+    """Hear of no end: the group did not come about."""
+    raise AssertionError(f"a group that did not come about has ended: {reason}")
