@@ -20,10 +20,10 @@ from tests.support.fault_cluster import DEMO_MODEL, NATS, Cluster, Shape, runnin
 from tests.support.fault_streams import (
     CHAT,
     COMPLETIONS,
-    Reader,
     all_read,
     ask,
     long_prompts,
+    longest_gap_s,
     mixed_load,
     reading,
     seen,
@@ -38,10 +38,6 @@ QUEUE_LIMIT_S = 6.0
 """After which a request is refused: more than clients take to find a broker that is back, and to hear of workers."""
 SLACK_S = 1.5
 """And what a busy machine of two cores may add."""
-
-
-def longest_pause_s(readers: list[Reader]) -> float:
-    return max(reader.told.longest_gap_s for reader in readers if reader.asked.is_streamed)
 
 
 async def away(cluster: Cluster, how: str, duration_s: float) -> None:
@@ -64,7 +60,7 @@ async def test_streams_pause_while_the_broker_is_away_and_are_complete(
     """Rows 14, 15."""
     async with cluster.unchanged(15) as readers:
         await away(cluster, how, duration_s)
-    assert longest_pause_s(readers) < duration_s + MARGIN_S + SLACK_S
+    assert longest_gap_s(readers) < duration_s + MARGIN_S + SLACK_S
 
 
 async def test_prompts_are_computed_although_the_broker_dies_meanwhile(cluster: StagedCluster) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from shared.transport.nats_bus import NatsBus
 from tests.faults.conftest import SMALL_STEPS
 from tests.support.fault_checks import StagedCluster, staged
 from tests.support.fault_cluster import Cluster, Shape, until_async
-from tests.support.fault_streams import COMPLETIONS, Reader, all_read, ask, mixed_load, reading
+from tests.support.fault_streams import COMPLETIONS, all_read, ask, longest_gap_s, mixed_load, reading
 from tests.support.odd_worker import POISON
 from tests.support.waiting import rounds
 
@@ -56,11 +55,6 @@ async def strike(cluster: StagedCluster, fault: str) -> None:
         cluster.terminate(VICTIM)
 
 
-def hurry(readers: Sequence[Reader]) -> float:
-    """Return the longest pause that a reader of a stream saw."""
-    return max(reader.told.longest_gap_s for reader in readers if reader.asked.is_streamed)
-
-
 @pytest.mark.parametrize("fault", ["killed", "frozen", "terminated"])
 async def test_streams_of_a_lost_worker_go_on_with_the_same_text(cluster: StagedCluster, fault: str) -> None:
     """Rows 1, 3, 5, 6."""
@@ -68,7 +62,7 @@ async def test_streams_of_a_lost_worker_go_on_with_the_same_text(cluster: Staged
     for _ in rounds("a request went on elsewhere"):
         async with cluster.unchanged(15) as readers:
             await strike(cluster, fault)
-        assert hurry(readers) < LOSS_S + 5
+        assert longest_gap_s(readers) < LOSS_S + 5
         if await num_recovered(cluster) > before:
             break
 
@@ -156,7 +150,7 @@ async def test_a_step_that_never_ends_moves_the_requests(tmp_path: Path) -> None
                 await until_async(partial(is_idle_or_gone, cluster, bus), "nothing else can free such a device", 20.0)
                 code = cluster.processes[VICTIM].poll()
                 file.unlink()
-            assert hurry(readers) < 3 + 5
+            assert longest_gap_s(readers) < 3 + 5
             if code is not None:
                 break
         assert code != 0

@@ -249,10 +249,8 @@ async def test_a_word_of_an_epoch_that_is_over_is_refused_by_the_worker_with_an_
             async with asyncio.timeout(LIMIT_S):
                 while "w0" not in driver.reports or driver.reports["w0"].phase is not WorkerPhase.READY:
                     await asyncio.sleep(0.01)
-            newer = await driver.ask("w0", CommitPlan(epoch=9, plan_id=8))
-            stale = await driver.ask("w0", CommitPlan(epoch=4, plan_id=4))
-            assert newer is not None
-            assert stale is not None
+            newer = await driver.answer("w0", CommitPlan(epoch=9, plan_id=8))
+            stale = await driver.answer("w0", CommitPlan(epoch=4, plan_id=4))
             assert newer.state is stale.state is PlanState.REFUSED, "nothing is prepared, and that is over"
             assert stale.newest_epoch == 9
             for answer in (newer, stale):

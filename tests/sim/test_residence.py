@@ -137,10 +137,9 @@ async def test_a_commit_that_comes_before_the_blocks_are_left_takes_no_memory(
     step = load_beside([driver.reports[name] for name in BOTH], count)
     epoch = plan_id = driver.epoch
     asked = PreparePlan(epoch=epoch, plan_id=plan_id, step=step)
-    preparing = asyncio.ensure_future(driver.ask("w0", asked))
+    preparing = asyncio.ensure_future(driver.answer("w0", asked))
     await asyncio.sleep(0.001)
-    answer = await driver.ask("w0", CommitPlan(epoch=epoch, plan_id=plan_id))
-    assert answer is not None
+    answer = await driver.answer("w0", CommitPlan(epoch=epoch, plan_id=plan_id))
     assert (answer.state, answer.reason) == (PlanState.FAILED, "KV is in use that would lose its memory")
     await preparing
     await room.check()
@@ -156,8 +155,7 @@ async def test_a_worker_says_why_it_does_not_load_beside(room: Room) -> None:
     assert states(answers) == ["refused"] * 2
     stages, count = await room.form(), beside_blocks(room)
     other = unload_beside([stages[0], stages[1].model_copy(update={"worker_id": "w9"})], count)
-    answer = await room.driver.ask("w0", PreparePlan(epoch=9, plan_id=9, step=other))
-    assert answer is not None
+    answer = await room.driver.answer("w0", PreparePlan(epoch=9, plan_id=9, step=other))
     assert "a group that stands" in answer.reason
     room.driver.epoch = 9
     _, answers = await room.driver.prepare(load_beside(stages, count + 1))
@@ -218,8 +216,7 @@ async def test_nothing_is_loaded_beside_a_group_that_is_over(room: Room) -> None
     await asyncio.sleep(LOAD_S / 2)
     assert room.driver.reports["w0"].group == "w0", "says what it was"
     asked = PreparePlan(epoch=room.driver.epoch, plan_id=9, step=load_beside(stages, count))
-    answer = await room.driver.ask("w0", asked)
-    assert answer is not None
+    answer = await room.driver.answer("w0", asked)
     assert answer.state is PlanState.REFUSED
     assert "its group is over" in answer.reason
     await asyncio.sleep(LOAD_S)
@@ -238,11 +235,10 @@ async def test_a_group_that_ends_while_blocks_are_left_loads_nothing(
     await hold_beyond(room, count)
     agent = room.agent()
     asked = PreparePlan(epoch=9, plan_id=9, step=load_beside(stages, count))
-    preparing = asyncio.ensure_future(room.driver.ask("w0", asked))
+    preparing = asyncio.ensure_future(room.driver.answer("w0", asked))
     await asyncio.sleep(0.001)
     agent.keeper.pipeline_ended(agent.role.plan_id, "the connection was cut")
     answer = await preparing
-    assert answer is not None
     assert answer.state is PlanState.REFUSED
     assert "the plan was made for" in answer.reason
     assert room.role(0) == ("", 0, (0, NUM_LAYERS))

@@ -268,6 +268,11 @@ async def seen(readers: Sequence[Reader], num_events: int) -> None:
     await until(have_read, f"every reader has {num_events} events", 30)
 
 
+def longest_gap_s(readers: Sequence[Reader]) -> float:
+    """Return the longest pause that a reader of a stream saw."""
+    return max(reader.told.longest_gap_s for reader in readers if reader.asked.is_streamed)
+
+
 async def all_read(readers: Sequence[Reader]) -> None:
     """Wait until every reader has read to the end."""
     await asyncio.gather(*(reader.task for reader in readers))
