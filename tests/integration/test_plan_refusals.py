@@ -30,11 +30,11 @@ from shared.transport.nats_bus import NatsBus
 from shared.transport.nats_server import EmbeddedNats
 from shared.wire import decode_json, encode_json
 from sim.worker import SimWorker, SimWorkerParams
+from tests.support.drop_builders import make_elastic
 from tests.support.hand_planner import HandPlanner
 
 LIMIT_S = 15.0
 SYSTEM = "kunserve"
-PAGE = 64
 
 
 @pytest.fixture(scope="module")
@@ -140,22 +140,6 @@ async def _tell(here: Room, reports: Sequence[WorkerReport]) -> None:
         await asyncio.sleep(0.1)
 
 
-def facts(**changes: object) -> ElasticFacts:
-    """8 layers of 8 pages; of 224 pages a whole instance has 10 blocks, half of one 24."""
-    fields: dict[str, object] = {
-        "layer_bytes": (8 * PAGE,) * 8,
-        "outer_bytes": 0,
-        "first_stage_end": 0,
-        "last_stage_begin": 0,
-        "block_bytes": PAGE,
-        "page_bytes": PAGE,
-        "num_pages": 224,
-        "max_blocks": 10_000,
-        "has_host_copy": True,
-    }
-    return ElasticFacts.model_validate(fields | changes)
-
-
 def report(index: int, elastic: ElasticFacts, *, is_short: bool = False, **changes: object) -> WorkerReport:
     """A whole instance, which is full and has requests that wait for memory if it is short."""
     return WorkerReport(
@@ -179,9 +163,9 @@ def report(index: int, elastic: ElasticFacts, *, is_short: bool = False, **chang
     ).model_copy(update=changes)
 
 
-NO_GAIN = facts(max_blocks=12)
+NO_GAIN = make_elastic(max_blocks=12)
 """There are addresses for 12 blocks, so that two have less together than each alone."""
-NO_COPY = facts(has_host_copy=False)
+NO_COPY = make_elastic(has_host_copy=False)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +193,7 @@ async def test_a_drop_that_must_not_be_is_refused_with_an_event(
 
 
 async def test_a_drop_that_costs_more_than_it_saves_is_refused_with_an_event(nats_url: str) -> None:
-    reports = [report(index, facts(), is_short=True) for index in range(2)]
+    reports = [report(index, make_elastic(), is_short=True) for index in range(2)]
     async with planning(nats_url, "price", reports, drop_wait_s=0.0001) as here:
         event = await here.told("planner", "the room would save 0.00 s")
         assert "readers wait" in event.reason
@@ -218,7 +202,7 @@ async def test_a_drop_that_costs_more_than_it_saves_is_refused_with_an_event(nat
 async def test_a_restore_for_which_there_is_no_room_is_refused_with_an_event(nats_url: str) -> None:
     """20 of 24 blocks are in use, and two whole instances have room for 16."""
     half: dict[str, Any] = {"group": "w0", "num_stages": 2}
-    sizes = facts(num_pages=192)  # 8 blocks for a whole instance
+    sizes = make_elastic(num_pages=192)  # 8 blocks for a whole instance
     reports = [
         report(0, sizes, layers=(0, 4), stage=0, num_blocks=20, num_used_blocks=20, **half),
         report(1, sizes, layers=(4, 8), stage=1, num_used_blocks=0, num_running=0, **half),
@@ -239,7 +223,7 @@ async def test_a_word_of_an_epoch_that_is_over_is_refused_by_the_worker_with_an_
     bus = await NatsBus.connect(nats_url, name="w0")
     cost = load_profile("llama-3-8b-tp1-a100").cost
     worker = SimWorker(
-        SimWorkerParams("w0", cost, 0, system=SYSTEM, max_model_len=64, elastic=facts(num_pages=500)), bus
+        SimWorkerParams("w0", cost, 0, system=SYSTEM, max_model_len=64, elastic=make_elastic(num_pages=500)), bus
     )
     async with room(nats_url, "default") as here:
         driver = HandPlanner(here.bus)

@@ -21,6 +21,7 @@ from sim.devices.modelled_device import ModelledGroupDevice
 from sim.requests import SimAnswer, SimRequest
 from sim.virtual_time import run
 from sim.worker import SimWorkerParams
+from tests.support.drop_builders import make_elastic, make_model
 from tests.support.hand_planner import HandPlanner, states
 
 P = ParamSpec("P")
@@ -34,17 +35,8 @@ BOTH = (WorkerId("w0"), WorkerId("w1"))
 
 def elastic_facts(num_pages: int = 500) -> ElasticFacts:
     """Parameters of 8 layers take 40 pages each, half of the budget or more; a page has two blocks."""
-    return ElasticFacts(
-        layer_bytes=(40 * PAGE_BYTES,) * NUM_LAYERS,
-        outer_bytes=0,
-        first_stage_end=0,
-        last_stage_begin=0,
-        block_bytes=PAGE_BYTES // 2,
-        page_bytes=PAGE_BYTES,
-        num_pages=num_pages,
-        max_blocks=2000,
-        has_host_copy=True,
-    )
+    model = make_model(layer_bytes=(40 * PAGE_BYTES,) * NUM_LAYERS, block_bytes=PAGE_BYTES // 2, page_bytes=PAGE_BYTES)
+    return make_elastic(model, num_pages=num_pages, max_blocks=2000)
 
 
 def group_params(

@@ -37,14 +37,14 @@ from shared.messages.plan import (
     Step,
     UnloadBeside,
 )
-from shared.messages.report import ElasticFacts, WorkerPhase, WorkerReport
+from shared.messages.report import WorkerPhase, WorkerReport
 from shared.subjects import Subjects
 from shared.transport.bus import BusError, Endpoint, KvEntry, Message, ServiceInfo
 from shared.transport.memory_bus import Delivery, MemoryBroker, MemoryBus
 from shared.wire import decode_json, decode_union_json, encode_json
 from sim.faults.nodes import MonitorNode, PlannerNode
 from sim.virtual_time import run
-from tests.support.drop_builders import make_model
+from tests.support.drop_builders import make_elastic, make_model
 
 SUBJECTS = Subjects()
 MODEL = make_model(8, layer_bytes=(8 * 64,) * 8)
@@ -220,7 +220,7 @@ class PlanWorker:
             num_stages=max(len(self.group), 1),
             plan_id=self.plan_id,
             stage_address=f"{self.worker_id}:1",
-            elastic=_elastic(self.model) if self.is_elastic else None,
+            elastic=make_elastic(self.model) if self.is_elastic else None,
             token_s=0.0001,
         )
 
@@ -581,20 +581,6 @@ def in_cluster(
         return cluster
 
     return run(main())
-
-
-def _elastic(model: ModelFacts) -> ElasticFacts:
-    return ElasticFacts(
-        layer_bytes=model.layer_bytes,
-        outer_bytes=model.outer_bytes,
-        first_stage_end=model.first_stage_end,
-        last_stage_begin=model.last_stage_begin,
-        block_bytes=model.block_bytes,
-        page_bytes=model.page_bytes,
-        num_pages=NUM_PAGES,
-        max_blocks=10_000,
-        has_host_copy=True,
-    )
 
 
 def _now_s() -> float:

@@ -25,7 +25,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 from services.worker.contract.executor import KvCapacity
@@ -111,19 +111,7 @@ class TorchGroupDevice:
         self._layers = model.layers
         self._resident = model.resident
         self._closed = False
-        facts = model.facts
-        self._facts = ElasticFacts(
-            layer_bytes=facts.layer_bytes,
-            outer_bytes=facts.outer_bytes,
-            first_stage_end=facts.first_stage_end,
-            last_stage_begin=facts.last_stage_begin,
-            block_bytes=facts.block_bytes,
-            page_bytes=facts.page_bytes,
-            num_pages=facts.num_pages,
-            max_blocks=facts.max_blocks,
-            link_bytes_per_s=params.link_bytes_per_s,
-            has_host_copy=True,
-        )
+        self._facts = ElasticFacts(**asdict(model.facts), link_bytes_per_s=params.link_bytes_per_s, has_host_copy=True)
 
     @property
     def layers(self) -> LayerRange:
