@@ -35,9 +35,10 @@ from services.worker.executor.elastic_model import ElasticModel, load_elastic_mo
 from services.worker.executor.model_runner import RunnerSettings
 from services.worker.kv_moves.kv_exchanges import ExchangeParams
 from services.worker.kv_moves.kv_table import MAX_EXCHANGED
+from services.worker.kv_moves.places import GroupPlace, StagePlace
 from services.worker.peers.connect import Peers
 from services.worker.peers.greeting import PeerIdentity
-from services.worker.roles.device import GroupPlace, Led, Parting, StagePlace
+from services.worker.roles.device import Led, Parting
 from services.worker.roles.torch_device import TorchGroupDevice
 from shared.ids import NOBODY, WorkerId
 from shared.layers import LayerRange, even_split

@@ -15,12 +15,13 @@ import numpy as np
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.executor.parameter_load import ParameterLoad
 from services.worker.kv_moves.kv_table import KvOffer
+from services.worker.kv_moves.places import GroupFailedError, GroupPlace, NextShares
 from services.worker.memory import holdings
 from services.worker.memory.layout import MemoryFacts, MemoryLayout
 from services.worker.modelled.executor import FailureInjector, ModelledExecutor
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw, layer_weight
 from services.worker.pipeline.pipeline import PipelineExecutor
-from services.worker.roles.device import GroupFailedError, GroupPlace, Led, NextShares, Parting
+from services.worker.roles.device import Led, Parting
 from shared.cost import CostModel, StageCost
 from shared.layers import LayerRange
 from shared.messages.report import ElasticFacts

@@ -17,7 +17,7 @@ from services.worker.kv_moves.arrivals import Arrivals
 from services.worker.kv_moves.exchange_modes import ExchangeCosts, form_table, usable
 from services.worker.kv_moves.kv_table import KvTable, table_to_copy
 from services.worker.kv_moves.placed_kv import PlacedKv
-from services.worker.roles.device import GroupFailedError, GroupPlace, NextShares
+from services.worker.kv_moves.places import GroupFailedError, GroupPlace, NextShares
 from shared.ids import WorkerId
 from shared.systems import KvExchange
 from sim.devices.channel import ModelledLink

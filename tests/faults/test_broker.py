@@ -14,10 +14,20 @@ import pytest
 from shared.ids import DispatcherId, WorkerId
 from shared.transport.bus import BusError, Message
 from shared.transport.nats_bus import NatsBus
-from tests.faults.conftest import SMALL_STEPS, Stage, set_up
-from tests.support.fault_checks import unchanged
+from tests.faults.conftest import SMALL_STEPS
+from tests.support.fault_checks import StagedCluster, staged
 from tests.support.fault_cluster import DEMO_MODEL, NATS, Cluster, Shape, running, until, until_async
-from tests.support.fault_streams import CHAT, COMPLETIONS, Reader, ask, long_prompts, mixed_load, reading, seen
+from tests.support.fault_streams import (
+    CHAT,
+    COMPLETIONS,
+    all_read,
+    ask,
+    long_prompts,
+    longest_gap_s,
+    mixed_load,
+    reading,
+    seen,
+)
 from tests.support.waiting import rounds
 
 pytestmark = pytest.mark.timeout(180)
@@ -28,10 +38,6 @@ QUEUE_LIMIT_S = 6.0
 """After which a request is refused: more than clients take to find a broker that is back, and to hear of workers."""
 SLACK_S = 1.5
 """And what a busy machine of two cores may add."""
-
-
-def longest_pause_s(readers: list[Reader]) -> float:
-    return max(reader.told.longest_gap_s for reader in readers if reader.asked.is_streamed)
 
 
 async def away(cluster: Cluster, how: str, duration_s: float) -> None:
@@ -49,40 +55,35 @@ async def away(cluster: Cluster, how: str, duration_s: float) -> None:
 @pytest.mark.parametrize("duration_s", [1.0, 10.0])
 @pytest.mark.parametrize("how", ["killed", "frozen"])
 async def test_streams_pause_while_the_broker_is_away_and_are_complete(
-    stage: Stage, how: str, duration_s: float
+    cluster: StagedCluster, how: str, duration_s: float
 ) -> None:
     """Rows 14, 15."""
-    async with unchanged(stage.cluster, mixed_load(), stage.expected, stage.before) as readers:
-        await seen(readers, 15)
-        await away(stage.cluster, how, duration_s)
-        await asyncio.gather(*(reader.task for reader in readers))
-    assert longest_pause_s(readers) < duration_s + MARGIN_S + SLACK_S
+    async with cluster.unchanged(15) as readers:
+        await away(cluster, how, duration_s)
+    assert longest_gap_s(readers) < duration_s + MARGIN_S + SLACK_S
 
 
-async def test_prompts_are_computed_although_the_broker_dies_meanwhile(stage: Stage) -> None:
+async def test_prompts_are_computed_although_the_broker_dies_meanwhile(cluster: StagedCluster) -> None:
     """Row 14, mid-prompt."""
-    async with unchanged(stage.cluster, long_prompts(), stage.expected, stage.before):
+    async with cluster.unchanged(load=long_prompts()):
         await asyncio.sleep(0.3)
-        await away(stage.cluster, "killed", 1.0)
+        await away(cluster, "killed", 1.0)
 
 
-async def test_without_a_broker_new_requests_wait_and_are_refused_after_a_bound(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+async def test_without_a_broker_new_requests_wait_and_are_refused_after_a_bound(tmp_path: Path) -> None:
     """Row 14: 503 with Retry-After, `/ready` says why; served again as soon as it is back."""
     shape = Shape(env={**SMALL_STEPS, "SLUICE_DISPATCHER_QUEUE_LIMIT_S": f"{QUEUE_LIMIT_S:g}"})
-    with running(tmp_path_factory.mktemp("cluster"), shape) as cluster:
-        stage = set_up(cluster)
+    with staged(tmp_path, shape) as cluster:
         cluster.kill(NATS)
         await until_async(lambda: _is_unready(cluster), "it is not ready", 10)
         started_s = time.monotonic()
         async with reading(cluster, mixed_load()[:2]) as readers:
-            await asyncio.gather(*(reader.task for reader in readers))
+            await all_read(readers)
         for reader in readers:
             assert reader.told.status == 503, reader.told
             assert int(reader.told.headers["Retry-After"]) >= 1
         assert time.monotonic() - started_s < QUEUE_LIMIT_S + 3
-        async with unchanged(cluster, mixed_load()[:2], stage.expected, stage.before):
+        async with cluster.unchanged(load=mixed_load()[:2]):
             await asyncio.sleep(0.5)
             await asyncio.to_thread(cluster.start_broker)
 
@@ -124,17 +125,16 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
     return data + rng.randbytes(7) if kind == 2 else rng.randbytes(rng.randrange(1, 200))
 
 
-async def test_damaged_token_messages_are_counted_and_change_nothing(stage: Stage) -> None:
+async def test_damaged_token_messages_are_counted_and_change_nothing(cluster: StagedCluster) -> None:
     """Row 22, on the hot path: true messages of the running streams, damaged."""
-    cluster, rng, tap = stage.cluster, random.Random(22), Tap()
+    rng, tap = random.Random(22), Tap()
     subject = cluster.subjects.tokens(DispatcherId("dispatcher-0"))
     async with cluster.bus() as bus:
         before = await num_malformed(cluster, bus)
         listening = await bus.subscribe(subject, tap)
         num_sent = 0
         for _ in rounds("enough was sent"):
-            async with unchanged(cluster, mixed_load(), stage.expected, stage.before) as readers:
-                await seen(readers, 5)
+            async with cluster.unchanged(5) as readers:
                 while any(not reader.task.done() for reader in readers):
                     for data in tap.messages[-5:]:
                         await tap.send(bus, subject, damaged(data, rng))
@@ -150,21 +150,12 @@ async def test_damaged_token_messages_are_counted_and_change_nothing(stage: Stag
     assert all(line["subject"] == subject for line in lines)
 
 
-async def test_damaged_requests_and_reports_are_refused_and_change_nothing(stage: Stage) -> None:
+async def test_damaged_requests_and_reports_are_refused_and_change_nothing(cluster: StagedCluster) -> None:
     """Row 22, on the control path: every endpoint of a worker, and what the monitor hears."""
-    cluster, rng = stage.cluster, random.Random(23)
+    rng = random.Random(23)
     worker = WorkerId("worker-0")
-    rubbish = [
-        b"",
-        b"\xff" * 40,
-        b"\x81",
-        b"{}",
-        b'{"kind":"submit","version":2}',
-        bytes(1000),
-        b"\xdd\xff\xff\xff\xff",
-    ]
-    async with cluster.bus() as bus, unchanged(cluster, mixed_load(), stage.expected, stage.before) as readers:
-        await seen(readers, 5)
+    rubbish = [b"", b"\xff" * 40, b"\x81", b"{}", b'{"kind":"submit","version":2}', bytes(1000), b"\xdd" + b"\xff" * 4]
+    async with cluster.bus() as bus, cluster.unchanged(5):
         endpoints = [endpoint["subject"] for endpoint in (await cluster.stats(bus, worker))["endpoints"]]
         assert cluster.subjects.submit(worker) in endpoints
         for _ in range(30):
@@ -177,9 +168,8 @@ async def test_damaged_requests_and_reports_are_refused_and_change_nothing(stage
     await until(lambda: any(e.get("event") == "report_refused" for e in cluster.events("monitor")), "it is told")
 
 
-async def test_absurd_reports_are_refused_and_nobody_is_given_up(stage: Stage) -> None:
+async def test_absurd_reports_are_refused_and_nobody_is_given_up(cluster: StagedCluster) -> None:
     """Row 13: numbers that cannot be, in the name of a worker that serves."""
-    cluster = stage.cluster
     subject = cluster.subjects.report(WorkerId("worker-0"))
     honest = {
         "version": 2,
@@ -188,34 +178,33 @@ async def test_absurd_reports_are_refused_and_nobody_is_given_up(stage: Stage) -
         "sequence_number": 10**9,
         "phase": "ready",
     }
-    absurd: list[bytes] = [
-        json.dumps({**honest, "num_blocks": -1}).encode(),
-        json.dumps({**honest, "num_running": 10**12}).encode(),
-        json.dumps({**honest, "tokens_per_s": float("nan")}).encode(),
-        json.dumps({**honest, "step_time_s": float("inf")}).encode(),
-        json.dumps({**honest, "progress_ratio": 7}).encode(),
-        json.dumps({**honest, "worker_id": "worker-1"}).encode(),
+    absurd: list[dict[str, object]] = [
+        {"num_blocks": -1},
+        {"num_running": 10**12},
+        {"tokens_per_s": float("nan")},
+        {"step_time_s": float("inf")},
+        {"progress_ratio": 7},
+        {"worker_id": "worker-1"},
     ]
-    async with cluster.bus() as bus, unchanged(cluster, mixed_load(), stage.expected, stage.before) as readers:
-        await seen(readers, 5)
+    async with cluster.bus() as bus, cluster.unchanged(5):
         for _ in range(20):
-            for data in absurd:
-                await bus.publish(subject, data)
+            for lie in absurd:
+                await bus.publish(subject, json.dumps(honest | lie).encode())
             await asyncio.sleep(0.02)
         _, view = await cluster.get("/v1/cluster")
         assert len(view["workers"]) == len(cluster.workers)
         assert "dead" not in {worker["liveness"] for worker in view["workers"]}
 
 
-async def test_repeated_and_late_messages_change_nothing(stage: Stage) -> None:
+async def test_repeated_and_late_messages_change_nothing(cluster: StagedCluster) -> None:
     """Row 23: every token message once more at once, some in reverse order, and all of the first second again later."""
-    cluster, rng, tap = stage.cluster, random.Random(24), Tap()
+    rng, tap = random.Random(24), Tap()
     subject = cluster.subjects.tokens(DispatcherId("dispatcher-0"))
     kept: list[bytes] = []
     async with cluster.bus() as bus:
         listening = await bus.subscribe(subject, tap)
         for _ in rounds("enough came"):
-            async with unchanged(cluster, mixed_load(), stage.expected, stage.before) as readers:
+            async with cluster.unchanged() as readers:
                 while any(not reader.task.done() for reader in readers):
                     fresh, tap.messages = tap.messages, []
                     kept += fresh[: max(0, 300 - len(kept))]
@@ -225,45 +214,37 @@ async def test_repeated_and_late_messages_change_nothing(stage: Stage) -> None:
                     await asyncio.sleep(0.005)
             if len(kept) > 50:
                 break
-        async with unchanged(cluster, mixed_load(), stage.expected, stage.before) as readers:
-            await seen(readers, 5)
+        async with cluster.unchanged(5) as readers:
             for data in kept:  # the streams of these have ended long ago
                 await bus.publish(subject, data)
         await listening.close()
 
 
-async def test_slow_and_delayed_links_lose_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
+async def test_slow_and_delayed_links_lose_nothing(tmp_path: Path) -> None:
     """Row 23: half a second each way between the dispatcher and the broker."""
     shape = Shape(env=SMALL_STEPS, proxied=("dispatcher-0",))
-    with running(tmp_path_factory.mktemp("cluster"), shape) as cluster:
-        stage = set_up(cluster)
-        async with unchanged(cluster, mixed_load(), stage.expected, stage.before) as readers:
-            await seen(readers, 5)
+    with staged(tmp_path, shape) as cluster:
+        async with cluster.unchanged(5):
             cluster.proxies["dispatcher-0"].slow(delay_s=0.5)
-            await asyncio.gather(*(reader.task for reader in readers))
-        async with unchanged(cluster, mixed_load(), stage.expected, stage.before) as readers:
-            await seen(readers, 5)
+        async with cluster.unchanged(5):
             cluster.proxies["dispatcher-0"].cut()
 
 
-async def test_a_dispatcher_that_the_broker_cuts_as_too_slow_loses_no_token(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+async def test_a_dispatcher_that_the_broker_cuts_as_too_slow_loses_no_token(tmp_path: Path) -> None:
     """Row 25: the broker holds 64 KiB for a reader and then ends its connection; what it dropped is asked for again."""
     wide: dict[str, Any] = {"temperature": 1.0, "logprobs": True, "top_logprobs": 20, "max_tokens": 900}
     load = [ask(f"wide-{n}", CHAT, seed=n, **wide) for n in range(8)]
     shape = Shape(env=SMALL_STEPS, proxied=("dispatcher-0",), max_payload_bytes=64 * 1024, max_pending_bytes=64 * 1024)
-    with running(tmp_path_factory.mktemp("cluster"), shape) as cluster:
-        stage = set_up(cluster)
+    with staged(tmp_path, shape) as cluster:
         async with reading(cluster, load) as alone:
-            await asyncio.gather(*(reader.task for reader in alone))
+            await all_read(alone)
         texts = {reader.asked.name: reader.told.texts for reader in alone}
-        async with unchanged(cluster, mixed_load(), stage.expected, stage.before), reading(cluster, load) as readers:
+        async with cluster.unchanged(), reading(cluster, load) as readers:
             await seen(readers, 10)
             cluster.proxies["dispatcher-0"].slow(bytes_per_s=1000)
             await until_async(lambda: _was_cut(cluster), "the broker has cut the dispatcher", 30)
             cluster.proxies["dispatcher-0"].heal()
-            await asyncio.gather(*(reader.task for reader in readers))
+            await all_read(readers)
             assert {reader.asked.name: reader.told.texts for reader in readers} == texts
 
 
@@ -295,17 +276,16 @@ def long_context_model(folder: Path, num_tokens: int) -> Path:
     return folder
 
 
-async def test_prompts_close_to_the_size_of_a_message_just_work(tmp_path_factory: pytest.TempPathFactory) -> None:
+async def test_prompts_close_to_the_size_of_a_message_just_work(tmp_path: Path) -> None:
     """Row 24: 4 bytes per token of 1 MiB. Also when prompt and answer so far go to another worker."""
-    folder = tmp_path_factory.mktemp("cluster")
-    (folder / "flat.toml").write_text(PROFILE)
-    modelled = ("--executor", "modelled", "--profile", str(folder / "flat.toml"), "--memory", "4GiB")
-    shape = Shape(model=long_context_model(folder / "model", 300_000), flags={"worker": modelled})
+    (tmp_path / "flat.toml").write_text(PROFILE)
+    modelled = ("--executor", "modelled", "--profile", str(tmp_path / "flat.toml"), "--memory", "4GiB")
+    shape = Shape(model=long_context_model(tmp_path / "model", 300_000), flags={"worker": modelled})
     rng = random.Random(24)
     longest = [rng.randrange(300, 2000) for _ in range(248_500)]
     most = ask("long", COMPLETIONS, prompt=longest, max_tokens=1_400, seed=24)
     too_long = ask("too long", COMPLETIONS, prompt=longest * 2, max_tokens=10)
-    with running(folder, shape) as cluster:
+    with running(Cluster(tmp_path, shape)) as cluster:
         async with reading(cluster, [most]) as (alone,):
             await alone.task
         assert alone.told.is_whole, alone.told.error

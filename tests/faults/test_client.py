@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 
 import pytest
 
-from tests.faults.conftest import SMALL_STEPS, Stage, set_up
-from tests.support.fault_checks import assert_nothing_left, unchanged
-from tests.support.fault_cluster import Cluster, Shape, running, until_async
+from tests.faults.conftest import SMALL_STEPS
+from tests.support.fault_checks import StagedCluster
+from tests.support.fault_cluster import Cluster, Shape, until_async
 from tests.support.fault_proxy import FaultProxy
-from tests.support.fault_streams import Ask, long_prompts, mixed_load, reading, seen
+from tests.support.fault_streams import Ask, all_read, long_prompts, mixed_load, reading, seen
 
 pytestmark = pytest.mark.timeout(180)
 
 WRITE_LIMIT_S = 2.0
 STAGES = ("connected", "headers", "half a body", "asked", "mid-prompt", "first token", "mid-stream", "end")
-
-
-@pytest.fixture(scope="module")
-def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """A cluster that is quick to cut those who do not read."""
-    env = {**SMALL_STEPS, "SLUICE_DISPATCHER_WRITE_LIMIT_S": str(WRITE_LIMIT_S)}
-    with running(tmp_path_factory.mktemp("cluster"), Shape(env=env)) as cluster:
-        yield set_up(cluster)
+SHAPE = Shape(env={**SMALL_STEPS, "SLUICE_DISPATCHER_WRITE_LIMIT_S": str(WRITE_LIMIT_S)})
+"""It is quick to cut those who do not read."""
 
 
 def head(asked: Ask, body: bytes) -> bytes:
@@ -58,30 +51,27 @@ async def leave_at(cluster: Cluster, moment: str, asked: Ask, *, politely: bool)
 
 
 @pytest.mark.parametrize("politely", [True, False])
-async def test_a_client_that_leaves_at_any_moment_leaves_nothing(hasty: Stage, *, politely: bool) -> None:
+async def test_a_client_that_leaves_at_any_moment_leaves_nothing(cluster: StagedCluster, *, politely: bool) -> None:
     """Row 19."""
     load, leaving = mixed_load(), [*mixed_load()[:4], *long_prompts(4)]
-    async with unchanged(hasty.cluster, load, hasty.expected, hasty.before) as readers:
-        await seen(readers, 3)
-        goodbyes = [leave_at(hasty.cluster, moment, asked, politely=politely) for moment in STAGES for asked in leaving]
+    async with cluster.unchanged(3, load):
+        goodbyes = [leave_at(cluster, moment, asked, politely=politely) for moment in STAGES for asked in leaving]
         await asyncio.gather(*goodbyes)
 
 
-async def test_a_cancelled_answer_frees_its_blocks_at_once(hasty: Stage) -> None:
+async def test_a_cancelled_answer_frees_its_blocks_at_once(cluster: StagedCluster) -> None:
     """Row 19: the work stops within a step, which reports show half a second later."""
-    async with reading(hasty.cluster, mixed_load()) as readers:
+    async with reading(cluster, mixed_load()) as readers:
         await seen(readers, 5)
-    await assert_nothing_left(hasty.cluster, hasty.before, 5)
+    await cluster.assert_nothing_left(5)
 
 
-async def test_a_client_that_does_not_read_is_cut_alone(hasty: Stage) -> None:
+async def test_a_client_that_does_not_read_is_cut_alone(cluster: StagedCluster) -> None:
     """Row 20: it takes nothing for so long that its buffers are full, and longer."""
-    cluster = hasty.cluster
     asked = next(asked for asked in mixed_load() if asked.name == "boat")
     wide = Ask("wide", asked.path, {**asked.body, "top_logprobs": 20, "n": 8, "max_tokens": 900})
     body = json.dumps(wide.body).encode()
-    async with unchanged(cluster, mixed_load(), hasty.expected, hasty.before) as readers:
-        await seen(readers, 3)
+    async with cluster.unchanged(3):
         reader, writer = await asyncio.open_connection("127.0.0.1", cluster.http_ports["dispatcher-0"], limit=1024)
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         writer.write(head(wide, body) + body)
@@ -94,10 +84,10 @@ async def _was_cut(cluster: Cluster) -> bool:
     return any("slow" in event.get("event", "") for event in cluster.events("dispatcher-0"))
 
 
-async def test_idle_connections_and_slow_headers_do_not_matter(hasty: Stage) -> None:
+async def test_idle_connections_and_slow_headers_do_not_matter(cluster: StagedCluster) -> None:
     """Row 33: 300 connections that say nothing, and 50 that send a header byte by byte."""
-    port = hasty.cluster.http_ports["dispatcher-0"]
-    async with unchanged(hasty.cluster, mixed_load(), hasty.expected, hasty.before) as readers:
+    port = cluster.http_ports["dispatcher-0"]
+    async with cluster.unchanged() as readers:
         idle = await asyncio.gather(*(asyncio.open_connection("127.0.0.1", port) for _ in range(350)))
         slow = [writer for _, writer in idle[:50]]
         try:
@@ -105,24 +95,24 @@ async def test_idle_connections_and_slow_headers_do_not_matter(hasty: Stage) -> 
                 for writer in slow:
                     writer.write(bytes([byte]))
                 await asyncio.sleep(0.02)
-            assert (await hasty.cluster.get("/live"))[0] == 200
-            await asyncio.gather(*(reader.task for reader in readers))
+            assert (await cluster.get("/live"))[0] == 200
+            await all_read(readers)
         finally:
             for _, writer in idle:
                 writer.transport.abort()
 
 
-async def test_a_slow_link_to_one_client_slows_only_its_own_stream(hasty: Stage) -> None:
+async def test_a_slow_link_to_one_client_slows_only_its_own_stream(cluster: StagedCluster) -> None:
     """Row 20: a reader behind a slow link gets all of its text, and the others theirs at once."""
-    port = hasty.cluster.http_ports["dispatcher-0"]
+    port = cluster.http_ports["dispatcher-0"]
     with FaultProxy(port) as proxy:
         async with (
-            unchanged(hasty.cluster, mixed_load(), hasty.expected, hasty.before) as readers,
-            reading(hasty.cluster, mixed_load()[:1], url=f"http://127.0.0.1:{proxy.port}") as (slow,),
+            cluster.unchanged() as readers,
+            reading(cluster, mixed_load()[:1], url=f"http://127.0.0.1:{proxy.port}") as (slow,),
         ):
             proxy.slow(delay_s=0.2, bytes_per_s=8_000)
-            await asyncio.gather(*(reader.task for reader in readers))
+            await all_read(readers)
             assert not slow.task.done(), "the others did not wait for it"
             proxy.heal()
             await slow.task
-            assert slow.told.texts == hasty.expected["fox"]["texts"]
+            assert slow.told.texts == cluster.expected["fox"]["texts"]

@@ -15,10 +15,10 @@ import pytest
 
 from shared.messages.base import PROTOCOL_VERSION
 from shared.transport.bus import BusError, KeyValue
-from tests.faults.conftest import SMALL_STEPS, Stage, set_up, set_up_with
-from tests.support.fault_checks import assert_no_errors, unchanged
-from tests.support.fault_cluster import DEMO_MODEL, ROOT, Cluster, Shape, running, until, until_async
-from tests.support.fault_streams import CHAT, Told, ask, long_prompts, mixed_load, reading, seen
+from tests.faults.conftest import SMALL_STEPS
+from tests.support.fault_checks import StagedCluster, assert_no_errors, staged
+from tests.support.fault_cluster import DEMO_MODEL, ROOT, Cluster, Shape, until, until_async
+from tests.support.fault_streams import CHAT, all_read, ask, long_prompts, mixed_load, reading
 from tests.support.group_changes import service_answers
 from tests.support.wall_clock import WallClock
 
@@ -27,22 +27,14 @@ pytestmark = pytest.mark.timeout(180)
 HOUR_S = 3600.0
 
 
-async def test_without_a_planner_a_burst_is_served_or_refused_politely(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+async def test_without_a_planner_a_burst_is_served_or_refused_politely(tmp_path: Path) -> None:
     """Row 12, its ten minutes shortened: what does not fit the queue gets 429 with Retry-After at once."""
-    env = {
-        **SMALL_STEPS,
-        "SLUICE_WORKER_MAX_SEQUENCES": "4",
-        "SLUICE_DISPATCHER_MAX_QUEUED": "8",
-    }
-    with running(tmp_path_factory.mktemp("cluster"), Shape(env=env)) as cluster:
-        stage = set_up_with(cluster, mixed_load()[:4])
-        async with unchanged(cluster, mixed_load()[:4], stage.expected, stage.before) as readers:
-            await seen(readers, 5)
+    env = {**SMALL_STEPS, "SLUICE_WORKER_MAX_SEQUENCES": "4", "SLUICE_DISPATCHER_MAX_QUEUED": "8"}
+    with staged(tmp_path, Shape(env=env), mixed_load()[:4]) as cluster:
+        async with cluster.unchanged(5):
             cluster.kill("planner")
             async with reading(cluster, [ask(f"burst {n}", CHAT, max_tokens=40) for n in range(60)]) as burst:
-                await asyncio.gather(*(reader.task for reader in burst))
+                await all_read(burst)
         told = [reader.told for reader in burst]
         served, refused = [one for one in told if one.is_whole], [one for one in told if one.status == 429]
         assert len(served) + len(refused) == len(told), [one for one in told if one.status not in (200, 429)]
@@ -51,35 +43,25 @@ async def test_without_a_planner_a_burst_is_served_or_refused_politely(
         assert all(int(one.headers["Retry-After"]) >= 1 for one in refused)
 
 
-async def test_without_a_monitor_everything_goes_on(stage: Stage) -> None:
+async def test_without_a_monitor_everything_goes_on(cluster: StagedCluster) -> None:
     """Row 13: running streams, and new ones long after the last view."""
-    cluster = stage.cluster
-    async with unchanged(cluster, mixed_load(), stage.expected, stage.before) as readers:
-        await seen(readers, 5)
+    async with cluster.unchanged(5) as readers:
         cluster.kill("monitor")
-        await asyncio.gather(*(reader.task for reader in readers))
+        await all_read(readers)
         await asyncio.sleep(4.0)
-        async with reading(cluster, mixed_load()) as later:
-            await asyncio.gather(*(reader.task for reader in later))
-        for reader in later:
-            assert reader.told.texts == stage.expected[reader.asked.name]["texts"], reader.told
+        await cluster.check_answers()
 
 
-async def test_a_worker_that_dies_without_a_monitor_is_missed_just_the_same(stage: Stage) -> None:
+async def test_a_worker_that_dies_without_a_monitor_is_missed_just_the_same(cluster: StagedCluster) -> None:
     """Rows 1 and 13 together: the dispatcher's own renewals notice it."""
-    cluster = stage.cluster
-    async with unchanged(cluster, mixed_load(), stage.expected, stage.before) as readers:
-        await seen(readers, 15)
+    async with cluster.unchanged(15):
         cluster.kill("monitor")
         cluster.kill("worker-0")
-        await asyncio.gather(*(reader.task for reader in readers))
 
 
-async def test_a_frozen_monitor_is_excused(stage: Stage) -> None:
+async def test_a_frozen_monitor_is_excused(cluster: StagedCluster) -> None:
     """Row 13: when it goes on after 5 s it does not give up workers that it has not listened to."""
-    cluster = stage.cluster
-    async with unchanged(cluster, mixed_load(), stage.expected, stage.before) as readers:
-        await seen(readers, 5)
+    async with cluster.unchanged(5):
         cluster.freeze("monitor")
         num_events = len(cluster.events("monitor"))
         await asyncio.sleep(5.0)
@@ -91,15 +73,13 @@ async def test_a_frozen_monitor_is_excused(stage: Stage) -> None:
         assert not said & {"worker_dead", "worker_gone"}
 
 
-async def test_jumps_of_the_wall_clock_change_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
+async def test_jumps_of_the_wall_clock_change_nothing(tmp_path: Path) -> None:
     """Row 26: an hour ahead, an hour back, for every process of the cluster; only `created` shows it."""
-    clock = WallClock(tmp_path_factory.mktemp("clock"))
+    clock = WallClock(tmp_path)
     shape = Shape(env={**SMALL_STEPS, "PYTHONPATH": str(clock.folder)})
-    with running(tmp_path_factory.mktemp("cluster"), shape) as cluster:
-        stage = set_up(cluster)
+    with staged(tmp_path, shape) as cluster:
         for offset_s in (HOUR_S, -HOUR_S):
-            async with unchanged(cluster, mixed_load(), stage.expected, stage.before) as readers:
-                await seen(readers, 5)
+            async with cluster.unchanged(5):
                 clock.jump(offset_s)
                 await asyncio.sleep(1.0)
                 async with reading(cluster, mixed_load()[-1:]) as (whole,):
@@ -109,34 +89,26 @@ async def test_jumps_of_the_wall_clock_change_nothing(tmp_path_factory: pytest.T
         assert_no_errors(cluster)
 
 
-async def test_logs_without_a_disk_stop_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
+async def test_logs_without_a_disk_stop_nothing(tmp_path: Path) -> None:
     """Row 35: every write of every log fails."""
-    folder = tmp_path_factory.mktemp("cluster")
     for name in ("monitor", "planner", "worker-0", "worker-1", "dispatcher-0"):
-        (folder / f"{name}.log").symlink_to("/dev/full")
-    with running(folder, Shape(env={**SMALL_STEPS, "SLUICE_LOG_LEVEL": "debug"})) as cluster:
-        stage = set_up(cluster)
-        async with unchanged(cluster, mixed_load(), stage.expected, stage.before) as readers:
-            await seen(readers, 15)
+        (tmp_path / f"{name}.log").symlink_to("/dev/full")
+    with staged(tmp_path, Shape(env={**SMALL_STEPS, "SLUICE_LOG_LEVEL": "debug"})) as cluster:
+        async with cluster.unchanged(15):
             cluster.kill("worker-0")
 
 
-async def test_a_full_store_of_the_broker_stops_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
+async def test_a_full_store_of_the_broker_stops_nothing(tmp_path: Path) -> None:
     """Row 35: no view can be written any more; workers die and come back all the same."""
     shape = Shape(env=SMALL_STEPS, max_store_bytes=2 * 1024 * 1024)
-    with running(tmp_path_factory.mktemp("cluster"), shape) as cluster:
-        stage = set_up(cluster)
-        async with cluster.bus() as bus, unchanged(cluster, mixed_load(), stage.expected, stage.before) as readers:
-            await seen(readers, 5)
+    with staged(tmp_path, shape) as cluster:
+        async with cluster.bus() as bus, cluster.unchanged(5):
             filling = await bus.key_value("filling", history=64)
             with pytest.raises(BusError):
                 await fill(filling)
             cluster.kill("worker-0")
             await asyncio.sleep(2.0)
-            async with reading(cluster, mixed_load()) as later:
-                await asyncio.gather(*(reader.task for reader in later))
-            for reader in later:
-                assert reader.told.texts == stage.expected[reader.asked.name]["texts"], reader.told
+            await cluster.check_answers()
         await until(lambda: any(e.get("event") == "view_not_written" for e in cluster.events("monitor")), "it is told")
 
 
@@ -156,25 +128,15 @@ async def fill(bucket: KeyValue) -> None:
                 break
 
 
-async def test_a_worker_of_another_major_version_is_shown_and_not_used(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+async def test_a_worker_of_another_major_version_is_shown_and_not_used(tmp_path: Path) -> None:
     """Row 36."""
     shape = Shape(env={**SMALL_STEPS, "ODD_WORKER": "other-major"}, modules={"worker-1": "tests.support.odd_worker"})
-    with running(tmp_path_factory.mktemp("cluster"), shape, ready=["worker-0"]) as cluster:
-        stage = set_up(cluster)
+    with staged(tmp_path, shape, ready=["worker-0"]) as cluster:
         await until_async(lambda: _is_shown_as_incompatible(cluster), "the view says so")
-        found = await _answers(cluster)
-        assert all(found[name].texts == stage.expected[name]["texts"] for name in found)
+        await cluster.check_answers()
         async with cluster.bus() as bus:
             assert (await cluster.dump(bus, "worker-0"))["sequences"] == []
         assert cluster.is_running("worker-1")
-
-
-async def _answers(cluster: Cluster) -> dict[str, Told]:
-    async with reading(cluster, mixed_load()) as readers:
-        await asyncio.gather(*(reader.task for reader in readers))
-    return {reader.asked.name: reader.told for reader in readers}
 
 
 async def _is_shown_as_incompatible(cluster: Cluster) -> bool:
@@ -183,13 +145,11 @@ async def _is_shown_as_incompatible(cluster: Cluster) -> bool:
     return shown == {"worker-0": "", "worker-1": str(PROTOCOL_VERSION + 1)}
 
 
-async def test_fields_of_a_newer_minor_version_are_ignored(tmp_path_factory: pytest.TempPathFactory) -> None:
+async def test_fields_of_a_newer_minor_version_are_ignored(tmp_path: Path) -> None:
     """Row 36: one worker says more in every message than the others know."""
     shape = Shape(env={**SMALL_STEPS, "ODD_WORKER": "newer-minor"}, modules={"worker-1": "tests.support.odd_worker"})
-    with running(tmp_path_factory.mktemp("cluster"), shape) as cluster:
-        stage = set_up(cluster)
-        async with unchanged(cluster, [*mixed_load(), *long_prompts()], stage.expected, stage.before) as readers:
-            await seen(readers[:8], 10)
+    with staged(tmp_path, shape) as cluster:
+        async with cluster.unchanged(10, [*mixed_load(), *long_prompts()]):
             cluster.kill("worker-0")
 
 
@@ -210,11 +170,11 @@ def damaged_model(folder: Path, damage: str) -> Path:
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut short", "of another shape"])
-def test_bad_weights_are_refused_in_seconds_with_one_line(stage: Stage, tmp_path: Path, damage: str) -> None:
+def test_bad_weights_are_refused_in_seconds_with_one_line(cluster: StagedCluster, tmp_path: Path, damage: str) -> None:
     """Row 34."""
     folder = damaged_model(tmp_path / "model", damage)
     started_s = time.monotonic()
-    flags = ["--model", str(folder), "--nats-url", stage.cluster.nats_url, "--instance-id", "bad", "--cluster", "other"]
+    flags = ["--model", str(folder), "--nats-url", cluster.nats_url, "--instance-id", "bad", "--cluster", "other"]
     ended = subprocess.run(
         [sys.executable, "-m", "services.worker", *flags, "--log-format", "json"],
         cwd=ROOT,

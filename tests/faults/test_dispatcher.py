@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator
-
 import pytest
 
-from tests.faults.conftest import SMALL_STEPS, Stage, set_up
-from tests.support.fault_checks import assert_nothing_left, unchanged
-from tests.support.fault_cluster import Cluster, Shape, running, until_async
-from tests.support.fault_streams import CHAT, Ask, ask, mixed_load, reading, seen, undisturbed
+from tests.faults.conftest import SMALL_STEPS
+from tests.support.fault_checks import StagedCluster
+from tests.support.fault_cluster import Cluster, Shape, until_async
+from tests.support.fault_streams import CHAT, Ask, all_read, ask, mixed_load, reading, seen, undisturbed
 from tests.support.waiting import rounds
 
 pytestmark = pytest.mark.timeout(180)
@@ -18,32 +15,24 @@ pytestmark = pytest.mark.timeout(180)
 LEASE_S = 3.0
 ORPHAN_S = 5.0
 """Shortened from 60 s: how long a worker keeps what nobody asks about."""
+SHAPE = Shape(num_dispatchers=2, env={**SMALL_STEPS, "SLUICE_WORKER_ORPHAN_S": str(ORPHAN_S)})
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """Two dispatchers over two workers."""
-    env = {**SMALL_STEPS, "SLUICE_WORKER_ORPHAN_S": str(ORPHAN_S)}
-    with running(tmp_path_factory.mktemp("cluster"), Shape(num_dispatchers=2, env=env)) as cluster:
-        yield set_up(cluster)
-
-
-async def test_a_killed_dispatcher_breaks_its_own_streams_only_and_workers_forget_them(pair: Stage) -> None:
+async def test_a_killed_dispatcher_breaks_its_own_streams_only_and_workers_forget_them(cluster: StagedCluster) -> None:
     """Row 17: no clean end of an unfinished stream; the other dispatcher's go on; KV is free after the lease."""
-    cluster = pair.cluster
     for _ in rounds("no stream had ended before its dispatcher was killed"):
         async with (
-            unchanged(cluster, mixed_load(), pair.expected, pair.before) as others,
+            cluster.unchanged() as others,
             reading(cluster, mixed_load(), dispatcher="dispatcher-1") as own,
         ):
             await seen([*own, *others], 10)
             cluster.kill("dispatcher-1")
-            await asyncio.gather(*(reader.task for reader in own))
+            await all_read(own)
             for reader in own:
                 assert bool(reader.told.broken_by) is not reader.told.is_whole, (reader.asked.name, reader.told)
         if all(reader.told.broken_by for reader in own if reader.asked.is_streamed):
             break
-    await assert_nothing_left(cluster, pair.before, LEASE_S + ORPHAN_S + 10)
+    await cluster.assert_nothing_left(LEASE_S + ORPHAN_S + 10)
     await until_async(lambda: _has_no_lease(cluster), "no worker has a lease any more", ORPHAN_S + 10)
 
 
@@ -52,9 +41,8 @@ async def _has_no_lease(cluster: Cluster) -> bool:
         return not any([(await cluster.dump(bus, name))["leases"] for name in cluster.workers])
 
 
-async def test_a_stream_of_a_killed_dispatcher_is_resumed_by_another(pair: Stage) -> None:
+async def test_a_stream_of_a_killed_dispatcher_is_resumed_by_another(cluster: StagedCluster) -> None:
     """Row 17: the same request with the same key, and the number of the last event that was seen."""
-    cluster = pair.cluster
     headers = {"Idempotency-Key": "a key of its own"}
     cat = next(asked for asked in mixed_load() if asked.name == "cat")
     asked = Ask("long cat", cat.path, {**cat.body, "max_tokens": 900})
@@ -70,15 +58,15 @@ async def test_a_stream_of_a_killed_dispatcher_is_resumed_by_another(pair: Stage
     assert first.told.texts[0] + second.told.texts[0] == expected["texts"][0]
     assert second.told.finish == expected["finish"]
     await cluster.restore()
-    await assert_nothing_left(cluster, pair.before, LEASE_S + ORPHAN_S + 10)
+    await cluster.assert_nothing_left(LEASE_S + ORPHAN_S + 10)
 
 
-async def test_a_dispatcher_told_to_stop_refuses_new_requests_and_finishes_its_own(pair: Stage) -> None:
+async def test_a_dispatcher_told_to_stop_refuses_new_requests_and_finishes_its_own(cluster: StagedCluster) -> None:
     """Row 18: `/ready` 503, `/live` 200, new requests 503 `draining` with Retry-After; then it ends by itself.
 
     Workers stand still until all that has been seen: it cannot end before.
     """
-    cluster, name = pair.cluster, "dispatcher-1"
+    name = "dispatcher-1"
     async with reading(cluster, mixed_load(), dispatcher=name) as readers:
         await seen(readers, 5)
         for worker in cluster.workers:
@@ -94,13 +82,11 @@ async def test_a_dispatcher_told_to_stop_refuses_new_requests_and_finishes_its_o
         assert cluster.is_running(name)
         for worker in cluster.workers:
             cluster.thaw(worker)
-        await asyncio.gather(*(reader.task for reader in readers))
-        for reader in readers:
-            assert reader.told.texts == pair.expected[reader.asked.name]["texts"]
-            assert reader.told.is_whole
+        await cluster.check_texts(readers)
+        assert all(reader.told.is_whole for reader in readers)
         assert await cluster.ended(name) == 0
     await cluster.restore()
-    await assert_nothing_left(cluster, pair.before)
+    await cluster.assert_nothing_left()
 
 
 async def _is_draining(cluster: Cluster, name: str) -> bool:

@@ -10,6 +10,7 @@ import io
 import json
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -114,7 +115,7 @@ async def leader_of(cluster: Cluster, bus: NatsBus) -> tuple[int, dict[str, Any]
 
 
 async def test_as_many_tokens_as_claimed_fit_at_once_and_one_block_more_waits(
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
 ) -> None:
     """Of C blocks 14 requests take e each in the end, and a large one the r that are left: 14 e + r = C.
 
@@ -126,7 +127,7 @@ async def test_as_many_tokens_as_claimed_fit_at_once_and_one_block_more_waits(
     so whichever comes last finds one block too few: r for the large one, or e - 2 for another.
     """
     env = group_env(max_batch_tokens=MAX_TOKENS)
-    with running(tmp_path_factory.mktemp("cluster"), Shape(env=env, flags=FLAGS)) as cluster:
+    with running(Cluster(tmp_path, Shape(env=env, flags=FLAGS))) as cluster:
         async with cluster.bus() as bus:
             answer = await change_until_done(cluster, bus, "drop")
             claimed, before = await leader_of(cluster, bus)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
@@ -17,63 +16,59 @@ from shared.messages.event import Event
 from shared.messages.plan import CommitPlan, Plan, PlanAnswer, PlanState
 from shared.transport.nats_bus import NatsBus
 from shared.wire import decode_json, encode_json
-from tests.faults.conftest import Stage, set_up_with
-from tests.support.fault_checks import unchanged
-from tests.support.fault_cluster import Cluster, running, until, until_async
+from tests.support.fault_checks import StagedCluster, staged
+from tests.support.fault_cluster import Cluster, until, until_async
 from tests.support.fault_streams import Ask, long_prompts, mixed_load, reading, seen
 from tests.support.group_changes import (
     HALF_BYTES,
-    NUM_LASTING,
     be_whole,
     change,
     change_until_done,
     change_while_readers_leave,
     leaving,
     plan_now,
-    roles,
+    reports_of,
     shape,
     struck,
+    until_whole,
 )
 from tests.support.hand_planner import HandPlanner, states
-from tests.support.stage_tap import StageTap, tapped, tapping
+from tests.support.stage_tap import StageTap
 from tests.support.waiting import rounds
 
 pytestmark = pytest.mark.timeout(180)
 
 
-@dataclass(frozen=True)
-class Tapped:
-    """A stage whose workers reach each other by way of a tap."""
-
-    stage: Stage
-    tap: StageTap
+@pytest.fixture(scope="module")
+def tap() -> Iterator[StageTap]:
+    """By way of it the workers reach each other."""
+    with StageTap(2) as tap:
+        yield tap
 
 
 @pytest.fixture(scope="module")
-def tapped_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tapped]:
+def cluster(tap: StageTap, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StagedCluster]:
     """Two workers, shared by the tests of this module; each leaves them whole."""
-    tapped_shape, ports = tapped(shape(2, exchange_limit_s=20))
-    with tapping(ports) as tap, running(tmp_path_factory.mktemp("cluster"), tapped_shape) as cluster:
-        yield Tapped(set_up_with(cluster, load()), tap)
+    with staged(tmp_path_factory.mktemp("cluster"), tap.before(shape(2, exchange_limit_s=20)), load()) as cluster:
+        yield cluster
 
 
 def load() -> list[Ask]:
     return [*mixed_load(), *long_prompts(4)]
 
 
-async def test_a_reader_that_leaves_while_a_group_dissolves_harms_nobody(tapped_stage: Tapped) -> None:
+async def test_a_reader_that_leaves_while_a_group_dissolves_harms_nobody(cluster: StagedCluster, tap: StageTap) -> None:
     """Row 19: KV is held half-way, the worker hears of the cancel, then the rest passes; blocks are freed once.
 
     A cancel while a group forms: `test_groups`.
     """
-    cluster, tap = tapped_stage.stage.cluster, tapped_stage.tap
     for _ in rounds("a reader left while KV was on its way"):
         async with (
             cluster.bus() as bus,
-            unchanged(cluster, load(), tapped_stage.stage.expected, tapped_stage.stage.before) as readers,
+            cluster.unchanged(load=load()) as readers,
             reading(cluster, leaving()) as leavers,
         ):
-            await seen([*readers[:NUM_LASTING], *leavers], 2)
+            await seen([*readers, *leavers], 2)
             await change_until_done(cluster, bus, "drop")
             if await change_while_readers_leave(cluster, bus, "restore", tap, leavers):
                 break
@@ -81,17 +76,12 @@ async def test_a_reader_that_leaves_while_a_group_dissolves_harms_nobody(tapped_
 
 @pytest.mark.parametrize(("fault", "verb"), [("cut", "drop"), ("flip", "restore")])
 async def test_kv_that_is_cut_or_spoiled_on_its_way_changes_no_text(
-    fault: str, verb: str, tapped_stage: Tapped
+    fault: str, verb: str, cluster: StagedCluster, tap: StageTap
 ) -> None:
     """Row 27: a link that is cut, and a bit that is turned; what did not arrive whole is computed again."""
-    cluster, tap = tapped_stage.stage.cluster, tapped_stage.tap
     known = {name: len(cluster.events(name)) for name in cluster.workers}
     for _ in rounds("KV was struck"):
-        async with (
-            cluster.bus() as bus,
-            unchanged(cluster, load(), tapped_stage.stage.expected, tapped_stage.stage.before) as readers,
-        ):
-            await seen(readers[:NUM_LASTING], 2)
+        async with cluster.bus() as bus, cluster.unchanged(2, load()):
             if verb == "restore":
                 await change_until_done(cluster, bus, "drop")
             met = getattr(tap, fault)(HALF_BYTES)
@@ -107,15 +97,12 @@ async def test_kv_that_is_cut_or_spoiled_on_its_way_changes_no_text(
 
 
 @pytest.mark.parametrize("victim", ["leader", "member"])
-async def test_a_worker_that_dies_while_kv_travels_changes_no_text(victim: str, tapped_stage: Tapped) -> None:
+async def test_a_worker_that_dies_while_kv_travels_changes_no_text(
+    victim: str, cluster: StagedCluster, tap: StageTap
+) -> None:
     """Row 27: both are source and target of KV; the other one is whole again, or always was."""
-    cluster, tap = tapped_stage.stage.cluster, tapped_stage.tap
     for _ in rounds("KV travelled"):
-        async with (
-            cluster.bus() as bus,
-            unchanged(cluster, load(), tapped_stage.stage.expected, tapped_stage.stage.before) as readers,
-        ):
-            await seen(readers[:NUM_LASTING], 2)
+        async with cluster.bus() as bus, cluster.unchanged(2, load()):
             met = tap.hold(HALF_BYTES)
             asking = asyncio.ensure_future(change(cluster, bus, "drop"))
             is_struck = await struck(met, asking)
@@ -124,30 +111,21 @@ async def test_a_worker_that_dies_while_kv_travels_changes_no_text(victim: str, 
             cluster.kill(dying)
             tap.go_on()
             await asking  # done or not: the group may have stood already
-
-            async def is_whole(other: str = other) -> bool:
-                return (await roles(cluster)).get(other) == (1, "")
-
-            await until_async(is_whole, "the other one is whole", 20.0)
+            await until_whole(cluster, other)
         if is_struck:
             break
 
 
-async def test_of_two_planners_the_older_one_is_fenced_off(tapped_stage: Tapped) -> None:
+async def test_of_two_planners_the_older_one_is_fenced_off(cluster: StagedCluster, tap: StageTap) -> None:
     """Row 11: one is frozen in the middle of its plan, another drives it on, and the first one wakes."""
-    cluster, tap = tapped_stage.stage.cluster, tapped_stage.tap
     events: list[Event] = []
 
     def was_told(name: str, by: str, words: str = "") -> bool:
         return any((e.name, e.instance_id) == (name, by) and words in e.reason for e in events)
 
-    async with (
-        cluster.bus() as bus,
-        unchanged(cluster, load(), tapped_stage.stage.expected, tapped_stage.stage.before) as readers,
-    ):
+    async with cluster.bus() as bus, cluster.unchanged(2, load()):
         await bus.subscribe("sluice.*.event.>", lambda message: events.append(decode_json(message.data, Event)))
         await bus.flush()
-        await seen(readers[:NUM_LASTING], 2)
         met = tap.hold(0)  # the stages cannot agree on what moves, so the group does not come about yet
         asking = asyncio.ensure_future(change(cluster, bus, "drop"))
         await until(met.is_set, "KV is on its way", 20.0)
@@ -173,28 +151,24 @@ async def test_of_two_planners_the_older_one_is_fenced_off(tapped_stage: Tapped)
             cluster.kill("planner")  # a new one is started when all faults are undone
 
 
-async def test_a_group_whose_kv_has_no_room_elsewhere_stays_what_it_is_or_computes_again(tapped_stage: Tapped) -> None:
+async def test_a_group_whose_kv_has_no_room_elsewhere_stays_what_it_is_or_computes_again(
+    cluster: StagedCluster, tap: StageTap
+) -> None:
     """Row 28: the planner refuses, and that is an event; told all the same, workers move what fits.
 
     Requests fill the group to its last blocks as their answers grow: more than both have room for.
     """
-    cluster = tapped_stage.stage.cluster
     events: list[Event] = []
-    async with (
-        cluster.bus() as bus,
-        unchanged(cluster, load(), tapped_stage.stage.expected, tapped_stage.stage.before) as readers,
-    ):
+    async with cluster.bus() as bus, cluster.unchanged(2, load()):
         await bus.subscribe("sluice.*.event.>", lambda message: events.append(decode_json(message.data, Event)))
-        reports = await reports_of(cluster)
-        room = sum(report["num_blocks"] for report in reports.values())
-        await seen(readers[:NUM_LASTING], 2)
+        room = sum(report.num_blocks for report in (await reports_of(cluster)).values())
         await change_until_done(cluster, bus, "drop")
         asked = crowd(room)
         async with reading(cluster, asked) as crowded:
             leader = (await plan_now(cluster, bus)).steps[0].workers[0].worker_id
 
             async def is_full() -> bool:
-                return bool((await reports_of(cluster))[leader]["num_used_blocks"] > room)
+                return (await reports_of(cluster))[leader].num_used_blocks > room
 
             await until_async(is_full, "the group holds more than both have room for", 60.0)
             answer = await change(cluster, bus, "restore")
@@ -209,12 +183,8 @@ async def test_a_group_whose_kv_has_no_room_elsewhere_stays_what_it_is_or_comput
 
 
 async def _leads(cluster: Cluster, leader: str) -> bool:
-    return (await roles(cluster)).get(leader) == (2, leader)
-
-
-async def reports_of(cluster: Cluster) -> dict[str, dict[str, Any]]:
-    _, view = await cluster.get("/v1/cluster")
-    return {worker["report"]["worker_id"]: worker["report"] for worker in view["workers"]}
+    report = (await reports_of(cluster))[leader]
+    return (report.num_stages, report.group) == (2, leader)
 
 
 def crowd(num_blocks: int) -> list[Ask]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,7 @@ from cli.status import run_status
 from shared.messages.plan import Plan, PlanPhase
 from shared.messages.report import WorkerReport
 from shared.transport.nats_bus import NatsBus
-from tests.faults.conftest import set_up_with
-from tests.support.fault_checks import among_prompts, unchanged
+from tests.support.fault_checks import StagedCluster, staged
 from tests.support.fault_cluster import Cluster, Shape, run_apart, running, until, until_async
 from tests.support.fault_streams import (
     Ask,
@@ -33,7 +33,6 @@ from tests.support.fault_streams import (
 from tests.support.group_changes import (
     BY_ITSELF,
     FLAGS,
-    NUM_LASTING,
     be_whole,
     change_until_done,
     change_while_readers_leave,
@@ -41,12 +40,14 @@ from tests.support.group_changes import (
     kill_planner_amid_drop,
     leaving,
     plan_now,
+    reports_of,
     service_answers,
     shape,
+    until_whole,
 )
 from tests.support.hand_planner import HandPlanner, states
 from tests.support.mapped_pages import check_process
-from tests.support.stage_tap import StageTap, tapped, tapping
+from tests.support.stage_tap import StageTap
 from tests.support.waiting import rounds
 
 pytestmark = pytest.mark.timeout(180)
@@ -63,8 +64,7 @@ def load() -> list[Ask]:
 
 def released(cluster: Cluster) -> list[dict[str, Any]]:
     """Return the sequences that a worker has given up when it became a stage, or left its group."""
-    events = cluster.events("dispatcher-0")
-    return [e for e in events if e.get("event") == "request_lost_worker" and e.get("how") == "released"]
+    return [event for event in cluster.told("request_lost_worker", "dispatcher-0") if event["how"] == "released"]
 
 
 async def in_prefill(cluster: Cluster, bus: NatsBus) -> bool:
@@ -75,13 +75,11 @@ async def in_prefill(cluster: Cluster, bus: NatsBus) -> bool:
     )
 
 
-async def drop_among_prompts(
-    cluster: Cluster, bus: NatsBus, expected: dict[str, Any], tap: StageTap | None = None
-) -> bool:
+async def drop_among_prompts(cluster: StagedCluster, bus: NatsBus, tap: StageTap | None = None) -> bool:
     """Drop while new prompts are computed, whose answers are as ever; with a tap readers leave meanwhile: have they?"""
     async with reading(cluster, leaving() if tap is not None else []) as leavers:
         await seen(leavers, 2)
-        async with among_prompts(cluster, expected, lambda: in_prefill(cluster, bus), count=5):
+        async with cluster.among_prompts(lambda: in_prefill(cluster, bus), count=5):
             if tap is not None:
                 return await change_while_readers_leave(cluster, bus, "drop", tap, leavers)
             await change_until_done(cluster, bus, "drop")
@@ -93,8 +91,7 @@ async def check_pages(cluster: Cluster, num_stages: int) -> None:
     reports: list[WorkerReport] = []
 
     async def is_told() -> bool:
-        _, view = await cluster.get("/v1/cluster")
-        reports[:] = [WorkerReport.model_validate(worker["report"]) for worker in view["workers"]]
+        reports[:] = (await reports_of(cluster)).values()
         return all(report.num_stages == num_stages for report in reports)
 
     await until_async(is_told, f"all are in groups of {num_stages}")
@@ -103,31 +100,25 @@ async def check_pages(cluster: Cluster, num_stages: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_texts_are_those_of_an_undisturbed_run_through_drops_and_restores(
-    seed: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+async def test_texts_are_those_of_an_undisturbed_run_through_drops_and_restores(seed: int, tmp_path: Path) -> None:
     """Two workers; four changes at moments that the seed chooses. Row 19: a cancel while the group forms.
 
     After each change the operating system is asked which pages a worker has mapped. Each seed is sure to have met a
     prefill, a decode and a cancel in transfer with its drops: if two have not, there is one more.
     """
     rng = np.random.default_rng(seed)
-    tapped_shape, ports = tapped(shape(2, exchange_limit_s=20))
-    with tapping(ports) as tap, running(tmp_path_factory.mktemp("cluster"), tapped_shape) as cluster:
-        asks = load()
-        stage = set_up_with(cluster, asks)
-        async with cluster.bus() as bus, unchanged(cluster, asks, stage.expected, stage.before) as readers:
-            await seen(readers[:NUM_LASTING], 1 + int(rng.integers(3)))
+    with StageTap(2) as tap, staged(tmp_path, tap.before(shape(2, exchange_limit_s=20)), load()) as cluster:
+        async with cluster.bus() as bus, cluster.unchanged(1 + int(rng.integers(3))):
             has_left, met = False, set[str]()
             for number in rounds(f"drops have met {MET} and a reader that leaves"):
                 round_tap = None if has_left else tap
-                has_left = await drop_among_prompts(cluster, bus, stage.expected, round_tap) or has_left
+                has_left = await drop_among_prompts(cluster, bus, round_tap) or has_left
                 await check_pages(cluster, num_stages=2)
                 await asyncio.sleep(float(rng.uniform(0.05, 0.5)))
                 await change_until_done(cluster, bus, "restore")
                 await check_pages(cluster, num_stages=1)
                 await asyncio.sleep(float(rng.uniform(0.05, 0.5)))
-                changes = [event for name in cluster.workers for event in role_changes(cluster, name)]
+                changes = cluster.told("role_changed")
                 met = {kind for kind in MET if any(event[kind] for event in changes if event["group"])}
                 met |= {"tokens" for event in released(cluster) if event["tokens"] > 0}
                 if number > 0 and has_left and met == {*MET, "tokens"}:
@@ -137,33 +128,25 @@ async def test_texts_are_those_of_an_undisturbed_run_through_drops_and_restores(
 
 @pytest.mark.parametrize(("seed", "load_from"), [(0, "host"), (1, "peers")])
 async def test_texts_are_the_same_while_parameters_come_back_beside_serving(
-    seed: int, load_from: str, tmp_path_factory: pytest.TempPathFactory
+    seed: int, load_from: str, tmp_path: Path
 ) -> None:
     """Dropped by hand; the planner has each group load beside, and restores it when all is there."""
     rng = np.random.default_rng(seed)
     quiet = Shape(num_workers=2, env={**BY_ITSELF, "SLUICE_WORKER_LOAD_FROM": load_from}, flags=FLAGS)
-    with running(tmp_path_factory.mktemp("cluster"), quiet) as cluster:
-        asks = mixed_load()
-        stage = set_up_with(cluster, asks)
-        async with (
-            cluster.bus() as bus,
-            unchanged(cluster, asks, stage.expected, stage.before) as readers,
-            always_reading(cluster),
-        ):
-            await seen(readers[:NUM_LASTING], 1 + int(rng.integers(3)))
+    with staged(tmp_path, quiet, mixed_load()) as cluster:
+        async with cluster.bus() as bus, cluster.unchanged(1 + int(rng.integers(3))), always_reading(cluster):
             for count in (1, 2):
                 await change_until_done(cluster, bus, "drop")
-                await until(lambda n=count: len(done(cluster, "restore")) == n, "the group is whole again", 40.0)
+                await until(lambda n=count: num_restored(cluster) == n, "the group is whole again", 40.0)
                 await check_pages(cluster, num_stages=1)
                 await asyncio.sleep(float(rng.uniform(0.05, 0.5)))
-        beside = [e for name in cluster.workers for e in cluster.events(name) if e.get("event") == "parameters_beside"]
+        beside = cluster.told("parameters_beside")
         assert len(beside) >= 4, "both workers, twice"
         assert sum(event["num_decodes"] for event in beside) > 0, "a load met a decode"
         given = {
             (name, source.partition(":")[0])
             for name in cluster.workers
-            for event in cluster.events(name)
-            if event.get("event") == "parameters_loaded"
+            for event in cluster.told("parameters_loaded", name)
             for source in event["sources"].split(", ")
         }
         first, second = cluster.workers
@@ -173,14 +156,11 @@ async def test_texts_are_the_same_while_parameters_come_back_beside_serving(
             assert peers <= given <= peers | files
         else:
             assert given == files
-        restored = [event for name in cluster.workers for event in role_changes(cluster, name) if not event["group"]]
-        assert len(restored) == 4
+        assert len([event for event in cluster.told("role_changed") if not event["group"]]) == 4, "restored, twice"
 
 
 @pytest.mark.parametrize("ratio", [1.0, 1.25])
-async def test_kv_moves_while_a_group_serves_and_little_is_left_when_it_dissolves(
-    ratio: float, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+async def test_kv_moves_while_a_group_serves_and_little_is_left_when_it_dissolves(ratio: float, tmp_path: Path) -> None:
     """All by hand and at once, since answers are short: nobody's text changes.
 
     The group has so many times the blocks of one worker meanwhile; with more, each has all layers of its share only.
@@ -188,24 +168,22 @@ async def test_kv_moves_while_a_group_serves_and_little_is_left_when_it_dissolve
     """
     long: dict[str, Any] = {"max_tokens": 800, "ignore_eos": True}
     asks = [replace(each, body={**each.body, **long}) for each in long_prompts(3, num_repeats=6)]
-    with running(tmp_path_factory.mktemp("cluster"), shape(2)) as cluster:
-        stage = set_up_with(cluster, asks)
+    with staged(tmp_path, shape(2), asks) as cluster:
         async with cluster.bus() as bus:
             driver = HandPlanner(bus)
             await driver.start()
             await until(lambda: len(driver.reports) == 2, "both have reported")
             room = int(ratio * min(report.num_blocks for report in driver.reports.values()))
             for _ in rounds("three answers were there when the group dissolved"):
-                async with unchanged(cluster, asks, stage.expected, stage.before) as readers:
-                    await seen(readers, 5)
+                async with cluster.unchanged(5):
                     leader, num_decodes = await copy_and_dissolve(cluster, bus, driver, room, len(asks))
                 if num_decodes == len(asks):
                     break
-        num_full = sum(answer["usage"][0] // BLOCK_TOKENS for answer in stage.expected.values())
-        copied = [event for event in cluster.events(leader) if event.get("event") == "kv_copied"][-1]
+        num_full = sum(answer["usage"][0] // BLOCK_TOKENS for answer in cluster.expected.values())
+        copied = cluster.told("kv_copied", leader)[-1]
         assert copied["is_whole"]
         assert copied["num_blocks"] >= num_full, "what the prompts have filled, and more"
-        moved = [[e for e in cluster.events(name) if e.get("event") == "kv_exchanged"][-1] for name in cluster.workers]
+        moved = [cluster.told("kv_exchanged", name)[-1] for name in cluster.workers]
         num_blocks = sum(event["num_blocks"] for event in moved)
         assert max(event["num_moved"] for event in moved) <= num_blocks - num_full, "a full block does not move again"
 
@@ -222,7 +200,7 @@ async def copy_and_dissolve(
     await until_async(lambda: _decode_or_end(cluster, bus, names[0], num_answers), "who was released is there")
     assert states(await driver.load(names, num_blocks)) == ["done"] * 2
     assert states(await driver.restore(names)) == ["done"] * 2
-    return names[0], int(role_changes(cluster, names[0])[-1]["num_decodes"])
+    return names[0], int(cluster.told("role_changed", names[0])[-1]["num_decodes"])
 
 
 async def _decode_or_end(cluster: Cluster, bus: NatsBus, leader: str, num_answers: int) -> bool:
@@ -234,24 +212,14 @@ async def _decode_or_end(cluster: Cluster, bus: NatsBus, leader: str, num_answer
     return bool(num_decodes == num_answers or view["dispatcher"]["num_requests"] < num_answers)
 
 
-def done(cluster: Cluster, lever: str) -> list[dict[str, Any]]:
-    """Return what the planner says of plans of this kind that were carried out."""
-    words = {"load": "loaded beside", "restore": "become whole"}[lever]
-    events = cluster.events("planner")
-    return [e for e in events if e.get("event") == "plan_done" and words in e["reason"]]
+def num_restored(cluster: Cluster) -> int:
+    """Return how many restores the planner has seen carried out."""
+    return sum("become whole" in event["reason"] for event in cluster.told("plan_done", "planner"))
 
 
-def role_changes(cluster: Cluster, name: str) -> list[dict[str, Any]]:
-    """Return what a worker says of the plans that it has carried out."""
-    return [event for event in cluster.events(name) if event.get("event") == "role_changed"]
-
-
-async def test_four_workers_form_groups_of_two_and_of_four(tmp_path_factory: pytest.TempPathFactory) -> None:
-    with running(tmp_path_factory.mktemp("cluster"), shape(4)) as cluster:
-        asks = load()
-        stage = set_up_with(cluster, asks)
-        async with cluster.bus() as bus, unchanged(cluster, asks, stage.expected, stage.before) as readers:
-            await seen(readers[:NUM_LASTING], 3)
+async def test_four_workers_form_groups_of_two_and_of_four(tmp_path: Path) -> None:
+    with staged(tmp_path, shape(4), load()) as cluster:
+        async with cluster.bus() as bus, cluster.unchanged(3):
             await change_until_done(cluster, bus, "drop", ["worker-0", "worker-2"])
             await change_until_done(cluster, bus, "drop", ["worker-1", "worker-3"])
             _, view = await cluster.get("/v1/cluster")
@@ -263,47 +231,30 @@ async def test_four_workers_form_groups_of_two_and_of_four(tmp_path_factory: pyt
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-async def test_a_member_that_dies_breaks_its_group_and_no_answer(
-    victim: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+async def test_a_member_that_dies_breaks_its_group_and_no_answer(victim: int, tmp_path: Path) -> None:
     """Row 9: the survivor loads the missing layers; the leader's death and the member's."""
-    with running(tmp_path_factory.mktemp("cluster"), shape(3)) as cluster:
-        asks = load()
-        stage = set_up_with(cluster, asks)
-        async with cluster.bus() as bus, unchanged(cluster, asks, stage.expected, stage.before) as readers:
-            await seen(readers[:NUM_LASTING], 3)
+    with staged(tmp_path, shape(3), load()) as cluster:
+        async with cluster.bus() as bus, cluster.unchanged(3):
             answer = await change_until_done(cluster, bus, "drop", ["worker-0", "worker-1"])
             members = answer["groups"][0]
             await asyncio.sleep(0.2)
             cluster.kill(members[victim])
-
-            async def is_whole() -> bool:
-                _, view = await cluster.get("/v1/cluster")
-                reports = {worker["report"]["worker_id"]: worker["report"] for worker in view["workers"]}
-                survivor = reports[members[1 - victim]]
-                return bool(survivor["num_stages"] == 1 and survivor["layers"] == [0, survivor["num_layers"]])
-
-            await until_async(is_whole, "the survivor is whole again", 20.0)
+            await until_whole(cluster, members[1 - victim])
 
 
-async def test_a_planner_that_dies_while_it_carries_a_plan_out_leaves_nothing_half_done(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+async def test_a_planner_that_dies_while_it_carries_a_plan_out_leaves_nothing_half_done(tmp_path: Path) -> None:
     """Rows 10 and 11: it is killed when a worker is prepared, or all are; a new one takes over under a newer epoch.
 
     Two planners at once: `test_group_transfers`.
     """
-    with running(tmp_path_factory.mktemp("cluster"), shape(2)) as cluster:
-        asks = load()
-        stage = set_up_with(cluster, asks)
+    with staged(tmp_path, shape(2), load()) as cluster:
         met: list[PlanPhase] = []
         async with cluster.bus() as bus:
             await service_answers(cluster, bus)
             await be_whole(cluster, bus)
             for number in rounds("a planner was killed in each phase"):
                 phase = PHASES[number % len(PHASES)]
-                async with unchanged(cluster, asks, stage.expected, stage.before) as readers:
-                    await seen(readers[:NUM_LASTING], 3)
+                async with cluster.unchanged(3):
                     left = await kill_planner_amid_drop(cluster, bus, phase)
                     met.append(left.phase)
                     cluster.start("planner")
@@ -334,22 +285,24 @@ async def _is_over(cluster: Cluster, bus: NatsBus, left: Plan) -> bool:
 
 
 async def test_a_static_pipeline_forms_by_itself_and_says_what_one_worker_says_also_after_a_death(
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
 ) -> None:
     """`fcfs-pp` beside a single worker of `fcfs`; a member dies while streams run, and is joined again later."""
     asks, static = load(), ("--system", "fcfs-pp")
-    alone = Shape(num_workers=1, env=group_env())
-    with running(tmp_path_factory.mktemp("alone"), alone) as cluster:
-        expected = run_apart(undisturbed(cluster, asks))
     flags = {"worker": (*static, "--memory", "28MiB"), "planner": static, "dispatcher": static}
-    with running(tmp_path_factory.mktemp("cluster"), Shape(env=group_env(), flags=flags)) as cluster:
+    folders = [tmp_path / name for name in ("alone", "cluster")]
+    for folder in folders:
+        folder.mkdir()
+    with running(Cluster(folders[0], Shape(num_workers=1, env=group_env()))) as cluster:
+        expected = run_apart(undisturbed(cluster, asks))
+    with running(Cluster(folders[1], Shape(env=group_env(), flags=flags))) as cluster:
         await until_async(lambda: _is_joined(cluster), "both workers are one pipeline", 20.0)
         table = await run_status(cluster.url(), as_json=False)
         assert sorted(line.split("  ")[-3].strip() for line in table.splitlines()[1:3]) == ["1 of 2", "2 of 2"], table
         async with reading(cluster, asks) as readers:
             assert await answers(readers) == expected
         async with reading(cluster, asks) as readers:
-            await seen(readers[:NUM_LASTING], 3)
+            await seen(readers, 3)
             cluster.kill("worker-1")
             cluster.start("worker-1")
             await until_async(lambda: _is_joined(cluster), "they are one pipeline again", 30.0)
@@ -367,6 +320,5 @@ async def _is_joined(cluster: Cluster) -> bool:
 
 async def _agree(cluster: Cluster) -> bool:
     """Return whether all workers are in one group, or none is."""
-    _, view = await cluster.get("/v1/cluster")
-    reports = [worker["report"] for worker in view["workers"]]
-    return len({report["num_stages"] for report in reports}) == 1 and len({report["group"] for report in reports}) == 1
+    reports = (await reports_of(cluster)).values()
+    return len({report.num_stages for report in reports}) == 1 and len({report.group for report in reports}) == 1

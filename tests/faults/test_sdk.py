@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from sluice_client import Answer, ClientLimits, RetryPolicy, SluiceClient
-from tests.faults.conftest import SMALL_STEPS, Stage, set_up
-from tests.support.fault_checks import assert_nothing_left
-from tests.support.fault_cluster import Shape, running
+from tests.faults.conftest import SMALL_STEPS
+from tests.support.fault_checks import StagedCluster
+from tests.support.fault_cluster import Shape
 from tests.support.fault_streams import CHAT, Ask, mixed_load
 from tests.support.waiting import rounds
 
@@ -23,14 +23,7 @@ LIMITS = ClientLimits(retry=RetryPolicy(first_backoff_s=0.1, max_backoff_s=0.5))
 WAYS = ["http", "websocket"]
 MODE: Any = None
 """The text as it arrives: when it is shown is not what this is about."""
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """Two dispatchers over two workers."""
-    env = {**SMALL_STEPS, "SLUICE_WORKER_ORPHAN_S": str(ORPHAN_S)}
-    with running(tmp_path_factory.mktemp("cluster"), Shape(num_dispatchers=2, env=env)) as cluster:
-        yield set_up(cluster)
+SHAPE = Shape(num_dispatchers=2, env={**SMALL_STEPS, "SLUICE_WORKER_ORPHAN_S": str(ORPHAN_S)})
 
 
 def streams() -> list[Ask]:
@@ -55,8 +48,8 @@ async def begun(answers: Sequence[Answer], num_chars: int = 40) -> None:
 
 @pytest.mark.parametrize("comes_back", [False, True], ids=["another takes over", "the same comes back"])
 @pytest.mark.parametrize("way", WAYS)
-async def test_a_killed_dispatcher_is_a_pause(pair: Stage, way: Any, comes_back: bool) -> None:
-    cluster, asks = pair.cluster, streams()
+async def test_a_killed_dispatcher_is_a_pause(cluster: StagedCluster, way: Any, comes_back: bool) -> None:
+    asks = streams()
     urls = [cluster.url("dispatcher-1"), *([] if comes_back else [cluster.url("dispatcher-0")])]
     async with SluiceClient(urls, limits=LIMITS, transport=way) as client:
         for _ in rounds("all were being read"):
@@ -70,9 +63,9 @@ async def test_a_killed_dispatcher_is_a_pause(pair: Stage, way: Any, comes_back:
         if comes_back:
             cluster.start("dispatcher-1")
         texts = await asyncio.gather(*reading)
-    expected = [pair.expected[asked.name] for asked in asks]
+    expected = [cluster.expected[asked.name] for asked in asks]
     assert texts == [answer["texts"][0] for answer in expected]
     billed = [((answer.usage or {})["prompt_tokens"], (answer.usage or {})["completion_tokens"]) for answer in answers]
     assert billed == [answer["usage"] for answer in expected]
     await cluster.restore()
-    await assert_nothing_left(cluster, pair.before, LEASE_S + ORPHAN_S + 10)
+    await cluster.assert_nothing_left(LEASE_S + ORPHAN_S + 10)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from shared.transport.bus import BusError
 from shared.transport.nats_bus import NatsBus
-from tests.faults.conftest import SMALL_STEPS, Stage, set_up
-from tests.support.fault_checks import among_prompts, assert_nothing_left, unchanged
-from tests.support.fault_cluster import Cluster, Shape, running, until_async
-from tests.support.fault_streams import COMPLETIONS, Reader, ask, mixed_load, reading, seen
+from tests.faults.conftest import SMALL_STEPS
+from tests.support.fault_checks import StagedCluster, staged
+from tests.support.fault_cluster import Cluster, Shape, until_async
+from tests.support.fault_streams import COMPLETIONS, all_read, ask, longest_gap_s, mixed_load, reading
 from tests.support.odd_worker import POISON
 from tests.support.waiting import rounds
 
@@ -46,8 +46,7 @@ async def num_lost(cluster: Cluster) -> dict[str, int]:
     return {how: count for how, count in counts.items() if how != "draining"}
 
 
-async def strike(stage: Stage, fault: str) -> None:
-    cluster = stage.cluster
+async def strike(cluster: StagedCluster, fault: str) -> None:
     if fault == "killed":
         cluster.kill(VICTIM)
     elif fault == "frozen":
@@ -56,64 +55,52 @@ async def strike(stage: Stage, fault: str) -> None:
         cluster.terminate(VICTIM)
 
 
-def hurry(readers: Sequence[Reader]) -> float:
-    """Return the longest pause that a reader of a stream saw."""
-    return max(reader.told.longest_gap_s for reader in readers if reader.asked.is_streamed)
-
-
 @pytest.mark.parametrize("fault", ["killed", "frozen", "terminated"])
-async def test_streams_of_a_lost_worker_go_on_with_the_same_text(stage: Stage, fault: str) -> None:
+async def test_streams_of_a_lost_worker_go_on_with_the_same_text(cluster: StagedCluster, fault: str) -> None:
     """Rows 1, 3, 5, 6."""
-    before = await num_recovered(stage.cluster)
+    before = await num_recovered(cluster)
     for _ in rounds("a request went on elsewhere"):
-        async with unchanged(stage.cluster, mixed_load(), stage.expected, stage.before) as readers:
-            await seen(readers, 15)
-            await strike(stage, fault)
-            await asyncio.gather(*(reader.task for reader in readers))
-        assert hurry(readers) < LOSS_S + 5
-        if await num_recovered(stage.cluster) > before:
+        async with cluster.unchanged(15) as readers:
+            await strike(cluster, fault)
+        assert longest_gap_s(readers) < LOSS_S + 5
+        if await num_recovered(cluster) > before:
             break
 
 
 @pytest.mark.parametrize("fault", ["killed", "frozen", "terminated"])
-async def test_prompts_of_a_lost_worker_are_computed_elsewhere(stage: Stage, fault: str) -> None:
+async def test_prompts_of_a_lost_worker_are_computed_elsewhere(cluster: StagedCluster, fault: str) -> None:
     """Rows 4, 5, 6: prompts that were accepted, begun and waiting."""
-    before = await num_recovered(stage.cluster)
-    cluster = stage.cluster
+    before = await num_recovered(cluster)
     for _ in rounds("a prompt was computed elsewhere"):
         async with (
             cluster.bus() as bus,
-            unchanged(cluster, [], stage.expected, stage.before),
-            among_prompts(cluster, stage.expected, partial(in_mid_prompt, cluster, bus, VICTIM)),
+            cluster.unchanged(load=[]),
+            cluster.among_prompts(partial(in_mid_prompt, cluster, bus, VICTIM)),
         ):
-            await strike(stage, fault)
-        if await num_recovered(stage.cluster) > before:
+            await strike(cluster, fault)
+        if await num_recovered(cluster) > before:
             break
 
 
-async def test_a_worker_that_stands_still_for_a_moment_keeps_its_requests(stage: Stage) -> None:
+async def test_a_worker_that_stands_still_for_a_moment_keeps_its_requests(cluster: StagedCluster) -> None:
     """Row 5, below the limit."""
     for _ in rounds("it stood still for a moment, and not for so long that it is given up"):
-        before = await num_recovered(stage.cluster)
-        async with unchanged(stage.cluster, mixed_load(), stage.expected, stage.before) as readers:
-            await seen(readers, 15)
-            stage.cluster.freeze(VICTIM)
+        before = await num_recovered(cluster)
+        async with cluster.unchanged(15):
+            cluster.freeze(VICTIM)
             frozen_s = time.monotonic()
             await asyncio.sleep(0.5)
-            stage.cluster.thaw(VICTIM)
+            cluster.thaw(VICTIM)
             frozen_s = time.monotonic() - frozen_s
-            await asyncio.gather(*(reader.task for reader in readers))
         if frozen_s < LOSS_S / 2:
             break
-    assert await num_recovered(stage.cluster) == before
+    assert await num_recovered(cluster) == before
 
 
-async def test_a_worker_told_to_stop_hands_over_and_ends_well(stage: Stage) -> None:
+async def test_a_worker_told_to_stop_hands_over_and_ends_well(cluster: StagedCluster) -> None:
     """Row 6: nobody waits until a worker is given up: every request is moved before its worker ends, which is soon."""
-    cluster = stage.cluster
     before = await num_lost(cluster)
-    async with unchanged(cluster, mixed_load(), stage.expected, stage.before) as readers:
-        await seen(readers, 15)
+    async with cluster.unchanged(15):
         cluster.terminate(VICTIM)
         started_s = time.monotonic()
         assert await cluster.ended(VICTIM) == 0
@@ -121,37 +108,30 @@ async def test_a_worker_told_to_stop_hands_over_and_ends_well(stage: Stage) -> N
     assert await num_lost(cluster) == before
 
 
-async def test_every_worker_in_turn_can_be_replaced_under_load(stage: Stage) -> None:
+async def test_every_worker_in_turn_can_be_replaced_under_load(cluster: StagedCluster) -> None:
     """Row 6: a rolling restart. New requests come all the while."""
-    cluster = stage.cluster
-    async with unchanged(cluster, mixed_load(), stage.expected, stage.before) as first:
-        await seen(first, 5)
+    async with cluster.unchanged(5):
         for name in cluster.workers:
             async with reading(cluster, mixed_load()[:3]) as more:
                 cluster.terminate(name)
                 assert await cluster.ended(name) == 0
                 cluster.start(name)
-                await asyncio.gather(*(reader.task for reader in more))
-                for reader in more:
-                    assert reader.told.texts == stage.expected[reader.asked.name]["texts"]
+                await cluster.check_texts(more)
             await cluster.wait_ready()
 
 
-async def test_when_all_workers_die_streams_wait_for_one_that_comes_back(stage: Stage) -> None:
+async def test_when_all_workers_die_streams_wait_for_one_that_comes_back(cluster: StagedCluster) -> None:
     """Row 1, with nobody left: the answers go on at the worker that was started anew."""
-    cluster = stage.cluster
-    async with unchanged(cluster, mixed_load(), stage.expected, stage.before) as readers:
-        await seen(readers, 15)
+    async with cluster.unchanged(15):
         for name in cluster.workers:
             cluster.kill(name)
         await asyncio.sleep(1.0)
         cluster.start("worker-1")
 
 
-async def test_a_step_that_never_ends_moves_the_requests(tmp_path_factory: pytest.TempPathFactory) -> None:
+async def test_a_step_that_never_ends_moves_the_requests(tmp_path: Path) -> None:
     """Row 5: the process answers, its device does not."""
-    folder = tmp_path_factory.mktemp("stuck")
-    file = folder / "stuck"
+    file = tmp_path / "stuck"
     shape = Shape(
         env={
             **SMALL_STEPS,
@@ -162,17 +142,15 @@ async def test_a_step_that_never_ends_moves_the_requests(tmp_path_factory: pytes
         },
         modules={VICTIM: "tests.support.odd_worker"},
     )
-    with running(folder, shape) as cluster:
-        stage = set_up(cluster)
+    with staged(tmp_path, shape) as cluster:
         for _ in rounds("a step was stuck"):
-            async with cluster.bus() as bus, unchanged(cluster, mixed_load(), stage.expected, stage.before) as readers:
-                await seen(readers, 15)
+            async with cluster.bus() as bus, cluster.unchanged(15) as readers:
                 file.touch()
-                await asyncio.gather(*(reader.task for reader in readers))
+                await all_read(readers)
                 await until_async(partial(is_idle_or_gone, cluster, bus), "nothing else can free such a device", 20.0)
                 code = cluster.processes[VICTIM].poll()
                 file.unlink()
-            assert hurry(readers) < 3 + 5
+            assert longest_gap_s(readers) < 3 + 5
             if code is not None:
                 break
         assert code != 0
@@ -189,9 +167,7 @@ async def is_idle_or_gone(cluster: Cluster, bus: NatsBus) -> bool:
 
 
 @pytest.mark.parametrize("moment", ["at-accept", "at-step"])
-async def test_a_request_that_kills_its_workers_is_blamed_after_two(
-    tmp_path_factory: pytest.TempPathFactory, moment: str
-) -> None:
+async def test_a_request_that_kills_its_workers_is_blamed_after_two(tmp_path: Path, moment: str) -> None:
     """Row 31: it gets 500 `request_failed`, the others their text."""
     names = ("worker-0", "worker-1", "worker-2")
     shape = Shape(
@@ -199,13 +175,11 @@ async def test_a_request_that_kills_its_workers_is_blamed_after_two(
         env={**SMALL_STEPS, "ODD_WORKER": f"poison {moment}"},
         modules=dict.fromkeys(names, "tests.support.odd_worker"),
     )
-    with running(tmp_path_factory.mktemp("poison"), shape) as cluster:
-        stage = set_up(cluster)
+    with staged(tmp_path, shape) as cluster:
         poison = ask("poison", COMPLETIONS, prompt=POISON)
-        async with unchanged(cluster, mixed_load(), stage.expected, stage.before) as readers:
-            await seen(readers, 5)
+        async with cluster.unchanged(5):
             async with reading(cluster, [poison]) as (poisoned,):
                 await poisoned.task
             assert (poisoned.told.error or {}).get("code") == "request_failed"
             assert sum(not cluster.is_running(name) for name in names) == 2, "no third worker was harmed"
-        await assert_nothing_left(cluster, stage.before)
+        await cluster.assert_nothing_left()

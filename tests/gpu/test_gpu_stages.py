@@ -15,9 +15,10 @@ from services.worker.pipeline.stage import MAX_LAUNCHED
 from shared.layers import LayerRange, even_split
 from tests.support.checkpoints import CheckpointShape
 from tests.support.gpu import WITH_LIBRARIES
+from tests.support.live_groups import SHAPES, new_engine
 from tests.support.runner_driver import Driver
 from tests.support.runners import MIB, open_runner
-from tests.support.stage_texts import SHAPES, new_engine, stages_of, texts_of
+from tests.support.stage_texts import stages_of, texts_of
 from tests.support.thread_pipeline import wire_up
 
 pytestmark = WITH_LIBRARIES

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,21 +21,19 @@ from services.planner.config import PlannerSettings
 from services.planner.service import Planner
 from shared.cost import load_profile
 from shared.ids import Incarnation, WorkerId
-from shared.layers import LayerRange
 from shared.messages.event import Event
-from shared.messages.plan import CommitPlan, PlanState, PreparePlan
+from shared.messages.plan import CommitPlan, PlanState
 from shared.messages.report import ClusterView, ElasticFacts, WorkerPhase, WorkerReport
 from shared.subjects import Subjects
 from shared.transport.bus import Message
 from shared.transport.nats_bus import NatsBus
 from shared.wire import decode_json, encode_json
-from sim.plan_driver import group_of
 from sim.worker import SimWorker, SimWorkerParams
+from tests.support.drop_builders import make_elastic
 from tests.support.hand_planner import HandPlanner
 
 LIMIT_S = 15.0
 SYSTEM = "kunserve"
-PAGE = 64
 
 
 @dataclass
@@ -135,22 +133,6 @@ async def _tell(here: Room, reports: Sequence[WorkerReport]) -> None:
         await asyncio.sleep(0.1)
 
 
-def facts(**changes: object) -> ElasticFacts:
-    """8 layers of 8 pages; of 224 pages a whole instance has 10 blocks, half of one 24."""
-    fields: dict[str, object] = {
-        "layer_bytes": (8 * PAGE,) * 8,
-        "outer_bytes": 0,
-        "first_stage_end": 0,
-        "last_stage_begin": 0,
-        "block_bytes": PAGE,
-        "page_bytes": PAGE,
-        "num_pages": 224,
-        "max_blocks": 10_000,
-        "has_host_copy": True,
-    }
-    return ElasticFacts.model_validate(fields | changes)
-
-
 def report(index: int, elastic: ElasticFacts, *, is_short: bool = False, **changes: object) -> WorkerReport:
     """A whole instance, which is full and has requests that wait for memory if it is short."""
     return WorkerReport(
@@ -174,9 +156,9 @@ def report(index: int, elastic: ElasticFacts, *, is_short: bool = False, **chang
     ).model_copy(update=changes)
 
 
-NO_GAIN = facts(max_blocks=12)
+NO_GAIN = make_elastic(max_blocks=12)
 """There are addresses for 12 blocks, so that two have less together than each alone."""
-NO_COPY = facts(has_host_copy=False)
+NO_COPY = make_elastic(has_host_copy=False)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +186,7 @@ async def test_a_drop_that_must_not_be_is_refused_with_an_event(
 
 
 async def test_a_drop_that_costs_more_than_it_saves_is_refused_with_an_event(nats_url: str) -> None:
-    reports = [report(index, facts(), is_short=True) for index in range(2)]
+    reports = [report(index, make_elastic(), is_short=True) for index in range(2)]
     async with planning(nats_url, "price", reports, drop_wait_s=0.0001) as here:
         event = await here.told("planner", "the room would save 0.00 s")
         assert "readers wait" in event.reason
@@ -213,7 +195,7 @@ async def test_a_drop_that_costs_more_than_it_saves_is_refused_with_an_event(nat
 async def test_a_restore_for_which_there_is_no_room_is_refused_with_an_event(nats_url: str) -> None:
     """20 of 24 blocks are in use, and two whole instances have room for 16."""
     half: dict[str, Any] = {"group": "w0", "num_stages": 2}
-    sizes = facts(num_pages=192)  # 8 blocks for a whole instance
+    sizes = make_elastic(num_pages=192)  # 8 blocks for a whole instance
     reports = [
         report(0, sizes, layers=(0, 4), stage=0, num_blocks=20, num_used_blocks=20, **half),
         report(1, sizes, layers=(4, 8), stage=1, num_used_blocks=0, num_running=0, **half),
@@ -229,66 +211,30 @@ async def test_a_restore_for_which_there_is_no_room_is_refused_with_an_event(nat
 # Workers refuse
 
 
-@asynccontextmanager
-async def worker(nats_url: str) -> AsyncIterator[tuple[Room, HandPlanner]]:
-    """A real agent, and a planner by hand."""
+async def test_a_word_of_an_epoch_that_is_over_is_refused_by_the_worker_with_an_event(nats_url: str) -> None:
+    """A real agent, and a planner by hand. What else a worker refuses: `test_plan_agent`, `test_group_role`."""
     bus = await NatsBus.connect(nats_url, name="w0")
-    params = SimWorkerParams(
-        "w0", load_profile("llama-3-8b-tp1-a100").cost, 0, system=SYSTEM, max_model_len=64, elastic=facts(num_pages=500)
+    cost = load_profile("llama-3-8b-tp1-a100").cost
+    worker = SimWorker(
+        SimWorkerParams("w0", cost, 0, system=SYSTEM, max_model_len=64, elastic=make_elastic(num_pages=500)), bus
     )
-    own = SimWorker(params, bus)
     async with room(nats_url, "default") as here:
         driver = HandPlanner(here.bus)
         await driver.start()
-        await own.start()
+        await worker.start()
         try:
             async with asyncio.timeout(LIMIT_S):
                 while "w0" not in driver.reports or driver.reports["w0"].phase is not WorkerPhase.READY:
                     await asyncio.sleep(0.01)
-            yield here, driver
+            newer = await driver.answer("w0", CommitPlan(epoch=9, plan_id=8))
+            stale = await driver.answer("w0", CommitPlan(epoch=4, plan_id=4))
+            assert newer.state is stale.state is PlanState.REFUSED, "nothing is prepared, and that is over"
+            assert stale.newest_epoch == 9
+            for answer in (newer, stale):
+                event = await here.told("worker", f"plan {answer.plan_id}: {answer.reason}")
+                assert event.instance_id == "w0"
+            assert stale.reason == "epoch 4 is over: a planner of epoch 9 has spoken"
+            assert newer.reason.startswith("plan 8 is not prepared here")
         finally:
-            await own.stop()
+            await worker.stop()
             await bus.close()
-
-
-def _other_layers(known: WorkerReport) -> WorkerReport:
-    return known.model_copy(update={"layers": (0, 4)})
-
-
-def _other_process(known: WorkerReport) -> WorkerReport:
-    return known.model_copy(update={"incarnation": Incarnation(77)})
-
-
-@pytest.mark.parametrize(
-    ("believed", "ranges", "words"),
-    [
-        (_other_layers, [(0, 2), (2, 8)], "the plan was made for layers [0, 4), held are [0, 8)"),
-        (_other_process, [(0, 4), (4, 8)], "the plan was made for another process of this worker"),
-        (lambda known: known, [(0, 4), (5, 8)], "do not begin where those before them end"),
-    ],
-)
-async def test_a_plan_for_what_is_not_there_is_refused_by_the_worker_with_an_event(
-    believed: Callable[[WorkerReport], WorkerReport], ranges: list[tuple[int, int]], words: str, nats_url: str
-) -> None:
-    async with worker(nats_url) as (here, driver):
-        known = driver.reports["w0"]
-        other = known.model_copy(update={"worker_id": WorkerId("w1")})
-        group = group_of([believed(known), other], [LayerRange(*each) for each in ranges])
-        answer = await driver.ask("w0", PreparePlan(epoch=11, plan_id=11, step=group))
-        assert answer is not None
-        assert answer.state is PlanState.REFUSED
-        assert words in answer.reason
-        event = await here.told("worker", words)
-        assert (event.instance_id, event.reason) == ("w0", f"plan 11: {answer.reason}")
-
-
-async def test_a_word_of_an_epoch_that_is_over_is_refused_by_the_worker_with_an_event(nats_url: str) -> None:
-    async with worker(nats_url) as (here, driver):
-        newer = await driver.ask("w0", CommitPlan(epoch=9, plan_id=8))
-        assert newer is not None
-        assert newer.state is PlanState.REFUSED  # nothing is prepared
-        stale = await driver.ask("w0", CommitPlan(epoch=4, plan_id=4))
-        assert stale is not None
-        assert (stale.state, stale.newest_epoch) == (PlanState.REFUSED, 9)
-        await here.told("worker", "plan 4: epoch 4 is over: a planner of epoch 9 has spoken")
-        await here.told("worker", "plan 8: plan 8 is not prepared here")

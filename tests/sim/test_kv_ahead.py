@@ -12,18 +12,15 @@ import pytest
 from services.worker.engine.stats import take_stats
 from services.worker.kv_moves.kv_table import KvTable
 from shared.ids import WorkerId
-from shared.layers import LayerRange, even_split
+from shared.layers import even_split
 from sim.cluster import ClusterParams
 from sim.devices import modelled_network
 from sim.devices.channel import ModelledLink
 from sim.devices.modelled_exchange import Share, carry
 from sim.plan_driver import alone
-from tests.support.group_room import NUM_LAYERS, Room, draw_requests, group_params, in_room
+from tests.support.group_room import BOTH, NUM_LAYERS, WHOLE, Room, draw_requests, group_params, in_room
 from tests.support.hand_planner import states
 
-WHOLE = LayerRange(0, NUM_LAYERS)
-HALVES = even_split(NUM_LAYERS, 2)
-BOTH = (WorkerId("w0"), WorkerId("w1"))
 SLOW = 4e6
 """Bytes per second: 4 ms for half of a block's layers."""
 
@@ -72,15 +69,14 @@ def test_readers_go_on_while_kv_moves_and_little_is_left_when_the_group_dissolve
     def measure(is_ahead: bool) -> None:
         async def main(room: Room) -> None:
             loop = asyncio.get_running_loop()
-            assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
-            await asyncio.sleep(0.6)
+            await room.form()
             groups = [worker.groups for worker in room.cluster.workers]
             beside = min(each.blocks_beside(WHOLE) for each in groups if each is not None)
             count = most_ahead(room) if is_ahead else beside
             assert states(await room.driver.load(BOTH, count)) == ["done"] * 2
             await asyncio.sleep(0.6)
             room.ask(*(replace(each, num_output=100) for each in draw_requests(1, 12)))
-            engine = room.cluster.workers[0].service.engine
+            engine = room.engine()
             while take_stats(engine).num_running < 12 or engine.totals.num_generated_tokens < 150:
                 await asyncio.sleep(0.01)
             before, seen = num_computed_again(room), engine.totals.num_generated_tokens
@@ -120,7 +116,7 @@ def test_a_group_that_uses_more_than_one_of_its_workers_has_alone_stands_still_h
             assert states(await room.driver.load(names, count)) == ["done"] * 4
             await asyncio.sleep(0.6)
             room.ask(*(replace(each, num_output=100) for each in draw_requests(1, 20)))
-            engine = room.cluster.workers[0].service.engine
+            engine = room.engine()
             while take_stats(engine).num_used_blocks < 1.2 * alone_blocks:
                 await asyncio.sleep(0.01)
             plan_id, answers = await room.driver.prepare(*(alone(room.driver.reports[name]) for name in names))

@@ -13,7 +13,6 @@ from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.engine.engine import Engine
 from services.worker.engine.stats import take_stats
 from shared.ids import WorkerId
-from shared.layers import LayerRange, even_split
 from shared.messages.event import Event
 from shared.messages.report import Move, MoveKind
 from shared.sizes import describe_bytes
@@ -24,12 +23,20 @@ from shared.wire import decode_json
 from sim.cluster import ClusterParams
 from sim.devices.channel import ModelledLink
 from sim.plan_driver import alone
-from tests.support.group_room import NUM_LAYERS, PAGE_BYTES, Room, draw_requests, group_params, in_room
+from tests.support.group_room import (
+    BOTH,
+    HALVES,
+    NUM_LAYERS,
+    PAGE_BYTES,
+    WHOLE,
+    Room,
+    draw_requests,
+    group_params,
+    in_room,
+    room_test,
+)
 from tests.support.hand_planner import states
 
-WHOLE = LayerRange(0, NUM_LAYERS)
-HALVES = even_split(NUM_LAYERS, 2)
-BOTH = (WorkerId("w0"), WorkerId("w1"))
 PATIENCE_S = 40.0
 """A minute at most is watched."""
 
@@ -48,11 +55,15 @@ class Watch:
         self.events: list[Event] = []
         self.seen: list[tuple[str, Move]] = []
 
-    async def start(self) -> None:
-        def hear(message: Message) -> None:
-            self.events.append(decode_json(message.data, Event))
+    @classmethod
+    async def begin(cls, room: Room) -> Watch:
+        watch = cls(room)
 
-        await self.room.driver.bus.subscribe(Subjects().event("worker", "*"), hear)
+        def hear(message: Message) -> None:
+            watch.events.append(decode_json(message.data, Event))
+
+        await room.driver.bus.subscribe(Subjects().event("worker", "*"), hear)
+        return watch
 
     async def until_over(self, kind: MoveKind, count: int = 1) -> list[Event]:
         """Look at every report until that many moves of a kind have ended; return their ends."""
@@ -83,8 +94,7 @@ async def busy_group(room: Room) -> None:
 
 async def load_beside(room: Room, *, is_ahead: bool) -> int:
     """Let both workers be a group, and load what they lack, with memory for KV ahead or not; return its blocks."""
-    assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
-    await asyncio.sleep(0.6)
+    await room.form()
     groups = [worker.groups for worker in room.cluster.workers if worker.groups is not None]
     count = min(each.whole_blocks if is_ahead else each.blocks_beside(WHOLE) for each in groups)
     assert states(await room.driver.load(BOTH, count)) == ["done"] * 2
@@ -94,10 +104,9 @@ async def load_beside(room: Room, *, is_ahead: bool) -> int:
 @pytest.mark.parametrize("kv_exchange", [KvExchange.COORDINATED, KvExchange.LIVE])
 def test_an_exchange_is_seen_with_its_progress_and_its_bytes(kv_exchange: KvExchange) -> None:
     async def main(room: Room) -> None:
-        watch = Watch(room)
-        await watch.start()
+        watch = await Watch.begin(room)
         await busy_group(room)
-        stats = take_stats(room.cluster.workers[0].service.engine)
+        stats = take_stats(room.engine())
         awaited = await num_awaiting(room)
         if kv_exchange is KvExchange.COORDINATED:
             assert awaited == stats.num_preempted + stats.num_waiting, "nobody can go on yet"
@@ -116,7 +125,7 @@ def test_an_exchange_is_seen_with_its_progress_and_its_bytes(kv_exchange: KvExch
         # two workers send at 0.8 MB/s each; remote attention takes of that
         assert all(0 < move.bytes_per_s <= 1.7e6 for move in on_the_way)
         assert not await num_awaiting(room), "those that run have theirs"
-        assert take_stats(room.cluster.workers[0].service.engine).num_running
+        assert take_stats(room.engine()).num_running
         if kv_exchange is KvExchange.COORDINATED:
             assert max(move.num_waiting for move in moves) > 0
         assert f"{kv_exchange.value}; " in begin.reason
@@ -131,68 +140,61 @@ def test_an_exchange_is_seen_with_its_progress_and_its_bytes(kv_exchange: KvExch
     in_room(main, params(kv_exchange))
 
 
-def test_an_exchange_that_ends_with_its_group_says_so() -> None:
-    async def main(room: Room) -> None:
-        watch = Watch(room)
-        await watch.start()
-        await busy_group(room)
-        await asyncio.sleep(0.2)
-        room.cluster.network.cut(*BOTH)
-        room.cluster.network.heal(*BOTH)
-        (end,) = await watch.until_over(MoveKind.KV_EXCHANGE)
-        assert "given up with the group" in end.reason
-        await room.check()
-
-    in_room(main, params(KvExchange.COORDINATED))
+@room_test(params(KvExchange.COORDINATED))
+async def test_an_exchange_that_ends_with_its_group_says_so(room: Room) -> None:
+    watch = await Watch.begin(room)
+    await busy_group(room)
+    await asyncio.sleep(0.2)
+    room.cluster.network.cut(*BOTH)
+    room.cluster.network.heal(*BOTH)
+    (end,) = await watch.until_over(MoveKind.KV_EXCHANGE)
+    assert "given up with the group" in end.reason
+    await room.check()
 
 
-def test_parameters_beside_and_copies_are_seen() -> None:
+@room_test(params(KvExchange.COORDINATED, load_bytes_per_s=3e5))
+async def test_parameters_beside_and_copies_are_seen(room: Room) -> None:
     """Each of two workers loads half of the model; then its KV is copied ahead of the end of the group."""
-
-    async def main(room: Room) -> None:
-        watch = Watch(room)
-        await watch.start()
-        count = await load_beside(room, is_ahead=True)
-        ends = await watch.until_over(MoveKind.PARAMETER_LOAD, 2)
-        num_bytes = NUM_LAYERS // 2 * 40 * PAGE_BYTES
-        for name in BOTH:
-            report = room.driver.reports[name]
-            assert report.param_bytes == 2 * num_bytes
-            assert report.kv_bytes == count * NUM_LAYERS // 2 * 2 * (PAGE_BYTES // 2)
-            moves = watch.of(MoveKind.PARAMETER_LOAD, name)
-            assert {move.num_bytes for move in moves} == {num_bytes}
-            assert any(0 < move.num_moved_bytes < num_bytes for move in moves)
-            assert all(move.bytes_per_s <= 3.1e5 for move in moves), "never faster than its link"
-            assert max(move.bytes_per_s for move in moves) > 2.9e5
-        assert all("all is there" in end.reason and "the host" in end.reason for end in ends)
-        room.ask(*draw_requests(5, 20))
-        await asyncio.sleep(0.5)
-        plan_id, answers = await room.driver.prepare(*(alone(room.driver.reports[name]) for name in BOTH))
-        assert states(answers) == ["prepared"] * 2
-        (copied,) = await watch.until_over(MoveKind.KV_COPY)
-        assert "what is left moves when the group dissolves" in copied.reason
-        assert not copied.reason.startswith("0 B")
-        assert states(await room.driver.finish(plan_id, BOTH, commit=True)) == ["done"] * 2
-        await room.check()
-
-    in_room(main, params(KvExchange.COORDINATED, load_bytes_per_s=3e5))
+    watch = await Watch.begin(room)
+    count = await load_beside(room, is_ahead=True)
+    ends = await watch.until_over(MoveKind.PARAMETER_LOAD, 2)
+    num_bytes = NUM_LAYERS // 2 * 40 * PAGE_BYTES
+    for name in BOTH:
+        report = room.driver.reports[name]
+        assert report.param_bytes == 2 * num_bytes
+        assert report.kv_bytes == count * NUM_LAYERS // 2 * 2 * (PAGE_BYTES // 2)
+        moves = watch.of(MoveKind.PARAMETER_LOAD, name)
+        assert {move.num_bytes for move in moves} == {num_bytes}
+        assert any(0 < move.num_moved_bytes < num_bytes for move in moves)
+        assert all(move.bytes_per_s <= 3.1e5 for move in moves), "never faster than its link"
+        assert max(move.bytes_per_s for move in moves) > 2.9e5
+    assert all("all is there" in end.reason and "the host" in end.reason for end in ends)
+    room.ask(*draw_requests(5, 20))
+    await asyncio.sleep(0.5)
+    plan_id, answers = await room.driver.prepare(*(alone(room.driver.reports[name]) for name in BOTH))
+    assert states(answers) == ["prepared"] * 2
+    (copied,) = await watch.until_over(MoveKind.KV_COPY)
+    assert "what is left moves when the group dissolves" in copied.reason
+    assert not copied.reason.startswith("0 B")
+    assert states(await room.driver.finish(plan_id, BOTH, commit=True)) == ["done"] * 2
+    await room.check()
 
 
-def test_a_load_that_a_burst_ends_says_so() -> None:
-    async def main(room: Room) -> None:
-        watch = Watch(room)
-        await watch.start()
-        count = await load_beside(room, is_ahead=False)
-        await asyncio.sleep(0.3)
-        assert states(await room.driver.unload(BOTH, count)) == ["done"] * 2
-        ends = await watch.until_over(MoveKind.PARAMETER_LOAD, 2)
-        assert all(end.reason.endswith("ended by the next change") for end in ends)
-        assert not any(end.reason.startswith("0 B") for end in ends), "some of it had come"
-
-    in_room(main, params(KvExchange.COORDINATED, load_bytes_per_s=3e5))
+@room_test(params(KvExchange.COORDINATED, load_bytes_per_s=3e5))
+async def test_a_load_that_a_burst_ends_says_so(room: Room) -> None:
+    watch = await Watch.begin(room)
+    count = await load_beside(room, is_ahead=False)
+    await asyncio.sleep(0.3)
+    assert states(await room.driver.unload(BOTH, count)) == ["done"] * 2
+    ends = await watch.until_over(MoveKind.PARAMETER_LOAD, 2)
+    assert all(end.reason.endswith("ended by the next change") for end in ends)
+    assert not any(end.reason.startswith("0 B") for end in ends), "some of it had come"
 
 
-def test_a_group_that_parts_says_what_went_between_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+@room_test(params(KvExchange.COORDINATED))
+async def test_a_group_that_parts_says_what_went_between_its_workers(
+    room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing was copied ahead, so of every block that goes along half of the layers does."""
     enter, num_kept = Engine.enter_executor, list[int]()
 
@@ -200,33 +202,26 @@ def test_a_group_that_parts_says_what_went_between_its_workers(monkeypatch: pyte
         num_kept.append(len(kept))
         enter(self, num_blocks, lanes, kept, *rest, **more)
 
-    async def main(room: Room) -> None:
-        watch = Watch(room)
-        await watch.start()
-        await load_beside(room, is_ahead=False)
-        await asyncio.sleep(0.6)
-        room.ask(*draw_requests(5, 20))
-        await asyncio.sleep(0.5)
-        monkeypatch.setattr(Engine, "enter_executor", note)
-        assert states(await room.driver.restore(BOTH)) == ["done"] * 2
-        await room.check()
-        (parted,) = [event for event in watch.events if event.name == "kv_parted"]
-        assert len(num_kept) == 2
-        assert min(num_kept) > 0
-        num_bytes = sum(num_kept) * NUM_LAYERS // 2 * 2 * (PAGE_BYTES // 2)
-        assert parted.reason.startswith(f"{describe_bytes(num_bytes)} of KV went between 2 workers, where ")
-
-    in_room(main, params(KvExchange.COORDINATED))
+    watch = await Watch.begin(room)
+    await load_beside(room, is_ahead=False)
+    await asyncio.sleep(0.6)
+    room.ask(*draw_requests(5, 20))
+    await asyncio.sleep(0.5)
+    monkeypatch.setattr(Engine, "enter_executor", note)
+    assert states(await room.driver.restore(BOTH)) == ["done"] * 2
+    await room.check()
+    (parted,) = [event for event in watch.events if event.name == "kv_parted"]
+    assert len(num_kept) == 2
+    assert min(num_kept) > 0
+    num_bytes = sum(num_kept) * NUM_LAYERS // 2 * 2 * (PAGE_BYTES // 2)
+    assert parted.reason.startswith(f"{describe_bytes(num_bytes)} of KV went between 2 workers, where ")
 
 
-def test_of_a_copy_without_blocks_nothing_is_told() -> None:
-    async def main(room: Room) -> None:
-        watch = Watch(room)
-        await watch.start()
-        await load_beside(room, is_ahead=True)
-        await asyncio.sleep(0.6)
-        assert states(await room.driver.restore(BOTH)) == ["done"] * 2
-        await asyncio.sleep(0.2)
-        assert not [event for event in watch.events if event.name.startswith("kv_copy")]
-
-    in_room(main, params(KvExchange.COORDINATED))
+@room_test(params(KvExchange.COORDINATED))
+async def test_of_a_copy_without_blocks_nothing_is_told(room: Room) -> None:
+    watch = await Watch.begin(room)
+    await load_beside(room, is_ahead=True)
+    await asyncio.sleep(0.6)
+    assert states(await room.driver.restore(BOTH)) == ["done"] * 2
+    await asyncio.sleep(0.2)
+    assert not [event for event in watch.events if event.name.startswith("kv_copy")]

@@ -35,7 +35,9 @@ A800 = load_profile("qwen2.5-14b-tp1-a800").cost
 # Layers
 
 
-@pytest.mark.parametrize(("num_layers", "num_stages", "sizes"), [(7, 2, [4, 3]), (48, 3, [16] * 3), (5, 5, [1] * 5)])
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "sizes"), [(7, 2, [4, 3]), (7, 3, [3, 2, 2]), (48, 3, [16] * 3), (5, 5, [1] * 5)]
+)
 def test_an_even_split_gives_the_longer_ranges_to_the_first(num_layers: int, num_stages: int, sizes: list[int]) -> None:
     ranges = even_split(num_layers, num_stages)
     check_tiling(ranges, num_layers)
@@ -70,6 +72,16 @@ def prefill(step_id: int, num_tokens: int) -> Batch:
     )
 
 
+def flat_stages(step_s: float, link: ModelledLink | None = None) -> ModelledStages:
+    """Two stages that take half of that for any step."""
+    cost = CostModel(g0_s=step_s, b0_s=0, g1_s=0, b1_s=0, d_s=0, a_s=0)
+    return modelled_stages(PipelineParams(cost, 6, even_split(6, 2), 8, 16, DRAW, link or ModelledLink()))
+
+
+def executor_of(stages: ModelledStages) -> PipelineExecutor:
+    return PipelineExecutor(stages, asyncio.get_running_loop().time)
+
+
 def recurrence(durations: list[list[float]], hop_s: list[float]) -> list[list[float]]:
     """Return when each step leaves each stage: F[k][s] = max(F[k-1][s], F[k][s-1] + hop) + duration."""
     done: list[list[float]] = []
@@ -93,13 +105,10 @@ def test_steps_leave_the_pipeline_when_the_recurrence_says(seed: int, num_stages
     random = np.random.default_rng(seed)
     sizes = random.integers(1, 2000, 8).tolist()
     link = ModelledLink(latency_s=0.0005, bytes_per_s=1e9, token_bytes=1024)
-    ranges = even_split(48, num_stages)
+    params = PipelineParams(A800, 48, even_split(48, num_stages), 16, 2048, DRAW, link, head_layers=2.8)
 
     async def main() -> tuple[list[float], list[BatchOutput], PipelineExecutor]:
-        params = PipelineParams(A800, 48, ranges, 16, 2048, DRAW, link, head_layers=2.8)
-        loop = asyncio.get_running_loop()
-        executor = PipelineExecutor(modelled_stages(params), loop.time)
-        ended: list[float] = []
+        loop, executor, ended = asyncio.get_running_loop(), executor_of(modelled_stages(params)), list[float]()
         futures = [executor.submit(prefill(k, size)) for k, size in enumerate(sizes)]
         for future in futures:
             future.add_done_callback(lambda _: ended.append(loop.time()))
@@ -108,8 +117,7 @@ def test_steps_leave_the_pipeline_when_the_recurrence_says(seed: int, num_stages
         return ended, outputs, executor
 
     ended, outputs, executor = run(main())
-    stages = modelled_stages(PipelineParams(A800, 48, ranges, 16, 2048, DRAW, link, head_layers=2.8)).devices
-    durations = [[stage.step_s(prefill(0, size)) for stage in stages] for size in sizes]
+    durations = [[stage.step_s(prefill(0, size)) for stage in modelled_stages(params).devices] for size in sizes]
     done = recurrence(durations, [0.0005 + size * 1024 / 1e9 for size in sizes])
     back_s = 0.0005 if num_stages > 1 else 0.0
     assert ended == pytest.approx([line[-1] + back_s for line in done])
@@ -128,15 +136,11 @@ def test_a_slow_wire_carries_one_activation_after_the_other() -> None:
     """Activations of 0.5 s on stages of 0.05 s each: steps arrive every 0.5 s."""
 
     async def main() -> list[float]:
-        flat = CostModel(g0_s=0.1, b0_s=0, g1_s=0, b1_s=0, d_s=0, a_s=0)
-        link = ModelledLink(bytes_per_s=100, token_bytes=10)
-        params = PipelineParams(flat, 6, even_split(6, 2), 8, 16, DRAW, link)
-        loop = asyncio.get_running_loop()
-        executor = PipelineExecutor(modelled_stages(params), loop.time)
+        executor = executor_of(flat_stages(0.1, ModelledLink(bytes_per_s=100, token_bytes=10)))
         ended = []
         for future in [executor.submit(prefill(k, 5)) for k in range(3)]:
             await future
-            ended.append(loop.time())
+            ended.append(asyncio.get_running_loop().time())
         await executor.close()
         return ended
 
@@ -145,10 +149,7 @@ def test_a_slow_wire_carries_one_activation_after_the_other() -> None:
 
 def test_span_counts_only_the_time_with_a_batch_in_flight() -> None:
     async def main() -> PipelineExecutor:
-        flat = CostModel(g0_s=0.1, b0_s=0, g1_s=0, b1_s=0, d_s=0, a_s=0)
-        executor = PipelineExecutor(
-            modelled_stages(PipelineParams(flat, 6, even_split(6, 2), 8, 16, DRAW)), asyncio.get_running_loop().time
-        )
+        executor = executor_of(flat_stages(0.1))
         for k in range(2):
             await asyncio.sleep(7)
             await executor.submit(prefill(k, 5))
@@ -162,10 +163,8 @@ def test_span_counts_only_the_time_with_a_batch_in_flight() -> None:
 
 def test_span_counts_a_batch_that_is_under_way_and_ends_when_the_pipeline_breaks() -> None:
     async def main() -> list[PipelineStats]:
-        flat = CostModel(g0_s=10, b0_s=0, g1_s=0, b1_s=0, d_s=0, a_s=0)
-        stages = modelled_stages(PipelineParams(flat, 6, even_split(6, 2), 8, 16, DRAW))
-        executor = PipelineExecutor(stages, asyncio.get_running_loop().time)
-        seen = []
+        stages = flat_stages(10)
+        executor, seen = executor_of(stages), list[PipelineStats]()
         future = executor.submit(prefill(0, 5))
         for happens in (lambda: None, lambda: stages.servers[0].die("its process ended"), lambda: None):
             await asyncio.sleep(2)
@@ -402,9 +401,8 @@ def test_a_broken_pipeline_fails_all_lanes_and_blames_nobody(breaks: object, aft
 
 def test_an_answer_out_of_turn_breaks_the_pipeline() -> None:
     async def main() -> None:
-        params = PipelineParams(A800, 6, even_split(6, 2), 8, 16, DRAW)
-        stages = modelled_stages(params)
-        executor = PipelineExecutor(stages, asyncio.get_running_loop().time)
+        stages = flat_stages(1)
+        executor = executor_of(stages)
         futures = [executor.submit(prefill(0, 1)), executor.submit(prefill(1, 1))]
         stages._on_message(StepDone(BatchOutput(1, np.zeros(1, dtype=np.int32), 0.0), (0.0, 0.0)))
         for future in futures:

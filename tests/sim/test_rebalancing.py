@@ -17,7 +17,7 @@ from shared.subjects import Subjects
 from shared.wire import decode_json, encode_json
 from sim.cluster import ClusterParams
 from sim.requests import SimRequest
-from tests.support.group_room import Room, draw_requests, elastic_facts, group_params, in_room
+from tests.support.group_room import Room, draw_requests, elastic_facts, group_params, in_room, room_test
 
 M = TypeVar("M", bound=ControlMessage)
 
@@ -60,30 +60,26 @@ def test_who_waits_for_memory_goes_where_there_is_some() -> None:
     assert moved_s < 0.8 * stayed_s
 
 
-def test_only_who_has_not_begun_is_moved_and_never_twice() -> None:
+@room_test(group_params())
+async def test_only_who_has_not_begun_is_moved_and_never_twice(room: Room) -> None:
     """A worker is asked to let everybody go: those that run, or did, stay, and all texts are as undisturbed."""
-
-    async def main(room: Room) -> None:
-        room.ask(*draw_requests(7, 40))
-        await asyncio.sleep(0.4)
-        agent = room.cluster.workers[0].service.agent
-        assert agent is not None
-        engine = agent.keeper.machine.engine
-        listed = {part.request_id for part in (await asked(room, ListQueued(epoch=99), QueueList)).requests}
-        waiting = {str(engine.table.sequence(row).key[0]) for row in engine.table.waiting.view.tolist()}
-        assert listed
-        assert listed <= waiting
-        keys = list(engine.residents.row_of)
-        moves = tuple(QueueMove(request_id=key[0], attempt=key[1], target=WorkerId("w1")) for key in keys)
-        moved = await asked(room, MoveQueued(epoch=99, moves=moves), QueueMoved)
-        assert moved.num_moved == len(listed)
-        assert {key[0] for key in engine.residents.row_of} == {key[0] for key in keys} - listed
-        again = await asked(room, MoveQueued(epoch=99, moves=moves), QueueMoved)
-        assert again.num_moved == 0
-        check_engine(engine)
-        await room.check()
-
-    in_room(main, group_params())
+    room.ask(*draw_requests(7, 40))
+    await asyncio.sleep(0.4)
+    agent = room.agent()
+    engine = agent.keeper.machine.engine
+    listed = {part.request_id for part in (await asked(room, ListQueued(epoch=99), QueueList)).requests}
+    waiting = {str(engine.table.sequence(row).key[0]) for row in engine.table.waiting.view.tolist()}
+    assert listed
+    assert listed <= waiting
+    keys = list(engine.residents.row_of)
+    moves = tuple(QueueMove(request_id=key[0], attempt=key[1], target=WorkerId("w1")) for key in keys)
+    moved = await asked(room, MoveQueued(epoch=99, moves=moves), QueueMoved)
+    assert moved.num_moved == len(listed)
+    assert {key[0] for key in engine.residents.row_of} == {key[0] for key in keys} - listed
+    again = await asked(room, MoveQueued(epoch=99, moves=moves), QueueMoved)
+    assert again.num_moved == 0
+    check_engine(engine)
+    await room.check()
 
 
 async def asked(room: Room, message: ControlMessage, kind: type[M]) -> M:

@@ -9,7 +9,6 @@ import pytest
 
 from services.worker.modelled.shadow_kv import TokenDraw
 from shared.errors import StartupError
-from shared.layers import even_split
 from sim.catalog.instance import find_instance
 from sim.cluster import ClusterParams, SimCluster
 from sim.experiment.plan import plan_instances
@@ -104,8 +103,3 @@ def test_plans_count_in_steps_of_a_pipeline(least: int, most: int, expected: int
     assert not [count for count in tried if count % 2]
     if expected is not None and expected > 2:
         assert plan.share_below == 0.0
-
-
-def test_ranges_differ_by_a_layer_at_most() -> None:
-    assert [len(layers) for layers in even_split(48, 2)] == [24, 24]
-    assert [len(layers) for layers in even_split(7, 3)] == [3, 2, 2]

@@ -15,19 +15,13 @@ import pytest
 
 from services.worker.blocks import remote_kv
 from services.worker.kv_moves import exchange_modes
-from shared.ids import WorkerId
-from shared.layers import LayerRange, even_split
 from shared.systems import KvExchange
 from sim.cluster import ClusterParams
 from sim.devices.channel import ModelledLink
-from sim.devices.modelled_device import ModelledGroupDevice
 from sim.requests import SimRequest
-from tests.support.group_room import NUM_LAYERS, PAGE_BYTES, Room, group_params, in_room
+from tests.support.group_room import BOTH, HALVES, NUM_LAYERS, PAGE_BYTES, WHOLE, Room, group_params, in_room
 from tests.support.hand_planner import states
 
-WHOLE = LayerRange(0, NUM_LAYERS)
-HALVES = even_split(NUM_LAYERS, 2)
-BOTH = (WorkerId("w0"), WorkerId("w1"))
 LOAD_S = 1.0
 """In which half of the parameters come."""
 NUM_SEEDS = 20
@@ -56,12 +50,6 @@ def draw(rng: np.random.Generator, names: Iterator[int], count: int) -> list[Sim
     ]
 
 
-def device_of(room: Room, index: int) -> ModelledGroupDevice:
-    groups = room.cluster.workers[index].groups
-    assert isinstance(groups, ModelledGroupDevice)
-    return groups
-
-
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_kv_is_attended_elsewhere_and_a_restore_is_given_up_and_no_text_changes(seed: int) -> None:
     rng, names = np.random.default_rng(seed), iter(range(1000))
@@ -80,15 +68,15 @@ def test_kv_is_attended_elsewhere_and_a_restore_is_given_up_and_no_text_changes(
         await decoding(room, int(rng.integers(1, 4)))
         await asyncio.sleep(0.6)
 
-        grouped = min(device_of(room, i).num_blocks(HALVES[i]) for i in range(2))
-        beside = min(device_of(room, i).blocks_beside(WHOLE) for i in range(2))
-        ahead = min(device_of(room, i).whole_blocks for i in range(2))
+        grouped = min(room.device(i).num_blocks(HALVES[i]) for i in range(2))
+        beside = min(room.device(i).blocks_beside(WHOLE) for i in range(2))
+        ahead = min(room.device(i).whole_blocks for i in range(2))
         assert states(await room.driver.load(BOTH, ahead if rng.random() < 0.5 else beside)) == ["done"] * 2
         await asyncio.sleep(float(rng.uniform(0, 0.9 * LOAD_S)))
-        assert device_of(room, 0).loaded_ratio < 1, "the restore is under way"
+        assert room.device(0).loaded_ratio < 1, "the restore is under way"
         room.ask(*draw(rng, names, int(rng.integers(4, 12))))  # the burst
         assert states(await room.driver.unload(BOTH, grouped)) == ["done"] * 2
-        assert (room.num_blocks(0), device_of(room, 0).resident) == (grouped, HALVES[0])
+        assert (room.num_blocks(0), room.device(0).resident) == (grouped, HALVES[0])
         await decoding(room, 2)
 
         assert states(await room.driver.restore(BOTH)) == ["done"] * 2

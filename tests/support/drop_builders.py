@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams, I
 from services.planner.policy.plans.drop_plan import DropPlan
 from shared.ids import WorkerId
 from shared.layers import LayerRange
+from shared.messages.report import ElasticFacts
 
 PROFILE = (1000.0, 1850.0, 2600.0, 3250.0, 3800.0, 4250.0, 4600.0, 4850.0)
 
@@ -29,6 +30,15 @@ def make_model(num_layers: int = 8, **fields: object) -> ModelFacts:
         "page_bytes": 64,
     }
     return ModelFacts(**(common | fields))  # type: ignore[arg-type]
+
+
+def make_elastic(model: ModelFacts | None = None, **fields: object) -> ElasticFacts:
+    """What a worker reports of a model; without one, of 8 pages a layer: alone it has 10 blocks, with half of them 24.
+
+    Of a model only what is reported is taken.
+    """
+    sizes = asdict(model or make_model(layer_bytes=(8 * 64,) * 8))
+    return ElasticFacts.model_validate({"num_pages": 224, "max_blocks": 10_000, "has_host_copy": True} | sizes | fields)
 
 
 def make_instance(number: int, first: int = 0, end: int = 8, *, pages: int = 64, **fields: Any) -> InstanceFacts:

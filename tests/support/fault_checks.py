@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import difflib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,8 +16,19 @@ from typing import Any, Final
 
 from shared.transport.bus import BusError
 from shared.transport.nats_bus import NatsBus
-from tests.support.fault_cluster import Cluster, until_async
-from tests.support.fault_streams import Ask, Reader, answers, joined, long_prompts, reading
+from tests.support.fault_cluster import Cluster, Shape, run_apart, running, until_async
+from tests.support.fault_streams import (
+    Ask,
+    Reader,
+    all_read,
+    answers,
+    joined,
+    long_prompts,
+    mixed_load,
+    reading,
+    seen,
+    undisturbed,
+)
 from tests.support.mapped_pages import MEMORY_NAME
 
 CALM_LIMIT_S: Final = 20.0
@@ -57,24 +68,6 @@ async def footprint(cluster: Cluster) -> Footprint:
         num_files={name: num_files(cluster.pid(name)) for name in names},
         num_tasks={name: dump["num_tasks"] for name, dump in dumps.items()},
     )
-
-
-async def assert_nothing_left(cluster: Cluster, before: Footprint, limit_s: float = CALM_LIMIT_S) -> None:
-    """Return when nothing of any request is left anywhere, and nobody holds more than before.
-
-    Raises:
-        AssertionError: something is still there after the limit; the message says what.
-    """
-    found: list[str] = []
-
-    async def is_calm() -> bool:
-        found[:] = await _left(cluster, before)
-        return not found
-
-    try:
-        await until_async(is_calm, "nothing is left", limit_s)
-    except AssertionError:
-        raise AssertionError(f"left after {limit_s:g} s: {found}") from None
 
 
 async def _left(cluster: Cluster, before: Footprint) -> list[str]:
@@ -137,9 +130,9 @@ def _has_dump(name: str) -> bool:
     return name.startswith(("worker", "dispatcher"))
 
 
-def assert_no_errors(cluster: Cluster, names: Sequence[str] | None = None) -> None:
+def assert_no_errors(cluster: Cluster) -> None:
     """Check that no service has logged an error, or that one ended by an exception."""
-    for name in cluster.services if names is None else names:
+    for name in cluster.services:
         errors = [event for event in cluster.events(name) if event.get("level") in ("error", "critical")]
         assert not errors, f"{name} logged {errors}"
 
@@ -161,53 +154,101 @@ def _end_of(answer: Mapping[str, Any]) -> str:
     return f"{'whole' if answer['is_whole'] else 'early'} with {dict(answer['finish'])}"
 
 
-@asynccontextmanager
-async def unchanged(
-    cluster: Cluster, asks: Sequence[Ask], expected: Mapping[str, Any], before: Footprint
-) -> AsyncIterator[list[Reader]]:
-    """Send the requests; after the body (a fault) wait for their answers, which must be those of a run without it.
+class StagedCluster(Cluster):
+    """A cluster, and what it answers and holds without faults. Made by `staged`.
 
-    Then every fault is undone, and nothing may be left.
+    Attributes:
+        expected: by name of the request.
+        before: what it holds when it is idle.
+        load: what is asked while something happens to it.
     """
-    async with reading(cluster, asks) as readers:
+
+    expected: dict[str, dict[str, Any]]
+    before: Footprint
+    load: Sequence[Ask]
+
+    async def settle(self, load: Sequence[Ask], *more: Ask) -> None:
+        """Note what is answered to these requests, and what is held then."""
+        self.load, self.expected = load, await undisturbed(self, [*load, *more])
+        await asyncio.sleep(1.0)  # what a first request leaves open in a process, such as its threads, is there now
+        self.before = await footprint(self)
+
+    @asynccontextmanager
+    async def unchanged(self, num_seen: int = 0, load: Sequence[Ask] | None = None) -> AsyncIterator[list[Reader]]:
+        """Send the load; after the body (a fault) wait for the answers, which must be those of a run without it.
+
+        Then every fault is undone, and nothing may be left.
+
+        Args:
+            num_seen: events that every lasting reader has got before the body.
+            load: another one.
+        """
+        load = self.load if load is None else load
+        async with reading(self, load) as readers:
+            try:
+                await seen(readers, num_seen)
+                yield readers
+                found = await answers(readers)
+            finally:
+                broken = {r.asked.name: r.told.broken_by for r in readers if r.told.broken_by}
+                await self.restore()
+            for asked in load:
+                assert_same(asked.name, found[asked.name], self.expected[asked.name], broken.get(asked.name, ""))
+            for reader in readers:
+                for told in reader.earlier:
+                    assert_same(reader.asked.name, joined(told.answer()), self.expected[reader.asked.name])
+        await self.assert_nothing_left()
+
+    async def assert_nothing_left(self, limit_s: float = CALM_LIMIT_S) -> None:
+        """Return when nothing of any request is left anywhere, and nobody holds more than before.
+
+        Raises:
+            AssertionError: something is still there after the limit; the message says what.
+        """
+        found: list[str] = []
+
+        async def is_calm() -> bool:
+            found[:] = await _left(self, self.before)
+            return not found
+
         try:
-            yield readers
-            found = await answers(readers)
-        finally:
-            broken = {r.asked.name: r.told.broken_by for r in readers if r.told.broken_by}
-            await cluster.restore()
-        for asked in asks:
-            assert_same(asked.name, found[asked.name], expected[asked.name], broken.get(asked.name, ""))
+            await until_async(is_calm, "nothing is left", limit_s)
+        except AssertionError:
+            raise AssertionError(f"left after {limit_s:g} s: {found}") from None
+
+    async def check_answers(self, load: Sequence[Ask] | None = None) -> None:
+        """Send the load, and check that texts are as ever."""
+        async with reading(self, self.load if load is None else load) as readers:
+            await self.check_texts(readers)
+
+    async def check_texts(self, readers: Sequence[Reader]) -> None:
+        """Wait for the answers, and check that texts are as ever."""
+        await all_read(readers)
         for reader in readers:
-            for told in reader.earlier:
-                assert_same(reader.asked.name, joined(told.answer()), expected[reader.asked.name])
-    await assert_nothing_left(cluster, before)
+            assert reader.told.texts == self.expected[reader.asked.name]["texts"], reader.told
 
+    @asynccontextmanager
+    async def among_prompts(self, is_met: Callable[[], Awaitable[bool]], count: int = 10) -> AsyncIterator[None]:
+        """Send waves of `long_prompts` until a state is met that soon passes, and may pass unseen; the body finds it.
 
-@asynccontextmanager
-async def among_prompts(
-    cluster: Cluster, expected: Mapping[str, Any], is_met: Callable[[], Awaitable[bool]], count: int = 10
-) -> AsyncIterator[None]:
-    """Send waves of `long_prompts` until a state is met that soon passes, and may pass unseen; the body finds it.
+        Afterwards all answers must be as expected.
 
-    Afterwards all answers must be as expected.
-
-    Raises:
-        AssertionError: they are not, or the state was not met in any wave.
-    """
-    readers: list[Reader] = []
-    async with AsyncExitStack() as stack:
-        for _ in range(MAX_WAVES):
-            readers += await stack.enter_async_context(reading(cluster, long_prompts(count)))
-            if await _is_met_in(WAVE_S, is_met):
-                break
-        else:
-            raise AssertionError(f"the state was not met in {MAX_WAVES} waves of prompts")
-        yield
-        await asyncio.gather(*(reader.task for reader in readers))
-        for reader in readers:
-            name = reader.asked.name
-            assert_same(name, joined(reader.told.answer()), expected[name], reader.told.broken_by)
+        Raises:
+            AssertionError: they are not, or the state was not met in any wave.
+        """
+        readers: list[Reader] = []
+        async with AsyncExitStack() as stack:
+            for _ in range(MAX_WAVES):
+                readers += await stack.enter_async_context(reading(self, long_prompts(count)))
+                if await _is_met_in(WAVE_S, is_met):
+                    break
+            else:
+                raise AssertionError(f"the state was not met in {MAX_WAVES} waves of prompts")
+            yield
+            await all_read(readers)
+            for reader in readers:
+                name = reader.asked.name
+                assert_same(name, joined(reader.told.answer()), self.expected[name], reader.told.broken_by)
 
 
 async def _is_met_in(limit_s: float, is_met: Callable[[], Awaitable[bool]]) -> bool:
@@ -216,3 +257,20 @@ async def _is_met_in(limit_s: float, is_met: Callable[[], Awaitable[bool]]) -> b
     except AssertionError:
         return False
     return True
+
+
+@contextmanager
+def staged(
+    folder: Path, shape: Shape, load: Sequence[Ask] | None = None, *, ready: list[str] | None = None
+) -> Iterator[StagedCluster]:
+    """Give a cluster that is ready and idle; see `running`.
+
+    Args:
+        folder: for its logs and the broker's store.
+        shape: what it consists of.
+        load: what is asked while something happens to it; None: `mixed_load`, and `long_prompts` are known as well.
+        ready: see `running`.
+    """
+    with running(StagedCluster(folder, shape), ready=ready) as cluster:
+        run_apart(cluster.settle(mixed_load(), *long_prompts()) if load is None else cluster.settle(load))
+        yield cluster

@@ -242,6 +242,10 @@ class Cluster:
                 found.append(json.loads(line))
         return found
 
+    def told(self, event: str, *names: str) -> list[dict[str, Any]]:
+        """Return the events of this name that some instances have logged; none: all workers."""
+        return [each for name in names or self.workers for each in self.events(name) if each.get("event") == event]
+
     async def get(self, path: str, dispatcher: str = "dispatcher-0") -> tuple[int, Any]:
         """Return status and JSON of `GET path`; (0, None) if nothing answers."""
         try:
@@ -310,6 +314,9 @@ class Cluster:
         await self.wait_ready()
 
 
+C = TypeVar("C", bound=Cluster)
+
+
 def _reap(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(15)
@@ -325,15 +332,13 @@ def http_session(timeout_s: float = 10.0) -> aiohttp.ClientSession:
 
 
 @contextmanager
-def running(folder: Path, shape: Shape | None = None, *, ready: list[str] | None = None) -> Iterator[Cluster]:
-    """Give a cluster that is ready; show its logs if the body fails.
+def running(cluster: C, *, ready: list[str] | None = None) -> Iterator[C]:
+    """Give the cluster when it is ready; show its logs if the body fails.
 
     Args:
-        folder: for its logs and the broker's store.
-        shape: what it consists of.
+        cluster: not started.
         ready: the workers that must be ready; None means all.
     """
-    cluster = Cluster(folder, shape or Shape())
     with contextlib.ExitStack() as stack:
         stack.callback(cluster.stop)
         cluster.start_broker()

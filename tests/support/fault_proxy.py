@@ -10,13 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import threading
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self, TypeVar
 
-T = TypeVar("T")
+from tests.support.loop_proxy import Ends, LoopProxy, pump_all, reset
 
 CHUNK_BYTES = 16 * 1024
 MAX_CHUNKS = 4096
@@ -34,7 +30,7 @@ class Direction:
     """0 = as fast as it goes."""
 
 
-class FaultProxy:
+class FaultProxy(LoopProxy):
     """Stands between clients and one port of 127.0.0.1. A context manager.
 
     Args:
@@ -42,34 +38,12 @@ class FaultProxy:
     """
 
     def __init__(self, target_port: int) -> None:
+        super().__init__()
         self._target_port = target_port
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
         self._up = Direction(asyncio.Event())
         self._down = Direction(asyncio.Event())
         self._refusing = False
-        self._connections: dict[asyncio.Task[None], list[asyncio.StreamWriter]] = {}
-        self._server: asyncio.Server | None = None
         self.port = 0
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        self._call(self._listen())
-        self.heal()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._call(self._close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    @property
-    def num_connections(self) -> int:
-        """Connections that are open now."""
-        return len(self._connections)
 
     def withhold(self, *, up: bool = True, down: bool = True) -> None:
         """Let no byte pass towards the server (`up`) or from it (`down`); connections stay open, new ones too."""
@@ -79,7 +53,7 @@ class FaultProxy:
                 if is_held:
                     direction.open.clear()
 
-        self._do(apply)
+        self.do(apply)
 
     def slow(self, *, delay_s: float = 0.0, bytes_per_s: float = 0.0) -> None:
         """Delay every byte in both directions, and limit what comes from the server."""
@@ -88,86 +62,48 @@ class FaultProxy:
             self._up.delay_s = self._down.delay_s = delay_s
             self._down.bytes_per_s = bytes_per_s
 
-        self._do(apply)
+        self.do(apply)
 
     def cut(self, *, refuse: bool = False) -> None:
         """Reset every connection; with `refuse` new ones are closed at once until the proxy heals."""
 
         def apply() -> None:
             self._refusing = refuse
-            for writers in self._connections.values():
-                for writer in writers:
-                    _reset(writer)
+            for ends in self.connections.values():
+                for end in ends:
+                    reset(end)
 
-        self._do(apply)
+        self.do(apply)
 
     def heal(self) -> None:
         """Behave from now on; what was withheld is delivered."""
+        self.do(self._behave)
 
-        def apply() -> None:
-            self._refusing = False
-            for direction in (self._up, self._down):
-                direction.delay_s = direction.bytes_per_s = 0.0
-                direction.open.set()
+    async def listen(self) -> None:
+        """See `LoopProxy`."""
+        self.port = await self.open_port("127.0.0.1", 0, self._target_port)
+        self._behave()
 
-        self._do(apply)
-
-    def _do(self, action: Callable[[], None]) -> None:
-        async def run() -> None:
-            action()
-
-        self._call(run())
-
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
-
-    async def _listen(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.port = self._server.sockets[0].getsockname()[1]
-
-    async def _close(self) -> None:
-        assert self._server is not None
-        self._server.close()
-        tasks = list(self._connections)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def pass_on(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ends: Ends) -> None:
+        """See `LoopProxy`."""
         if self._refusing:
-            _reset(writer)
+            reset(writer)
             return
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections[task] = [writer]
         try:
-            await self._join(reader, writer, self._connections[task])
-        except asyncio.CancelledError:
-            return  # the proxy closes; asyncio would log the cancellation of a task that it started
-        finally:
-            for end in self._connections.pop(task):
-                end.close()
-
-    async def _join(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, writers: list[asyncio.StreamWriter]
-    ) -> None:
-        try:
-            to_reader, to_writer = await _connect(self._target_port)
+            to_reader, to_writer = await _connect(port)
         except OSError:
-            _reset(writer)
+            reset(writer)
             return
-        writers.append(to_writer)
+        ends.append(to_writer)
         # either end that is gone ends both: neither the broker nor HTTP leaves a connection half closed for long
-        pumps = {
-            asyncio.ensure_future(_pump(reader, to_writer, self._up)),
-            asyncio.ensure_future(_pump(to_reader, writer, self._down)),
-        }
-        try:
-            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for pump in pumps:
-                pump.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
+        pumps = _pump(reader, to_writer, self._up), _pump(to_reader, writer, self._down)
+        await pump_all(*pumps, until=asyncio.FIRST_COMPLETED)
+
+    def _behave(self) -> None:
+        self._refusing = False
+        for direction in (self._up, self._down):
+            direction.delay_s = direction.bytes_per_s = 0.0
+            direction.open.set()
 
 
 async def _connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -218,12 +154,3 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, dire
         reading.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await reading
-
-
-def _reset(writer: asyncio.StreamWriter) -> None:
-    """End the connection with RST."""
-    raw = writer.get_extra_info("socket")
-    if raw is not None:
-        with contextlib.suppress(OSError):
-            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
-    writer.transport.abort()

@@ -19,6 +19,7 @@ from tests.support.fault_cluster import MODEL_NAME, Cluster, http_session, until
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
 ANSWER_LIMIT_S: Final = 90.0
+LASTING_TOKENS: Final = 400
 _STORY: Final = "The fox and the old owl went down to the river to look for the lost boat. "
 
 
@@ -35,6 +36,11 @@ class Ask:
         """Whether the answer comes as events."""
         return bool(self.body.get("stream"))
 
+    @property
+    def is_lasting(self) -> bool:
+        """Whether its answer is long enough to be struck."""
+        return int(self.body["max_tokens"]) >= LASTING_TOKENS
+
 
 def ask(name: str, path: str, *, stream: bool = True, **more: Any) -> Ask:
     """Return a request for a long answer."""
@@ -44,7 +50,7 @@ def ask(name: str, path: str, *, stream: bool = True, **more: Any) -> Ask:
     else:
         said = {"prompt": more.pop("prompt", f"Once there was a {name}. ")}
     options = {"stream_options": {"include_usage": True}} if stream else {}
-    body = {"model": MODEL_NAME, "max_tokens": 400, "ignore_eos": True, "temperature": 0, "stream": stream}
+    body = {"model": MODEL_NAME, "max_tokens": LASTING_TOKENS, "ignore_eos": True, "temperature": 0, "stream": stream}
     return Ask(name, path, {**body, **options, **said, **more})
 
 
@@ -247,24 +253,34 @@ async def always_reading(cluster: Cluster) -> AsyncIterator[None]:
 
 
 async def seen(readers: Sequence[Reader], num_events: int) -> None:
-    """Return when every streaming reader has got so many events with text, and none has all.
+    """Return when every streaming reader of a lasting answer has got so many events with text, and none has all.
 
     One that has all before another has so many asks anew: the worker of the other one may be late.
     """
-    streaming = [reader for reader in readers if reader.asked.is_streamed]
+    streaming = [reader for reader in readers if reader.asked.is_streamed and reader.asked.is_lasting]
 
-    def all_read() -> bool:
+    def have_read() -> bool:
         for reader in streaming:
             if reader.task.done():
                 reader.ask_anew()
         return all(reader.told.num_events >= num_events for reader in streaming)
 
-    await until(all_read, f"every reader has {num_events} events", 30)
+    await until(have_read, f"every reader has {num_events} events", 30)
+
+
+def longest_gap_s(readers: Sequence[Reader]) -> float:
+    """Return the longest pause that a reader of a stream saw."""
+    return max(reader.told.longest_gap_s for reader in readers if reader.asked.is_streamed)
+
+
+async def all_read(readers: Sequence[Reader]) -> None:
+    """Wait until every reader has read to the end."""
+    await asyncio.gather(*(reader.task for reader in readers))
 
 
 async def answers(readers: Sequence[Reader]) -> dict[str, dict[str, Any]]:
     """Wait for every reader; return its answer by its name."""
-    await asyncio.gather(*(reader.task for reader in readers))
+    await all_read(readers)
     return {reader.asked.name: joined(reader.told.answer()) for reader in readers}
 
 

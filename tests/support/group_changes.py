@@ -11,11 +11,12 @@ from dataclasses import replace
 from typing import Any, Final
 
 from shared.messages.plan import PLAN_KEY, Plan, PlanPhase
+from shared.messages.report import WorkerReport
 from shared.transport.bus import BusError, Message
 from shared.transport.nats_bus import NatsBus
 from shared.wire import decode_json
 from tests.support.fault_cluster import Cluster, Shape, until, until_async
-from tests.support.fault_streams import Ask, Reader, long_prompts, mixed_load, seen
+from tests.support.fault_streams import Ask, Reader, long_prompts, seen
 from tests.support.stage_tap import StageTap
 
 HALF_BYTES: Final = 96 * 1024
@@ -46,8 +47,6 @@ BEGIN_S: Final = 1.5
 """In which KV is on its way after a drop is done, if any is."""
 VIEW_S: Final = 1.5
 """In which a change of roles shows in the view: some of the monitor's periods."""
-NUM_LASTING: Final = len(mixed_load())
-"""Of the readers: those whose answers are long enough to be struck."""
 
 
 def group_env(**settings: float) -> dict[str, str]:
@@ -103,11 +102,23 @@ async def struck(met: threading.Event, asking: asyncio.Future[Any]) -> bool:
     return met.is_set()
 
 
-async def roles(cluster: Cluster) -> dict[str, tuple[int, str]]:
-    """Return number of stages and group of each worker that is alive."""
+async def reports_of(cluster: Cluster) -> dict[str, WorkerReport]:
+    """Return the newest report of each worker in the view."""
     _, view = await cluster.get("/v1/cluster")
-    alive = [worker["report"] for worker in view["workers"] if worker["liveness"] == "alive"]
-    return {report["worker_id"]: (report["num_stages"], report["group"]) for report in alive}
+    reports = [WorkerReport.model_validate(worker["report"]) for worker in view["workers"]]
+    return {report.worker_id: report for report in reports}
+
+
+async def until_whole(cluster: Cluster, name: str) -> WorkerReport:
+    """Return what a worker reports when it is a whole instance again."""
+    reports: dict[str, WorkerReport] = {}
+
+    async def is_whole() -> bool:
+        reports.update(await reports_of(cluster))
+        return reports[name].num_stages == 1 and reports[name].layers == (0, reports[name].num_layers)
+
+    await until_async(is_whole, f"{name} is whole again", 20.0)
+    return reports[name]
 
 
 async def be_whole(cluster: Cluster, bus: NatsBus) -> None:
@@ -221,7 +232,7 @@ async def change_while_readers_leave(
     await exchange_over(cluster)
     await seen(leavers, 1)
     num_cancels, met = await num_asked(cluster, bus, "cancel"), tap.hold(HALF_BYTES)
-    num_arrived = len(arrivals(cluster))
+    num_arrived = len(cluster.told("kv_arrived"))
     asking = asyncio.ensure_future(change_until_done(cluster, bus, verb))
     is_struck = await struck(met, asking)
     if is_struck and verb == "drop":
@@ -242,12 +253,12 @@ async def change_while_readers_leave(
 
     await until_async(is_cancelled, "the workers have given up what nobody reads")
     assert verb == "drop" or not asking.done(), "KV is still on its way"
-    assert len(arrivals(cluster)) == num_arrived, "KV is still on its way"
+    assert len(cluster.told("kv_arrived")) == num_arrived, "KV is still on its way"
     tap.go_on()
     await asking
     if verb == "drop":
-        await until(lambda: len(arrivals(cluster)) > num_arrived, "the rest of the KV has come", 20.0)
-        assert arrivals(cluster)[-1]["num_lost"] == 0
+        await until(lambda: len(cluster.told("kv_arrived")) > num_arrived, "the rest of the KV has come", 20.0)
+        assert cluster.told("kv_arrived")[-1]["num_lost"] == 0
     return True
 
 
@@ -255,23 +266,15 @@ async def exchange_over(cluster: Cluster) -> None:
     """Return when KV of the last drop is on its way no more: a group to which some comes says so once, if it lives."""
 
     def num_left() -> int:
-        events = [event for name in cluster.workers for event in cluster.events(name)]
-        formed = sum(e.get("event") == "role_changed" and bool(e["group"]) and e["stage"] == 0 for e in events)
-        ended = sum(e.get("event") in ("kv_arrived", "kv_given_up") for e in events)
-        return int(formed - ended)
+        formed = [event for event in cluster.told("role_changed") if event["group"] and event["stage"] == 0]
+        return len(formed) - len(cluster.told("kv_arrived")) - len(cluster.told("kv_given_up"))
 
     with contextlib.suppress(AssertionError):
         await until(lambda: num_left() <= 0, "the KV of the last drop has come", 5.0)
 
 
-def arrivals(cluster: Cluster) -> list[dict[str, Any]]:
-    """Return what leaders say of the KV that came to their groups."""
-    return [event for name in cluster.workers for event in cluster.events(name) if event.get("event") == "kv_arrived"]
-
-
 async def _is_expected(cluster: Cluster) -> bool:
-    _, view = await cluster.get("/v1/cluster")
-    return any(worker["report"]["num_coming_blocks"] for worker in view["workers"])
+    return any(report.num_coming_blocks for report in (await reports_of(cluster)).values())
 
 
 async def _settled_requests(cluster: Cluster, bus: NatsBus) -> int:

@@ -3,36 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable
+from typing import Concatenate, ParamSpec
 
 import numpy as np
 
+from services.worker.engine.engine import Engine
+from services.worker.roles.agent import OrderAgent
 from shared.cost import load_profile
-from shared.messages.report import ElasticFacts
+from shared.ids import WorkerId
+from shared.layers import LayerRange, even_split
+from shared.messages.report import ElasticFacts, WorkerReport
 from shared.types import FinishReason
 from sim.cluster import ClusterParams, SimCluster
+from sim.devices.modelled_device import ModelledGroupDevice
 from sim.requests import SimAnswer, SimRequest
 from sim.virtual_time import run
 from sim.worker import SimWorkerParams
-from tests.support.hand_planner import HandPlanner
+from tests.support.drop_builders import make_elastic, make_model
+from tests.support.hand_planner import HandPlanner, states
+
+P = ParamSpec("P")
 
 NUM_LAYERS = 8
 PAGE_BYTES = 4096
+WHOLE = LayerRange(0, NUM_LAYERS)
+HALVES = even_split(NUM_LAYERS, 2)
+BOTH = (WorkerId("w0"), WorkerId("w1"))
 
 
 def elastic_facts(num_pages: int = 500) -> ElasticFacts:
     """Parameters of 8 layers take 40 pages each, half of the budget or more; a page has two blocks."""
-    return ElasticFacts(
-        layer_bytes=(40 * PAGE_BYTES,) * NUM_LAYERS,
-        outer_bytes=0,
-        first_stage_end=0,
-        last_stage_begin=0,
-        block_bytes=PAGE_BYTES // 2,
-        page_bytes=PAGE_BYTES,
-        num_pages=num_pages,
-        max_blocks=2000,
-        has_host_copy=True,
-    )
+    model = make_model(layer_bytes=(40 * PAGE_BYTES,) * NUM_LAYERS, block_bytes=PAGE_BYTES // 2, page_bytes=PAGE_BYTES)
+    return make_elastic(model, num_pages=num_pages, max_blocks=2000)
 
 
 def group_params(
@@ -84,15 +88,36 @@ class Room:
             assert answer.finish is FinishReason.LENGTH
             assert answer.tokens == self.cluster.undisturbed(answer.request), answer.request.request_id
 
+    async def form(self) -> list[WorkerReport]:
+        """Let the first two workers be a group; return what they report then."""
+        assert states(await self.driver.drop(BOTH, HALVES)) == ["done"] * 2
+        await asyncio.sleep(0.6)
+        return [self.driver.reports[name] for name in BOTH]
+
+    def engine(self, index: int = 0) -> Engine:
+        """Return the engine of a worker."""
+        return self.cluster.workers[index].service.engine
+
+    def agent(self, index: int = 0) -> OrderAgent:
+        """Return who hears planners at a worker."""
+        agent = self.cluster.workers[index].service.agent
+        assert agent is not None
+        return agent
+
+    def device(self, index: int) -> ModelledGroupDevice:
+        """Return the device of a worker."""
+        device = self.cluster.workers[index].groups
+        assert isinstance(device, ModelledGroupDevice)
+        return device
+
     def num_blocks(self, index: int) -> int:
         """Return the KV blocks of a worker."""
-        return self.cluster.workers[index].service.engine.capacity_blocks
+        return self.engine(index).capacity_blocks
 
     def role(self, index: int) -> tuple[str, int, tuple[int, int]]:
         """Return the group of a worker, its stage and its layers."""
-        agent = self.cluster.workers[index].service.agent
-        assert agent is not None
-        return agent.role.group, agent.role.stage, (agent.role.layers.first, agent.role.layers.end)
+        role = self.agent(index).role
+        return role.group, role.stage, (role.layers.first, role.layers.end)
 
 
 def in_room(test: Callable[[Room], Awaitable[None]], cluster_params: ClusterParams) -> None:
@@ -108,3 +133,20 @@ def in_room(test: Callable[[Room], Awaitable[None]], cluster_params: ClusterPara
             cluster.check_idle()
 
     run(main())
+
+
+def room_test(
+    cluster_params: ClusterParams,
+) -> Callable[[Callable[Concatenate[Room, P], Awaitable[None]]], Callable[P, None]]:
+    """Make a test of what is given a room of its own, beside what pytest gives; see `in_room`."""
+
+    def decorate(test: Callable[Concatenate[Room, P], Awaitable[None]]) -> Callable[P, None]:
+        def run_test(*args: P.args, **kwargs: P.kwargs) -> None:
+            in_room(lambda room: test(room, *args, **kwargs), cluster_params)
+
+        run_test.__name__, run_test.__doc__ = test.__name__, test.__doc__
+        parameters = list(inspect.signature(test).parameters.values())
+        run_test.__signature__ = inspect.Signature(parameters[1:])  # type: ignore[attr-defined]  # what pytest looks at
+        return run_test
+
+    return decorate

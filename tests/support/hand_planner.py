@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shared.layers import LayerRange
-from shared.messages.plan import PlanAnswer, PlanState, Step
+from shared.messages.plan import AbortPlan, CommitPlan, PlanAnswer, PreparePlan, Step
 from sim.plan_driver import PlanDriver, alone, group_of, load_beside, unload_beside
 
 
 class HandPlanner(PlanDriver):
     """Makes plans of the newest reports, and commits what all are prepared for."""
 
+    async def answer(self, worker_id: str, question: PreparePlan | CommitPlan | AbortPlan) -> PlanAnswer:
+        """Return what a worker says, which does answer."""
+        answer = await self.ask(worker_id, question)
+        assert answer is not None, f"{worker_id} is silent"
+        return answer
+
     async def carry_out(self, *steps: Step) -> dict[str, PlanAnswer | None]:
         """Prepare; commit if all are prepared, else abort. Return the last answers."""
         plan_id, answers = await self.prepare(*steps)
-        good = all(answer is not None and answer.state is PlanState.PREPARED for answer in answers.values())
-        return await self.finish(plan_id, list(answers), commit=good)
+        return await self.finish(plan_id, list(answers), commit=set(states(answers)) == {"prepared"})
 
     async def drop(self, workers: Sequence[str], ranges: Sequence[LayerRange]) -> dict[str, PlanAnswer | None]:
         """Form a group of these workers by their newest reports."""
@@ -32,11 +37,11 @@ class HandPlanner(PlanDriver):
 
     async def _in_turns(self, step: Step) -> dict[str, PlanAnswer | None]:
         plan_id, answers = await self.prepare(step)
-        good = all(answer is not None and answer.state is PlanState.PREPARED for answer in answers.values())
+        good = set(states(answers)) == {"prepared"}
         said: dict[str, PlanAnswer | None] = {}
         for turn in step.turns:
             said |= await self.finish(plan_id, [worker.worker_id for worker in turn], commit=good)
-            good &= all(answer is not None and answer.state is PlanState.DONE for answer in said.values())
+            good &= set(states(said)) == {"done"}
         return said
 
     async def restore(self, workers: Sequence[str]) -> dict[str, PlanAnswer | None]:

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 
+from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.contract.executor import Executor
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
-from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
 from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
@@ -29,18 +29,18 @@ from services.worker.executor.elastic_model import ElasticModel, load_elastic_mo
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.kv_moves.arrivals import Arrivals
 from services.worker.kv_moves.kv_exchanges import ExchangeParams
+from services.worker.kv_moves.places import GroupPlace, StagePlace
 from services.worker.memory.spans import Spans
 from services.worker.peers.connect import Peers
-from services.worker.roles.device import GroupPlace, Led, StagePlace
+from services.worker.roles.device import Led
 from services.worker.roles.torch_device import TorchGroupDevice
-from services.worker.scheduling.registry import make_scheduler
 from shared.layers import LayerRange
 from shared.systems import KvExchange
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
-from tests.support.engine_builders import new_sequence
+from tests.support.engine_builders import engine_config, make_engine, new_sequence
 from tests.support.leaks import whats_open
 from tests.support.peers import identity
-from tests.support.runners import MIB, open_runner, runner_settings
+from tests.support.runners import KERNELS, MIB, open_runner, runner_settings
 
 SHAPES = {
     "llama": CheckpointShape(num_layers=4, hidden_size=32, num_heads=2, num_kv_heads=1),
@@ -50,12 +50,24 @@ SHAPES = {
         family="opt", num_layers=4, hidden_size=32, num_heads=2, extra={"word_embed_proj_dim": 24}
     ),
 }
+CASES = sorted(
+    {
+        ("llama", "float32", KERNELS),
+        ("llama", "float32", "torch"),
+        ("tied", "bfloat16", KERNELS),
+        ("projected embedding", "bfloat16", "torch"),
+    }
+)
+"""Models, their types and what computes them."""
+LONG = 150
+"""Tokens of answers that go on long after a group has begun to break."""
 PAGE = 4096
 WORKSPACE_BYTES = MIB
 """Less than the least reserve, as is measured in a process that does nothing else."""
 _plan_ids = count(1)
 
 Texts = dict[int, list[int]]
+OnStep = Callable[[Batch, BatchOutput], None]
 
 
 def stated_peak(_device: torch.device, action: Callable[[], None]) -> int:
@@ -87,6 +99,10 @@ def spoil(model: ElasticModel, first: int = 0) -> None:
 def ranges_of(*ends: int) -> tuple[LayerRange, ...]:
     """Return the ranges of stages that end there."""
     return tuple(LayerRange(first, end) for first, end in zip((0, *ends), ends, strict=False))
+
+
+WHOLE = LayerRange(0, 4)
+HALVES = ranges_of(2, 4)
 
 
 def places(devices: Sequence[TorchGroupDevice], ranges: Sequence[LayerRange]) -> list[GroupPlace]:
@@ -158,25 +174,47 @@ def tokens_of(seed: int, num: int) -> list[int]:
     return [rng.randrange(3, 384) for _ in range(num)]
 
 
-def new_engine(num_lanes: int, num_blocks: int, **changes: Any) -> Engine:
+def new_engine(num_lanes: int, num_blocks: int = 24, **changes: Any) -> Engine:
     """Return an engine of the smallest sizes that still have several rows and chunks in a step, but for changes."""
-    config = EngineConfig(
-        max_sequences=8,
-        max_batch_tokens=48,
-        max_batch_rows=4,
-        max_model_len=256,
-        vocab_size=384,
-        eos_token_ids=(),
-        block_size=16,
-        num_lanes=num_lanes,
+    config = engine_config(
+        max_sequences=8, max_batch_tokens=48, max_batch_rows=4, vocab_size=384, block_size=16, num_lanes=num_lanes
     )
-    return Engine(replace(config, **changes), make_scheduler("chunked"), num_blocks)
+    return make_engine(num_blocks=num_blocks, config=replace(config, **changes))
+
+
+async def run_engine(engine: Engine, executor: Executor, on_step: OnStep = lambda _batch, _output: None) -> Texts:
+    """Serve what an engine holds to its end, and return the texts by stream; the executor stays open."""
+    texts: Texts = {}
+
+    def say(events: StepEvents) -> None:
+        for stream, token in zip(events.stream.tolist(), events.tokens.tolist(), strict=True):
+            if token >= 0:
+                texts.setdefault(stream, []).append(token)
+
+    loop = StepLoop(engine, executor, say, asyncio.get_running_loop().time, StepGate(), on_step=on_step)
+    task = asyncio.create_task(loop.run())
+    async with asyncio.timeout(30):
+        while engine.table.num_live and not task.done():
+            await asyncio.sleep(0.001)
+    loop.close()
+    await task
+    return texts
+
+
+async def serve(engine: Engine, executor: Executor, on_step: OnStep, *, num_tokens: int) -> Texts:
+    """As `run_engine`, of six requests, two of which share a prompt and some of which sample."""
+    for name in range(6):
+        new = new_sequence(name, prompt=tokens_of(min(name, 4), 20 + 9 * name), max_tokens=num_tokens, seed=name)
+        if name % 2:
+            object.__setattr__(new, "sampling", new.sampling.model_copy(update={"temperature": 0.8, "top_p": 0.9}))
+        assert isinstance(engine.residents.add(new), int)
+    return await run_engine(engine, executor, on_step)
 
 
 async def texts_of(
     executor: Executor, *, num_tokens: int = 8, steps_until: int = 10**9, then: object = None, num_blocks: int = 0
 ) -> Texts:
-    """Serve six requests, two of which share a prompt and some of which sample, and return their texts.
+    """Serve six requests, and return their texts; see `serve`.
 
     Args:
         executor: not closed.
@@ -185,31 +223,12 @@ async def texts_of(
         num_blocks: that may be used; 0: as many as the executor began with.
     """
     engine, num_steps = new_engine(executor.depth, num_blocks or executor.capacity.num_blocks), count(1)
-    texts: Texts = {}
-
-    def say(events: StepEvents) -> None:
-        for stream, token in zip(events.stream.tolist(), events.tokens.tolist(), strict=True):
-            if token >= 0:
-                texts.setdefault(stream, []).append(token)
 
     def note(_batch: object, _output: object) -> None:
         if next(num_steps) == steps_until:
             then()  # type: ignore[operator]
 
-    now = asyncio.get_running_loop().time
-    loop = StepLoop(engine, executor, say, now, StepGate(), on_step=note)
-    for name in range(6):
-        new = new_sequence(name, prompt=tokens_of(min(name, 4), 20 + 9 * name), max_tokens=num_tokens, seed=name)
-        if name % 2:
-            object.__setattr__(new, "sampling", new.sampling.model_copy(update={"temperature": 0.8, "top_p": 0.9}))
-        assert isinstance(engine.residents.add(new), int)
-    task = asyncio.create_task(loop.run())
-    async with asyncio.timeout(30):
-        while engine.table.num_live and not task.done():
-            await asyncio.sleep(0.001)
-    loop.close()
-    await task
-    return texts
+    return await serve(engine, executor, note, num_tokens=num_tokens)
 
 
 _CALM: dict[tuple[object, ...], Texts] = {}
@@ -224,6 +243,11 @@ async def calm_texts(name: str, dtype: str, kernels: str) -> Texts:
         _CALM[key] = await texts_of(executor)
         await executor.close()
     return _CALM[key]
+
+
+async def calm() -> Texts:
+    """As `calm_texts`, of the usual model."""
+    return await calm_texts("llama", "float32", KERNELS)
 
 
 @cache
@@ -292,3 +316,27 @@ def check(devices: Sequence[TorchGroupDevice]) -> None:
             told.layer_bytes,
         )
         assert (device.layers, device.resident) == (device._model.layers, device._model.resident)
+
+
+async def be_alone(*devices: TorchGroupDevice) -> None:
+    """Let devices be whole instances again, and look at all there is to see."""
+    for device in devices:
+        executor = (await device.alone()).executor
+        assert isinstance(executor, ThreadExecutor)
+        assert executor is (await device.alone()).executor
+        assert executor.capacity == device._model.info.capacity
+        assert (device.layers, device.resident, device.loaded_ratio) == (WHOLE, WHOLE, 1)
+        assert await texts_of(executor) == await calm()
+    check(devices)
+
+
+async def ended(ends: dict[int, list[str | None]]) -> None:
+    """Wait until every member has heard of the end."""
+    async with asyncio.timeout(10):
+        while not all(ends.values()):
+            await asyncio.sleep(0.001)
+
+
+def unheard(reason: str | None) -> None:
+    """Hear of no end: the group did not come about."""
+    raise AssertionError(f"a group that did not come about has ended: {reason}")

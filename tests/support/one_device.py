@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.peers_model import make_checkpoint
-from tests.support.fault_cluster import Shape, running
+from tests.support.fault_cluster import Cluster, Shape, running
 from tests.support.fault_streams import COMPLETIONS, Ask, answers, ask, reading, seen
 from tests.support.group_changes import change_until_done
 
@@ -97,7 +97,7 @@ async def drop_and_restore(
         flags={"worker": (*named, *flags), "planner": named, "dispatcher": named},
     )
     lived = Lived()
-    with running(folder, shape) as cluster:
+    with running(Cluster(folder, shape)) as cluster:
         async with cluster.bus() as bus:
             for number in range(num_rounds):
                 asks = load(number)
@@ -119,8 +119,7 @@ async def drop_and_restore(
                     margin = margin_of(answer, expected[name])
                     if margin is not None:
                         lived.flips.append(margin)
-        events = [event for name in cluster.workers for event in cluster.events(name)]
-        lived.changes = [event for event in events if event.get("event") == "role_changed"]
-        lived.exchanges = [event for event in events if event.get("event") == "kv_exchange_ended"]
-        lived.hand_overs = [event for event in events if event.get("event") == "kv_handed_over"]
+        lived.changes = cluster.told("role_changed")
+        lived.exchanges = cluster.told("kv_exchange_ended")
+        lived.hand_overs = cluster.told("kv_handed_over")
     return lived

@@ -16,7 +16,7 @@ from services.worker.blocks.remote_kv import RemoteSpan
 from services.worker.contract.kept_kv import KeptKv
 from services.worker.engine.engine import Engine
 from services.worker.kv_moves.kv_table import KvTable, mode_of
-from services.worker.roles.moves import MoveFacts, MoveMeter, Moves
+from services.worker.kv_moves.moves import MoveFacts, MoveMeter, Moves
 from shared.messages.report import MoveKind
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner

@@ -21,9 +21,9 @@ from services.worker.kv_moves.kv_table import KvOffer, table_to_copy
 from services.worker.kv_moves.kv_wire import KvSocket
 from services.worker.kv_moves.live_exchange import LiveExchange
 from services.worker.kv_moves.placed_kv import PlacedKv
+from services.worker.kv_moves.places import NextShares
 from services.worker.memory.kv_cache import KVCache
 from services.worker.peers.threads import in_thread
-from services.worker.roles.device import NextShares
 
 
 class CopyAhead:

@@ -16,11 +16,11 @@ from collections.abc import Awaitable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from services.worker.kv_moves.places import GroupFailedError, GroupPlace
 from services.worker.kv_moves.seats import GROUP_PURPOSES, Seats
 from services.worker.peers.connect import Peers, hear_greeting, say_greeting
 from services.worker.peers.frames import PeerLostError
 from services.worker.peers.greeting import PeerReady, PeerRefusedError, PeerWelcome, Purpose
-from services.worker.roles.device import GroupFailedError, GroupPlace
 
 T = TypeVar("T")
 

@@ -18,10 +18,10 @@ from services.worker.kv_moves.exchange_modes import ExchangeCosts, form_table, u
 from services.worker.kv_moves.kv_table import MAX_EXCHANGED, KvOffer, KvTable
 from services.worker.kv_moves.kv_wire import KvSocket
 from services.worker.kv_moves.live_exchange import LiveExchange
+from services.worker.kv_moves.places import GroupPlace
 from services.worker.kv_moves.remote_attention import RemoteParts, RemoteShape
 from services.worker.peers.frames import FrameSocket
 from services.worker.peers.link_turns import LinkTurns
-from services.worker.roles.device import GroupPlace
 from shared.layers import LayerRange
 from shared.systems import KvExchange
 

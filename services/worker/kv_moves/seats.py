@@ -16,8 +16,8 @@ import asyncio
 import socket
 from typing import Final
 
+from services.worker.kv_moves.places import GroupPlace
 from services.worker.peers.greeting import PeerHello, PeerRefusedError, Purpose
-from services.worker.roles.device import GroupPlace
 from shared.ids import WorkerId
 
 GROUP_PURPOSES: Final = frozenset(Purpose) - {Purpose.PARAMETERS}

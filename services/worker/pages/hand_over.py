@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 
 from services.worker.executor.elastic_model import ElasticModel
 from services.worker.kv_moves.kv_table import KvOffer, KvTable
+from services.worker.kv_moves.places import GroupPlace
 from services.worker.memory.card import card_of
 from services.worker.memory.page_swap import PagesKeptError, PageSwap
 from services.worker.memory.spans import Spans
 from services.worker.pages.exchange import PageExchange
 from services.worker.pages.flows import blocks_of, page_flows, shift_of, table_by_pages
 from services.worker.pages.wire import PageDoor, PageSocket, dial_doors
-from services.worker.roles.device import GroupPlace
 from shared.process.log import get_logger
 
 DIAL_S = 1.0

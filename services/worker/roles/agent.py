@@ -18,9 +18,9 @@ from pydantic import Field, TypeAdapter
 
 from services.worker.engine.describe import num_struck
 from services.worker.engine.gate import GateClosedError
+from services.worker.kv_moves.places import GroupFailedError
 from services.worker.roles.block_limit import BlocksNeededError
 from services.worker.roles.changes import CHANGES, Changes
-from services.worker.roles.device import GroupFailedError
 from services.worker.roles.errands import Errands
 from services.worker.roles.role import Role
 from services.worker.roles.role_keeper import RoleKeeper

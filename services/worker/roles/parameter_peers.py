@@ -8,12 +8,12 @@ import socket
 
 from services.worker.executor.elastic_model import ElasticModel
 from services.worker.kv_moves.gather import Gathering
+from services.worker.kv_moves.places import GroupFailedError, GroupPlace
 from services.worker.kv_moves.seats import check_place
 from services.worker.peers.connect import Peers
 from services.worker.peers.greeting import PeerHello, PeerWelcome, Purpose
 from services.worker.peers.link_turns import LinkTurns
 from services.worker.peers.threads import in_thread
-from services.worker.roles.device import GroupFailedError, GroupPlace
 from services.worker.roles.parameter_lending import ParameterLender, PeerSource
 from shared.process.log import get_logger
 

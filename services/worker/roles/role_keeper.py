@@ -20,9 +20,10 @@ from services.worker.engine.gate import GateClosedError, StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.engine.stats import count_awaiting_kv
 from services.worker.kv_moves.arrivals import ArrivingKv
+from services.worker.kv_moves.moves import Moves
+from services.worker.kv_moves.places import GroupPlace
 from services.worker.roles.block_limit import BlockLimit
-from services.worker.roles.device import GroupDevice, GroupPlace, Led, Parting
-from services.worker.roles.moves import Moves
+from services.worker.roles.device import GroupDevice, Led, Parting
 from services.worker.roles.residence import Resident, resident_in_group
 from services.worker.roles.role import (
     Alone,

@@ -25,7 +25,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 from services.worker.contract.executor import KvCapacity
@@ -40,6 +40,7 @@ from services.worker.kv_moves.kv_exchanges import ExchangeParams, KvExchanges
 from services.worker.kv_moves.kv_table import KvOffer, table_to_part
 from services.worker.kv_moves.kv_wire import KvSocket
 from services.worker.kv_moves.live_exchange import LiveExchange
+from services.worker.kv_moves.places import GroupFailedError, GroupPlace, NextShares
 from services.worker.pages.hand_over import HandOver
 from services.worker.peers.connect import Peers, say_greeting
 from services.worker.peers.frames import PeerLostError
@@ -51,7 +52,7 @@ from services.worker.pipeline.membership import Membership
 from services.worker.pipeline.pipeline import PipelineExecutor
 from services.worker.pipeline.runner_stage import RunnerStage
 from services.worker.pipeline.thread_stage import ThreadStages
-from services.worker.roles.device import GroupFailedError, GroupPlace, Led, NextShares, Parting
+from services.worker.roles.device import Led, Parting
 from services.worker.roles.parameter_peers import ParameterPeers
 from shared.layers import LayerRange, check_tiling
 from shared.messages.report import ElasticFacts
@@ -113,19 +114,7 @@ class TorchGroupDevice:
         self._layers = model.layers
         self._resident = model.resident
         self._closed = False
-        facts = model.facts
-        self._facts = ElasticFacts(
-            layer_bytes=facts.layer_bytes,
-            outer_bytes=facts.outer_bytes,
-            first_stage_end=facts.first_stage_end,
-            last_stage_begin=facts.last_stage_begin,
-            block_bytes=facts.block_bytes,
-            page_bytes=facts.page_bytes,
-            num_pages=facts.num_pages,
-            max_blocks=facts.max_blocks,
-            link_bytes_per_s=params.link_bytes_per_s,
-            has_host_copy=True,
-        )
+        self._facts = ElasticFacts(**asdict(model.facts), link_bytes_per_s=params.link_bytes_per_s, has_host_copy=True)
 
     @property
     def layers(self) -> LayerRange:

@@ -16,9 +16,10 @@ from services.worker.contract.arrays import I32
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.kv_moves.arrivals import Arrived
 from services.worker.kv_moves.kv_table import AreLive, KvOffer, none_live, table_to_form
+from services.worker.kv_moves.places import GroupFailedError, GroupPlace, StagePlace
 from services.worker.modelled.executor import ModelledExecutor
 from services.worker.modelled.shadow_kv import TokenDraw
-from services.worker.roles.device import GroupFailedError, GroupPlace, Parting, StagePlace
+from services.worker.roles.device import Parting
 from shared.cost import load_profile
 from shared.ids import WorkerId
 from shared.layers import LayerRange, even_split

@@ -9,7 +9,7 @@ So that a restore, which follows, has nothing left to load. Source: KunServe v1,
 
 from __future__ import annotations
 
-from services.worker.roles.device import GroupFailedError
+from services.worker.kv_moves.places import GroupFailedError
 from services.worker.roles.role import Broken, InGroup, group_of
 from services.worker.roles.role_keeper import RoleKeeper
 from shared.layers import LayerRange

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from services.worker.roles.device import GroupPlace, StagePlace
+from services.worker.kv_moves.places import GroupPlace, StagePlace
 from services.worker.roles.role import Role, in_group
 from services.worker.roles.role_keeper import RoleKeeper
 from services.worker.roles.steps.change import Change

@@ -17,9 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from services.worker.kv_moves.kv_shares import KvShares
+from services.worker.kv_moves.moves import MoveFacts, MoveMeter, Moves
 from services.worker.kv_moves.placed_kv import PlacedKv
-from services.worker.roles.device import GroupDevice, GroupPlace, Parting
-from services.worker.roles.moves import MoveFacts, MoveMeter, Moves
+from services.worker.kv_moves.places import GroupPlace
+from services.worker.roles.device import GroupDevice, Parting
 from services.worker.roles.role import Broken, InGroup, group_of
 from services.worker.roles.role_keeper import CLOSED, RoleKeeper
 from services.worker.roles.steps.change import Change

@@ -18,13 +18,13 @@ from services.worker.config import KernelKind, WorkerSettings
 from services.worker.contract.executor import BatchFailedError
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.engine.loop import ExecutorBrokenError
-from services.worker.executor.thread import ThreadExecutor
 from services.worker.kv_moves.kv_progress import Landed
 from services.worker.kv_moves.kv_table import KvTable
 from services.worker.kv_moves.kv_wire import KvProgress
+from services.worker.kv_moves.places import GroupFailedError, StagePlace
 from services.worker.load import check_start, load_executor
 from services.worker.pipeline.runner_stage import RunnerStage
-from services.worker.roles.device import GroupDevice, GroupFailedError, GroupPlace, StagePlace
+from services.worker.roles.device import GroupDevice
 from services.worker.roles.torch_device import TorchGroupDevice
 from shared.errors import StartupError
 from shared.ids import WorkerId
@@ -33,17 +33,23 @@ from shared.messages.report import ElasticFacts
 from shared.systems import SYSTEMS, System
 from tests.support.checkpoints import stored_checkpoint
 from tests.support.live_groups import (
+    CASES,
+    HALVES,
+    LONG,
     PAGE,
     SHAPES,
-    Group,
     Texts,
+    be_alone,
+    calm,
     calm_texts,
     check,
+    ended,
     form,
     live_devices,
     places,
     ranges_of,
     texts_of,
+    unheard,
 )
 from tests.support.peers import PASSWORD, identity
 from tests.support.runner_driver import Driver
@@ -51,39 +57,11 @@ from tests.support.runners import KERNELS, MIB
 
 pytestmark = pytest.mark.kernels
 
-HALVES = ranges_of(2, 4)
-LONG = 150
-"""Tokens of answers that go on long after a group has begun to break."""
-CASES = sorted(
-    {
-        ("llama", "float32", KERNELS),
-        ("llama", "float32", "torch"),
-        ("tied", "bfloat16", KERNELS),
-        ("projected embedding", "bfloat16", "torch"),
-    }
-)
-
-
-async def calm() -> Texts:
-    return await calm_texts("llama", "float32", KERNELS)
-
 
 def planned(facts: ElasticFacts, layers: LayerRange) -> int:
     """Return the KV blocks that a planner expects, which knows the device by what it reports."""
     sizes = facts.model_dump(exclude={"num_pages", "max_blocks", "link_bytes_per_s", "has_host_copy"})
     return CapacityRule(ModelFacts(**sizes, block_size=16)).blocks(layers, facts.num_pages, facts.max_blocks)
-
-
-async def be_alone(*devices: TorchGroupDevice) -> None:
-    """Let devices be whole instances again, and look at all there is to see."""
-    for device in devices:
-        executor = (await device.alone()).executor
-        assert isinstance(executor, ThreadExecutor)
-        assert executor is (await device.alone()).executor
-        assert executor.capacity == device._model.info.capacity
-        assert device.layers == LayerRange(0, 4)
-        assert await texts_of(executor) == await calm()
-    check(devices)
 
 
 @pytest.mark.parametrize(("name", "dtype", "kernels"), CASES)
@@ -117,13 +95,6 @@ async def test_workers_form_groups_part_and_form_others_and_always_say_the_same(
             for device in devices:
                 assert await texts_of((await device.alone()).executor) == expected
             check(devices)
-
-
-async def ended(ends: dict[int, list[str | None]]) -> None:
-    """Wait until every member has heard of the end."""
-    async with asyncio.timeout(10):
-        while not all(ends.values()):
-            await asyncio.sleep(0.001)
 
 
 async def test_a_group_can_become_another_without_loading_anything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,10 +164,6 @@ async def failure_of(*changes: object) -> list[str]:
     results = await asyncio.gather(*changes, return_exceptions=True)  # type: ignore[call-overload]
     assert all(isinstance(result, GroupFailedError) for result in results), results
     return [str(result) for result in results]
-
-
-def unheard(reason: str | None) -> None:
-    raise AssertionError(f"a group that did not come about has ended: {reason}")
 
 
 async def test_a_member_that_does_not_come_fails_the_group_for_all() -> None:
@@ -409,99 +376,6 @@ async def test_a_leader_and_a_member_can_be_closed_as_they_are() -> None:
     async with live_devices(2) as devices:
         await form(devices, HALVES)
         await asyncio.gather(*(device.close() for device in devices))
-
-
-# Random lives
-
-
-class Life:
-    """Workers that form groups, end them, leave them and fail to form them, as a seed says.
-
-    Args:
-        devices: alone.
-        seed: of all that happens.
-    """
-
-    def __init__(self, devices: list[TorchGroupDevice], seed: int) -> None:
-        self.devices = devices
-        self.rng = np.random.default_rng(seed)
-        self.groups: list[tuple[list[TorchGroupDevice], Group]] = []
-        self.done: set[str] = set()
-
-    async def step(self) -> None:
-        busy = [device for members, _ in self.groups for device in members]
-        free = [device for device in self.devices if device not in busy]
-        if len(free) >= 2 and (not self.groups or self.rng.random() < 0.5):
-            await self.gather(free, misses=bool(self.rng.random() < 0.3))
-        else:
-            members, group = self.groups.pop(int(self.rng.integers(len(self.groups))))
-            name = ("end", "leave", "part")[int(self.rng.integers(3))]
-            await getattr(self, name)(members, group)
-            self.done.add(name)
-        check(self.devices)
-
-    async def gather(self, free: list[TorchGroupDevice], *, misses: bool) -> None:
-        chosen = [free[i] for i in self.rng.permutation(len(free))[: int(self.rng.integers(2, len(free) + 1))]]
-        ends = sorted(int(at) for at in self.rng.choice([1, 2, 3], len(chosen) - 1, replace=False))
-        ranges = ranges_of(*ends, 4)
-        for device, layers in zip(chosen, ranges, strict=True):
-            if device.refusal(layers) is not None:
-                await device.alone()
-        if misses:
-            own = places(chosen, ranges)
-            for device in chosen:
-                device._limit_s = 0.05
-            await self.fail(chosen, own)
-            for device in chosen:
-                device._limit_s = 5.0
-            self.done.add("miss")
-            return
-        group = await form(chosen, ranges)
-        self.groups.append((chosen, group))
-        assert await texts_of(group.executor, num_tokens=2) == {i: text[:2] for i, text in (await calm()).items()}
-
-    async def fail(self, chosen: list[TorchGroupDevice], own: list[GroupPlace]) -> None:
-        """The last one does not come. Who has all its own connections by then has joined, and hears of the end."""
-        told: dict[int, list[str | None]] = {i: [] for i in range(1, len(own) - 1)}
-        leading = asyncio.ensure_future(chosen[0].lead(own[0], unheard))
-        joined = await asyncio.gather(*(chosen[i].join(own[i], told[i].append) for i in told), return_exceptions=True)
-        with pytest.raises(GroupFailedError):
-            await leading
-        for i, result in zip(list(told), joined, strict=True):
-            if isinstance(result, GroupFailedError):
-                assert told.pop(i) == []
-        await ended(told)
-        assert all(len(reasons) == 1 and reasons[0] for reasons in told.values())
-
-    async def end(self, members: list[TorchGroupDevice], group: Group) -> None:
-        await group.executor.close()
-        await ended(group.ends)
-        assert group.ends == {i: [None] for i in range(1, len(members))}
-
-    async def leave(self, members: list[TorchGroupDevice], group: Group) -> None:
-        index = int(self.rng.integers(1, len(members)))
-        await members[index].alone()
-        del group.ends[index]
-        await ended(group.ends)
-        assert all(len(said) == 1 and said[0] for said in group.ends.values())
-        await group.executor.close()
-
-    async def part(self, members: list[TorchGroupDevice], group: Group) -> None:
-        """The leader is whole again, and has closed nothing before."""
-        await members[0].alone()
-        await self.end(members, group)
-
-
-@pytest.mark.parametrize("seed", range(2))
-async def test_random_lives_of_workers_end_with_whole_ones(seed: int) -> None:
-    async with live_devices(4) as devices:
-        life = Life(devices, seed)
-        for _ in range(25):
-            await life.step()
-        assert life.done == {"miss", "end", "leave", "part"}
-        for _, group in life.groups:
-            await group.executor.close()
-        await be_alone(*devices)
 
 
 # Loading

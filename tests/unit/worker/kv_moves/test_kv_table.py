@@ -25,7 +25,7 @@ from services.worker.kv_moves.kv_table import (
 )
 from services.worker.kv_moves.kv_wire import chunks_between
 from services.worker.kv_moves.placed_kv import PlacedKv
-from services.worker.roles.device import GroupPlace, StagePlace
+from services.worker.kv_moves.places import GroupPlace, StagePlace
 from shared.errors import WireError
 from shared.ids import WorkerId
 from shared.layers import LayerRange

@@ -17,12 +17,13 @@ from services.worker.kv_moves.kv_table import KvTable
 from services.worker.kv_moves.kv_traffic import KvTraffic
 from services.worker.kv_moves.kv_wire import KvSocket
 from services.worker.kv_moves.live_exchange import LiveExchange
+from services.worker.kv_moves.places import GroupFailedError
 from services.worker.memory.block_copies import BlockCopies
 from services.worker.memory.kv_cache import KVCache
 from services.worker.peers.frames import FrameKind, PeerLostError, pack_head
 from services.worker.peers.greeting import Purpose
 from services.worker.roles import torch_device
-from services.worker.roles.device import GroupFailedError, Parting
+from services.worker.roles.device import Parting
 from shared.layers import LayerRange
 from tests.support.exchanged_kv import (
     HALVES,

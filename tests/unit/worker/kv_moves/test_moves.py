@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from services.worker.executor.parameter_load import ParameterLoad
-from services.worker.roles.moves import LOOK_S, NUM_SAMPLES, RATE_WINDOW_S, MoveFacts, MoveMeter, Moves
+from services.worker.kv_moves.moves import LOOK_S, NUM_SAMPLES, RATE_WINDOW_S, MoveFacts, MoveMeter, Moves
 from shared.messages.report import MoveKind
 from shared.process.tasks import TaskOwner
 from shared.sizes import describe_bytes

@@ -13,6 +13,7 @@ import torch
 from services.worker.contract.kept_kv import KeptKv
 from services.worker.executor.elastic_model import ElasticModel
 from services.worker.kv_moves.kv_table import KvOffer, KvTable, table_to_form
+from services.worker.kv_moves.places import GroupFailedError, GroupPlace, StagePlace
 from services.worker.memory.card import card_of
 from services.worker.memory.change import MemoryLostError
 from services.worker.memory.elastic import ElasticMemory
@@ -25,7 +26,6 @@ from services.worker.pages import hand_over
 from services.worker.pages.exchange import PageExchange
 from services.worker.pages.wire import PageDoor, PageSocket
 from services.worker.peers.frames import PeerLostError
-from services.worker.roles.device import GroupFailedError, GroupPlace, StagePlace
 from services.worker.roles.torch_device import TorchGroupDevice
 from shared.errors import StartupError
 from shared.ids import WorkerId

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +34,7 @@ from services.worker.peers.greeting import (
     read_greeting,
 )
 from shared.checksum import SEAL_BYTES, seal
-from shared.ids import Incarnation, WorkerId
+from shared.ids import WorkerId
 from shared.messages.base import ControlMessage
 from shared.wire import encode
 from tests.support.peers import (
@@ -49,20 +49,16 @@ from tests.support.peers import (
     until_greeted,
 )
 
+pytestmark = pytest.mark.timeout(30)  # who is let in without a proof waits for a welcome
+
 WELCOME = PeerWelcome(num_blocks=7, block_size=16)
 W1 = WorkerId("w1")
 UNKNOWN_SECRET = "the (dialler|listener) does not know the secret of this cluster"
+HELLO = identity(0).hello(Purpose.KV, 0, 0)
 
 SAMPLES: dict[str, tuple[ControlMessage, str]] = {
     "hello": (
-        PeerHello(
-            worker_id=WorkerId("w0"),
-            incarnation=Incarnation(1),
-            nonce=bytes(range(32)),
-            purpose=Purpose.LEADER,
-            plan_id=5,
-            index=2,
-        ),
+        identity(0).hello(Purpose.LEADER, 5, 2).model_copy(update={"nonce": bytes(range(32))}),
         (
             "88a776657273696f6e02a46b696e64aa706565725f68656c6c6fa9776f726b65725f6964a27730ab696e6361726e6174696f6e01a56e6f6e63"
             "65c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fa7707572706f7365a66c6561646572a7706c616e5f69"
@@ -108,11 +104,19 @@ class Listener:
     def take(self, said: PeerHello, sock: socket.socket) -> None:
         self.taken.put_nowait((said, sock))
 
-    async def welcome(self) -> tuple[PeerHello, socket.socket]:
+    @asynccontextmanager
+    async def meeting(
+        self, dialling: Awaitable[tuple[socket.socket, PeerWelcome]]
+    ) -> AsyncIterator[tuple[PeerHello, socket.socket, socket.socket]]:
+        """Welcome who dials; yields what it has said, its end and this one, which are closed then."""
+        task = asyncio.ensure_future(dialling)
         async with asyncio.timeout(10):
-            said, sock = await self.taken.get()
-        await say_greeting(sock, WELCOME)
-        return said, sock
+            said, here = await self.taken.get()
+        await say_greeting(here, WELCOME)
+        there, welcome = await task
+        assert welcome == WELCOME
+        with there, here:
+            yield said, there, here
 
 
 @asynccontextmanager
@@ -146,15 +150,12 @@ async def refusal_of(sock: socket.socket) -> str:
 @pytest.mark.parametrize("plan_id", [0, 5])
 async def test_two_workers_of_a_cluster_greet_in_a_group_or_not(plan_id: int) -> None:
     async with taking(plan_id) as listener, dialler() as other:
-        dialling = asyncio.create_task(other.dial(W1, listener.peers.address, Purpose.KV, plan_id, 1))
-        said, theirs = await listener.welcome()
-        ours, welcome = await dialling
-        with ours, theirs:
-            assert welcome == WELCOME
+        dialling = other.dial(W1, listener.peers.address, Purpose.KV, plan_id, 1)
+        async with listener.meeting(dialling) as (said, there, here):
             assert (said.worker_id, said.incarnation, said.purpose) == ("w0", 1, "kv")
             assert (said.plan_id, said.index) == (plan_id, 1)
-            ours.sendall(b"x")
-            assert await asyncio.get_running_loop().sock_recv(theirs, 9) == b"x"
+            there.sendall(b"x")
+            assert await asyncio.get_running_loop().sock_recv(here, 9) == b"x"
 
 
 @pytest.mark.parametrize(
@@ -185,10 +186,8 @@ async def test_a_connection_that_comes_early_is_kept_and_nobody_is_taken_after_t
         dialling = asyncio.create_task(other.dial(W1, peers.address, Purpose.KV, 5))
         await until_greeted(peers, 1)
         peers.expect([Purpose.AHEAD, Purpose.KV], 5, listener.take)
-        _, theirs = await listener.welcome()
-        ours, _ = await dialling
-        ours.close()
-        theirs.close()
+        async with listener.meeting(dialling):
+            pass
         peers.forget(listener.take)
         peers.forget(listener.take)
         peers._wait_s = 0.01
@@ -200,17 +199,37 @@ async def test_a_connection_that_comes_early_is_kept_and_nobody_is_taken_after_t
 # Who attacks
 
 
-async def test_a_dialler_without_the_secret_is_refused_whatever_it_thinks_of_the_listener() -> None:
-    """It does not look at the listener's proof, and sends one of its own."""
+async def attack(listener: Listener, hello: bytes, prove: Callable[[bytes, bytes], bytes]) -> bytes:
+    """Dial without the secret, which is noticed; return what was answered.
+
+    Args:
+        listener: that does not take the connection.
+        hello: what is said first.
+        prove: makes the proof, of the answer and the listener's proof, at which nobody looks.
+    """
+    with await open_to(listener.peers) as sock:
+        await say_raw(sock, hello)
+        answer = await hear_raw(sock)
+        await say_raw(sock, prove(answer, await hear_raw(sock)))
+        assert await refusal_of(sock) == "the dialler does not know the secret of this cluster"
+    assert listener.taken.empty()
+    return answer
+
+
+def guess(answer: bytes, _proof: bytes) -> bytes:
+    return encode(Proofs(b"a guess of the secret", encode(HELLO), answer).of("dialler"))
+
+
+def send_back(_answer: bytes, proof: bytes) -> bytes:
+    return proof
+
+
+@pytest.mark.parametrize("prove", [guess, send_back])
+async def test_a_dialler_without_the_secret_is_refused_whatever_it_thinks_of_the_listener(
+    prove: Callable[[bytes, bytes], bytes],
+) -> None:
     async with taking() as listener:
-        with await open_to(listener.peers) as sock:
-            hello = encode(identity(0).hello(Purpose.KV, 0, 0))
-            await say_raw(sock, hello)
-            answer = await hear_raw(sock)
-            await hear_raw(sock)
-            await say_greeting(sock, Proofs(b"a guess of the secret", hello, answer).of("dialler"))
-            assert await refusal_of(sock) == "the dialler does not know the secret of this cluster"
-        assert listener.taken.empty()
+        await attack(listener, encode(HELLO), prove)
 
 
 async def test_what_was_said_before_does_not_open_the_door_again() -> None:
@@ -221,31 +240,14 @@ async def test_what_was_said_before_does_not_open_the_door_again() -> None:
         return data
 
     async with taking() as listener, dialler() as other:
-        async with between(listener.peers, note) as address:
-            dialling = asyncio.create_task(other.dial(W1, address, Purpose.KV))
-            _, theirs = await listener.welcome()
-            ours, _ = await dialling
-            ours.close()
-            theirs.close()
-        with await open_to(listener.peers) as sock:
-            await say_raw(sock, heard[0])
-            assert await hear_raw(sock) != heard[1]
-            await hear_raw(sock)
-            await say_raw(sock, heard[3])
-            assert await refusal_of(sock) == "the dialler does not know the secret of this cluster"
-        assert listener.taken.empty()
+        async with (
+            between(listener.peers, note) as address,
+            listener.meeting(other.dial(W1, address, Purpose.KV)),
+        ):
+            pass
+        assert await attack(listener, heard[0], lambda _answer, _proof: heard[3]) != heard[1]
     secret = PASSWORD.encode()
     assert not any(secret in data for data in heard.values()), "it is never shown"
-
-
-async def test_a_proof_that_is_sent_back_proves_nothing() -> None:
-    async with taking() as listener:
-        with await open_to(listener.peers) as sock:
-            await say_raw(sock, encode(identity(0).hello(Purpose.KV, 0, 0)))
-            await hear_raw(sock)
-            await say_raw(sock, await hear_raw(sock))
-            assert await refusal_of(sock) == "the dialler does not know the secret of this cluster"
-        assert listener.taken.empty()
 
 
 async def test_a_dialler_does_not_prove_the_secret_to_itself() -> None:
@@ -301,9 +303,6 @@ async def test_what_is_changed_on_the_way_is_noticed(part: int, change: Callable
 
 def framed(data: bytes) -> bytes:
     return pack_head(FrameKind.GREETING, len(data)) + data
-
-
-HELLO = identity(0).hello(Purpose.KV, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -447,13 +446,8 @@ async def test_a_listener_tells_others_the_name_that_it_was_given() -> None:
         assert peers.address.startswith("[::1]:")
         listener = Listener(peers)
         peers.expect([Purpose.KV], 0, listener.take)
-        async with dialler() as other:
-            dialling = asyncio.create_task(other.dial(W1, peers.address, Purpose.KV))
-            _, theirs = await listener.welcome()
-            ours, welcome = await dialling
-            assert welcome == WELCOME
-            ours.close()
-            theirs.close()
+        async with dialler() as other, listener.meeting(other.dial(W1, peers.address, Purpose.KV)):
+            pass
         await peers.close()
 
 

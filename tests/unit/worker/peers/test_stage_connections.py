@@ -11,11 +11,11 @@ from contextlib import ExitStack, asynccontextmanager
 import pytest
 
 from services.worker.kv_moves.gather import Gathering, together
+from services.worker.kv_moves.places import GroupFailedError, GroupPlace, StagePlace
 from services.worker.kv_moves.seats import GROUP_PURPOSES, Seats, check_place
 from services.worker.peers.connect import Peers, say_greeting
 from services.worker.peers.greeting import PeerRefusedError, PeerWelcome, Purpose
 from services.worker.peers.threads import in_thread
-from services.worker.roles.device import GroupFailedError, GroupPlace, StagePlace
 from shared.ids import WorkerId
 from shared.layers import even_split
 from tests.support.peers import identity, listening, until_greeted

@@ -20,9 +20,10 @@ from services.worker.pipeline.hidden_link import as_numpy
 from services.worker.pipeline.runner_stage import RunnerStage
 from services.worker.pipeline.stage_messages import Hidden
 from shared.layers import LayerRange, even_split
+from tests.support.live_groups import SHAPES, new_engine, tokens_of
 from tests.support.runner_driver import Driver
 from tests.support.runners import KERNELS, open_runner
-from tests.support.stage_texts import SHAPES, new_engine, stages_of, texts_of, tokens_of
+from tests.support.stage_texts import stages_of, texts_of
 from tests.support.thread_pipeline import wire_up
 
 pytestmark = pytest.mark.kernels
@@ -33,9 +34,9 @@ SPLITS = {
     ("llama", (1, 3), "float32", "auto"),
     ("llama", (2, 1, 1), "bfloat16", "auto"),
     ("llama", (1, 2, 1), "float32", "torch"),
-    ("tied, learned positions", (1, 1, 1), "float32", "auto"),
-    ("projected embedding", (1, 2), "float32", "auto"),
-    ("projected embedding", (1, 1, 1), "bfloat16", "torch"),
+    ("tied, learned positions", (1, 2, 1), "float32", "auto"),
+    ("projected embedding", (1, 3), "float32", "auto"),
+    ("projected embedding", (1, 2, 1), "bfloat16", "torch"),
 }
 
 

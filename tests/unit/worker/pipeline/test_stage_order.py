@@ -17,41 +17,22 @@ from services.worker.contract.batch import Batch, RowInit, TableDelta
 from services.worker.contract.executor import BatchFailedError, HostCopy
 from services.worker.contract.remote import RemoteLostError
 from services.worker.modelled.executor import FailureInjector
-from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw, expected_outputs, layer_weight
 from services.worker.peers.frames import PeerLostError
 from services.worker.pipeline.pipeline import PipelineExecutor
 from services.worker.pipeline.stage import MAX_LAUNCHED
 from services.worker.pipeline.stage_messages import Activation, Close, CopyEnded, KvOver, StageMessage, StepDone
 from services.worker.pipeline.thread_stage import StageThread
-from shared.cost import StageCost
-from shared.layers import even_split
 from shared.types import SamplingParams
 from sim.devices.modelled_stage import ModelledStage
-from tests.support.engine_builders import new_sequence
 from tests.support.late_stages import LIMIT_S, Holding, LateStage
 from tests.support.leaks import whats_open
-from tests.support.staged_kv import NO_COST
 from tests.support.thread_pipeline import wire_up
-from tests.unit.worker.pipeline.test_thread_stage import NUM_BLOCKS, Served
-
-DRAW = TokenDraw.of_vocabulary(100, ())
+from tests.unit.worker.pipeline.test_thread_stage import bad_luck, devices, make_pipeline_engine, serve_undisturbed
 
 
-def stages(
-    num_stages: int, hold: Callable[[int], None], failure: FailureInjector | None = None, *, num_layers: int = 6
-) -> list[LateStage]:
+def stages(num_stages: int, hold: Callable[[int], None], failure: FailureInjector | None = None) -> list[LateStage]:
     """The last stage fails as told, when a step is launched."""
-    return [
-        LateStage(
-            ModelledStage(
-                StageCost(NO_COST, layers, num_layers),
-                ShadowKv(NUM_BLOCKS, 4, DRAW, verify_ratio=1.0, weight=layer_weight(layers, num_layers)),
-                failure=failure if layers.end == num_layers else None,
-            ),
-            hold,
-        )
-        for layers in even_split(num_layers, num_stages)
-    ]
+    return [LateStage(device, hold) for device in devices(num_stages, failure)]
 
 
 def batches(count: int) -> list[Batch]:
@@ -329,20 +310,11 @@ async def test_texts_survive_steps_that_end_late_and_fail_at_launch_or_at_the_en
         if step_id % 11 == 5:
             raise BatchFailedError(step_id, "worse luck")
 
-    bad_luck: FailureInjector = lambda b: "bad luck" if b.rows.size > 1 and b.step_id % 5 == 3 else None  # noqa: E731
     monkeypatch.setattr(PipelineExecutor, "num_lanes", num_stages + more)
     before, group = whats_open(), stages(num_stages, hold, bad_luck)
-    served = Served(wire_up(group, asyncio.get_running_loop()), num_stages + more, num_host_blocks=0)
-    new = [new_sequence(i, num_prompt=chance.randrange(1, 30), max_tokens=20) for i in range(10)]
-    for each in new:
-        assert isinstance(served.engine.residents.add(each), int)
-    await served.run()
-    await served.pipeline.executor.close()
-    served.pipeline.join()
-    for each in new:
-        prompt = each.prompt.astype(np.int32)
-        assert served.texts[each.stream] == expected_outputs(prompt, prompt[:0], 20, 0, DRAW).tolist()
-    assert served.engine.totals.num_failed_steps
+    engine = make_pipeline_engine(num_stages + more, num_host_blocks=0)
+    await serve_undisturbed(group, engine, [chance.randrange(1, 30) for _ in range(10)], max_tokens=20)
+    assert engine.totals.num_failed_steps
     assert max(stage.most for stage in group) == MAX_LAUNCHED or not more
     assert whats_open() == before
 

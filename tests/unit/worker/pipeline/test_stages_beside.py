@@ -32,12 +32,11 @@ from shared.layers import even_split
 from tests.support.late_runner import MAX_TOKENS, LateRunner, sums_of
 from tests.support.late_stages import LateStream, be_beside, late_stream
 from tests.support.leaks import whats_open
-from tests.support.live_groups import calm_texts, form, live_devices
+from tests.support.live_groups import SHAPES, be_alone, calm_texts, form, live_devices, new_engine
 from tests.support.live_groups import texts_of as group_texts
 from tests.support.runners import open_runner
-from tests.support.stage_texts import SHAPES, new_engine, stages_of, texts_of
+from tests.support.stage_texts import stages_of, texts_of
 from tests.support.thread_pipeline import WiredPipeline, wire_up
-from tests.unit.worker.kv_moves.test_group_device import be_alone
 
 pytestmark = pytest.mark.kernels
 

@@ -14,40 +14,39 @@ import torch
 
 from services.worker.engine.loop import ExecutorBrokenError
 from services.worker.executor.parameter_sources import SourceLostError
-from services.worker.executor.thread import ThreadExecutor
-from services.worker.roles.device import GroupFailedError
+from services.worker.kv_moves.places import GroupFailedError, GroupPlace
 from services.worker.roles.parameter_lending import PeerSource
 from services.worker.roles.torch_device import TorchGroupDevice
 from shared.errors import StartupError
-from shared.layers import LayerRange
 from tests.support.checkpoints import stored_checkpoint
-from tests.support.live_groups import SHAPES, Group, Texts, calm_texts, check, form, live_devices, ranges_of, texts_of
+from tests.support.live_groups import (
+    CASES,
+    HALVES,
+    LONG,
+    SHAPES,
+    WHOLE,
+    Group,
+    be_alone,
+    calm,
+    calm_texts,
+    check,
+    ended,
+    form,
+    live_devices,
+    places,
+    ranges_of,
+    texts_of,
+    unheard,
+)
 from tests.support.loading_gate import LoadingGate, wait_until_loaded
 from tests.support.runners import KERNELS
 
 pytestmark = pytest.mark.kernels
 
-HALVES = ranges_of(2, 4)
-WHOLE = LayerRange(0, 4)
-LONG = 150
-"""Tokens of answers that go on long after a group has begun to break."""
-CASES = sorted(
-    {
-        ("llama", "float32", KERNELS),
-        ("llama", "float32", "torch"),
-        ("tied", "bfloat16", KERNELS),
-        ("projected embedding", "bfloat16", "torch"),
-    }
-)
-
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> LoadingGate:
     return LoadingGate(monkeypatch)
-
-
-async def calm() -> Texts:
-    return await calm_texts("llama", "float32", KERNELS)
 
 
 async def all_beside(devices: Sequence[TorchGroupDevice]) -> int:
@@ -71,16 +70,6 @@ async def loaded(devices: Sequence[TorchGroupDevice]) -> None:
     """Wait until nothing is being loaded."""
     for device in devices:
         await asyncio.to_thread(wait_until_loaded, device._model)
-
-
-async def be_alone(*devices: TorchGroupDevice) -> None:
-    """Let devices be whole instances again, and look at all there is to see."""
-    for device in devices:
-        executor = (await device.alone()).executor
-        assert isinstance(executor, ThreadExecutor)
-        assert (device.layers, device.resident, device.loaded_ratio) == (WHOLE, WHOLE, 1)
-        assert await texts_of(executor) == await calm()
-    check(devices)
 
 
 @pytest.mark.parametrize(("name", "dtype", "kernels"), CASES)
@@ -307,29 +296,64 @@ async def test_devices_can_be_closed_while_layers_load(gate: LoadingGate) -> Non
 
 
 class Life:
-    """A group whose parameters come back and go while it serves, until it ends somehow, and the next one; by seed."""
+    """Workers that form groups, end them, leave them and fail to form them, as a seed says.
+
+    While groups serve, parameters come back beside them and go again.
+
+    Args:
+        devices: alone.
+        gate: that holds up what is loaded, or lets it fail.
+        seed: of all that happens.
+    """
 
     def __init__(self, devices: list[TorchGroupDevice], gate: LoadingGate, seed: int) -> None:
         self.devices, self.gate = devices, gate
         self.rng = np.random.default_rng(seed)
+        self.groups: list[tuple[list[TorchGroupDevice], Group]] = []
         self.done: set[str] = set()
 
-    async def group(self) -> None:
-        """Live from the beginning of a group to its end."""
-        count = int(self.rng.integers(2, 4))
-        members = [self.devices[i] for i in self.rng.permutation(len(self.devices))[:count]]
-        cuts = sorted(int(at) for at in self.rng.choice([1, 2, 3], count - 1, replace=False))
-        group = await form(members, ranges_of(*cuts, 4))
-        for _ in range(int(self.rng.integers(1, 5))):
-            await self.change(members, group)
+    async def step(self) -> None:
+        busy = [device for members, _ in self.groups for device in members]
+        free = [device for device in self.devices if device not in busy]
         self.gate.mend()
-        name = ("end", "leave")[int(self.rng.integers(2))]
-        await getattr(self, name)(members, group)
-        self.done.add(name)
-        await be_alone(*members)
+        self.gate.open()
+        if len(free) >= 2 and (not self.groups or self.rng.random() < 0.5):
+            await self.gather(free, misses=bool(self.rng.random() < 0.3))
+        elif self.rng.random() < 0.5:
+            await self.change(*self.groups[int(self.rng.integers(len(self.groups)))])
+        else:
+            members, group = self.groups.pop(int(self.rng.integers(len(self.groups))))
+            name = ("end", "leave", "part")[int(self.rng.integers(3))]
+            await getattr(self, name)(members, group)
+            self.done.add(name)
+        check(self.devices)
+
+    async def gather(self, free: list[TorchGroupDevice], *, misses: bool) -> None:
+        chosen = [free[i] for i in self.rng.permutation(len(free))[: int(self.rng.integers(2, len(free) + 1))]]
+        ends = sorted(int(at) for at in self.rng.choice([1, 2, 3], len(chosen) - 1, replace=False))
+        ranges = ranges_of(*ends, 4)
+        for device, layers in zip(chosen, ranges, strict=True):
+            if device.refusal(layers) is not None:
+                await device.alone()
+        if misses:
+            own = places(chosen, ranges)
+            for device in chosen:
+                device._limit_s = 0.05
+            await self.fail(chosen, own)
+            for device in chosen:
+                device._limit_s = 5.0
+            self.done.add("miss")
+            return
+        group = await form(chosen, ranges)
+        self.groups.append((chosen, group))
+        await self.say(group)
 
     async def change(self, members: list[TorchGroupDevice], group: Group) -> None:
-        self.disturb()
+        """Have all parameters beside, or the own ones only."""
+        if self.rng.random() < 0.5:
+            self.gate.hold(int(self.rng.integers(0, 60)))
+        elif self.rng.random() < 0.5:
+            self.gate.fail_after(int(self.rng.integers(0, 60)))
         if self.rng.random() < 0.6:
             blocks = await all_beside(members)
             self.done.add("beside")
@@ -338,29 +362,52 @@ class Life:
             blocks = min(device._model._memory.num_blocks for device in members)
             self.done.add("own only")
         check(members)
-        said = await texts_of(group.executor, num_tokens=2, num_blocks=blocks)
+        await self.say(group, blocks)
+
+    async def say(self, group: Group, num_blocks: int = 0) -> None:
+        said = await texts_of(group.executor, num_tokens=2, num_blocks=num_blocks)
         assert said == {i: text[:2] for i, text in (await calm()).items()}
 
-    def disturb(self) -> None:
-        self.gate.mend()
-        self.gate.open()
-        if self.rng.random() < 0.5:
-            self.gate.hold(int(self.rng.integers(0, 60)))
-        elif self.rng.random() < 0.5:
-            self.gate.fail_after(int(self.rng.integers(0, 60)))
+    async def fail(self, chosen: list[TorchGroupDevice], own: list[GroupPlace]) -> None:
+        """The last one does not come. Who has all its own connections by then has joined, and hears of the end."""
+        told: dict[int, list[str | None]] = {i: [] for i in range(1, len(own) - 1)}
+        leading = asyncio.ensure_future(chosen[0].lead(own[0], unheard))
+        joined = await asyncio.gather(*(chosen[i].join(own[i], told[i].append) for i in told), return_exceptions=True)
+        with pytest.raises(GroupFailedError):
+            await leading
+        for i, result in zip(list(told), joined, strict=True):
+            if isinstance(result, GroupFailedError):
+                assert told.pop(i) == []
+        await ended(told)
+        assert all(len(reasons) == 1 and reasons[0] for reasons in told.values())
 
     async def end(self, members: list[TorchGroupDevice], group: Group) -> None:
         await group.executor.close()
+        await ended(group.ends)
+        assert group.ends == {i: [None] for i in range(1, len(members))}
 
     async def leave(self, members: list[TorchGroupDevice], group: Group) -> None:
-        await members[int(self.rng.integers(1, len(members)))].alone()
+        index = int(self.rng.integers(1, len(members)))
+        await members[index].alone()
+        del group.ends[index]
+        await ended(group.ends)
+        assert all(len(said) == 1 and said[0] for said in group.ends.values())
         await group.executor.close()
+
+    async def part(self, members: list[TorchGroupDevice], group: Group) -> None:
+        """The leader is whole again, and has closed nothing before."""
+        await members[0].alone()
+        await self.end(members, group)
 
 
 @pytest.mark.parametrize("seed", range(2))
-async def test_random_lives_end_with_whole_workers(seed: int, gate: LoadingGate) -> None:
+async def test_random_lives_of_workers_end_with_whole_ones(seed: int, gate: LoadingGate) -> None:
     async with live_devices(4) as devices:
         life = Life(devices, gate, seed)
-        for _ in range(8):
-            await life.group()
-        assert life.done == {"beside", "own only", "end", "leave"}
+        for _ in range(50):
+            await life.step()
+        gate.mend()
+        assert life.done == {"miss", "end", "leave", "part", "beside", "own only"}
+        for _, group in life.groups:
+            await group.executor.close()
+        await be_alone(*devices)

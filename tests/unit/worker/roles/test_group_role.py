@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.roles.device import GroupPlace, StagePlace
+from services.worker.kv_moves.places import GroupPlace, StagePlace
 from services.worker.roles.role import Alone, Broken, Changing, Leading, Member, Role, group_of, reported, why_not_named
 from services.worker.roles.steps.form import layers_of, why_no_stage
 from shared.ids import Incarnation, WorkerId

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from services.worker.kv_moves.places import GroupPlace, StagePlace
 from services.worker.roles.block_limit import BlockLimit, BlocksNeededError
-from services.worker.roles.device import GroupPlace, StagePlace
 from services.worker.roles.role import Member
 from services.worker.roles.steps.beside import is_group
 from shared.ids import WorkerId

@@ -6,17 +6,10 @@ import pytest
 
 from services.worker.roles.residence import resident_in_group
 from shared.layers import LayerRange
-from shared.messages.report import ElasticFacts
+from tests.support.drop_builders import make_elastic
 
-FACTS = ElasticFacts(
-    layer_bytes=(10, 20, 30, 40),
-    outer_bytes=100,
-    first_stage_end=60,
-    last_stage_begin=50,
-    block_bytes=7,
-    page_bytes=1,
-    num_pages=1,
-    max_blocks=9,
+FACTS = make_elastic(
+    layer_bytes=(10, 20, 30, 40), outer_bytes=100, first_stage_end=60, last_stage_begin=50, block_bytes=7
 )
 
 
