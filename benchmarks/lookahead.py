@@ -25,12 +25,12 @@ from benchmarks.paper_lookahead.formations import by_halving, by_tokens
 from benchmarks.paper_lookahead.microbatch import Microbatch, Waiting, form_ahead
 from benchmarks.paper_lookahead.pipeline_time import bubble_ratio, inner_bubble_ratio, makespan_s, over_stages
 from services.worker.cost.estimate import CostEstimate
-from services.worker.engine.config import EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.engine.stats import take_stats
 from services.worker.scheduling.chunked import ChunkedScheduler
 from services.worker.scheduling.lookahead import LookaheadScheduler
 from services.worker.scheduling.view import Limits, Scheduler, SchedulerOutput, SchedulerView
+from services.worker.sequences.config import EngineConfig, NewSequence
 from shared.cost import load_profile
 from shared.ids import RequestId, StreamId
 from shared.types import SamplingParams

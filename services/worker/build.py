@@ -11,7 +11,6 @@ from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.contract.executor import Executor, HostMemory, KvCapacity, overlaps
 from services.worker.cost.estimate import CostEstimate
 from services.worker.cost.fitting import CostFitting
-from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
@@ -23,6 +22,7 @@ from services.worker.roles.role_executor import RoleExecutor
 from services.worker.roles.role_keeper import RoleKeeper, StepMachine
 from services.worker.scheduling.registry import make_scheduler
 from services.worker.scheduling.view import Scheduler
+from services.worker.sequences.config import EngineConfig
 from services.worker.serving.admin import Admin
 from services.worker.serving.driving import Driving
 from services.worker.serving.emitter import Emitter

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from services.worker.contract.batch import Batch
-from services.worker.engine.config import NewSequence
 from services.worker.engine.gate import GateClosedError
 from services.worker.engine.invariants import check_engine
 from services.worker.engine.loop import ExecutorBrokenError
 from services.worker.engine.stats import take_stats
 from services.worker.modelled.shadow_kv import expected_outputs
 from services.worker.scheduling.registry import SCHEDULERS
+from services.worker.sequences.config import NewSequence
 from shared.types import FinishReason
 from sim.virtual_time import run
 from tests.support.engine_builders import engine_config, new_sequence

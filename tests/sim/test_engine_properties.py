@@ -11,11 +11,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from services.worker.engine.config import AddRefusal
 from services.worker.engine.stats import take_stats
 from services.worker.scheduling.registry import SCHEDULERS, make_scheduler
 from services.worker.scheduling.round_robin import RoundRobinScheduler
 from services.worker.scheduling.view import Scheduler
+from services.worker.sequences.config import AddRefusal
 from shared.types import FinishReason
 from tests.support.engine_builders import engine_config, make_engine, new_sequence
 from tests.support.engine_chaos import GUILTY_SEED, Chaos, UnrulyScheduler

@@ -6,10 +6,10 @@ import numpy as np
 
 from services.worker.contract.executor import HostMemory
 from services.worker.cost.estimate import CostEstimate
-from services.worker.engine.config import EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.scheduling.registry import make_scheduler
 from services.worker.scheduling.view import Scheduler
+from services.worker.sequences.config import EngineConfig, NewSequence
 from shared.cost import CostModel
 from shared.ids import RequestId, StreamId
 from shared.types import QoeTarget, RequestClass, SamplingParams

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from services.worker.engine.config import AddRefusal, NewSequence
 from services.worker.scheduling.view import I32, U8, PreemptHow, Scheduler, SchedulerOutput, SchedulerView
+from services.worker.sequences.config import AddRefusal, NewSequence
 from services.worker.sequences.table import Hold, Status
 from shared.types import FinishReason
 from tests.support.engine_builders import FOREVER, new_sequence

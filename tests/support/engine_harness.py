@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from services.worker.contract.arrays import I32
 from services.worker.contract.batch import OWN_SAMPLE, Batch, BatchOutput
 from services.worker.contract.executor import BatchFailedError, HostCopy
-from services.worker.engine.assemble import known_tokens
-from services.worker.engine.config import AddRefusal, NewSequence
 from services.worker.engine.engine import Engine
-from services.worker.engine.events import StepEvents
 from services.worker.engine.invariants import check_engine
 from services.worker.modelled.shadow_kv import TokenDraw, expected_outputs
 from services.worker.pipeline.stage_messages import StepDone
+from services.worker.sequences.assemble import known_tokens
+from services.worker.sequences.config import AddRefusal, NewSequence
+from services.worker.sequences.events import StepEvents
 from services.worker.sequences.table import Hold
 from shared.types import FinishReason
 from tests.support.staged_kv import StagedKv

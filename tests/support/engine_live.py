@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from services.worker.contract.executor import HostMemory
-from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
-from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.modelled.executor import FailureInjector, ModelledExecutor
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw
+from services.worker.sequences.config import AddRefusal, EngineConfig, NewSequence
+from services.worker.sequences.events import StepEvents
 from shared.cost import CostModel
 from shared.types import FinishReason
 from tests.support.engine_builders import engine_config, make_engine, per_token

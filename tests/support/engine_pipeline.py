@@ -12,15 +12,15 @@ import numpy as np
 from services.worker.contract.arrays import I32
 from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.contract.executor import HostMemory
-from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
-from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
 from services.worker.engine.invariants import check_engine
 from services.worker.engine.loop import StepLoop
 from services.worker.modelled.executor import FailureInjector
 from services.worker.modelled.shadow_kv import TokenDraw, expected_outputs
 from services.worker.pipeline.pipeline import PipelineExecutor
+from services.worker.sequences.config import AddRefusal, EngineConfig, NewSequence
+from services.worker.sequences.events import StepEvents
 from shared.cost import CostModel
 from shared.layers import even_split
 from shared.types import FinishReason

@@ -14,11 +14,11 @@ import numpy as np
 
 from services.worker.contract.batch import Batch
 from services.worker.engine.engine import Engine
-from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.modelled.executor import ModelledExecutor
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw
+from services.worker.sequences.events import StepEvents
 from shared.cost import CostModel
 from sim.virtual_time import run
 from tests.support.engine_builders import engine_config, make_engine, new_sequence

@@ -18,9 +18,7 @@ import torch
 
 from services.worker.contract.executor import Executor
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
-from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
-from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.executor import opening
@@ -33,6 +31,8 @@ from services.worker.peers.connect import Peers
 from services.worker.roles.device import GroupPlace, StagePlace
 from services.worker.roles.torch_device import TorchGroupDevice
 from services.worker.scheduling.registry import make_scheduler
+from services.worker.sequences.config import EngineConfig
+from services.worker.sequences.events import StepEvents
 from shared.layers import LayerRange
 from shared.systems import KvExchange
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint

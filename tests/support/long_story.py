@@ -11,13 +11,13 @@ import pytest
 
 from services.worker.contract.executor import Executor
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
-from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
 from services.worker.engine.invariants import check_engine
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.kv_moves.arrivals import Arrivals
 from services.worker.kv_moves.kv_wire import KvSocket
 from services.worker.scheduling.registry import make_scheduler
+from services.worker.sequences.config import EngineConfig
 from tests.support.checkpoints import CheckpointShape
 from tests.support.engine_builders import new_sequence
 from tests.support.live_groups import Texts, tokens_of

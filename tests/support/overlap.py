@@ -11,15 +11,15 @@ import numpy as np
 
 from services.worker.contract.batch import OWN_SAMPLE, Batch, BatchOutput
 from services.worker.contract.executor import Executor
-from services.worker.engine.config import NewSequence
 from services.worker.engine.engine import Engine
-from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
 from services.worker.engine.invariants import check_engine
 from services.worker.engine.loop import StepLoop
 from services.worker.executor.launched import Launched
 from services.worker.executor.model_runner import ModelRunner
 from services.worker.executor.thread import ThreadExecutor
+from services.worker.sequences.config import NewSequence
+from services.worker.sequences.events import StepEvents
 from shared.types import FinishReason
 from tests.support.checkpoints import CheckpointShape
 from tests.support.engine_builders import engine_config, make_engine, new_sequence

@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from services.worker.contract.batch import Batch, BatchOutput
-from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
-from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.pipeline.pipeline import PipelineExecutor
 from services.worker.pipeline.runner_stage import RunnerStage
 from services.worker.scheduling.registry import make_scheduler
+from services.worker.sequences.config import EngineConfig
+from services.worker.sequences.events import StepEvents
 from shared.layers import LayerRange
 from tests.support.checkpoints import CheckpointShape
 from tests.support.engine_builders import new_sequence

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.worker.contract.batch import Batch, BatchOutput
-from services.worker.engine.config import AddRefusal, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.modelled.executor import step_s
+from services.worker.sequences.config import AddRefusal, NewSequence
 from shared.cost import CostModel
 
 TOKEN = 7

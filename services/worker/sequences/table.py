@@ -9,8 +9,8 @@ from typing import Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.engine.config import NewSequence
 from services.worker.scheduling.view import Columns
+from services.worker.sequences.config import NewSequence
 from services.worker.sequences.rows import RowQueue
 from services.worker.sequences.sequence import Sequence
 from shared.types import RequestClass

@@ -12,8 +12,8 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
-from services.worker.engine.config import AddRefusal, NewSequence
 from services.worker.engine.engine import Engine
+from services.worker.sequences.config import AddRefusal, NewSequence
 from services.worker.serving.emitter import Emitter
 from services.worker.serving.leases import Leases
 from services.worker.serving.uploads import Uploads

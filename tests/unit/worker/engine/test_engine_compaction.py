@@ -14,9 +14,9 @@ from services.worker.blocks.compaction import with_moves
 from services.worker.blocks.manager import BlockManager
 from services.worker.contract.arrays import I32
 from services.worker.contract.batch import Batch, CopyOps, TableDelta
-from services.worker.engine.config import AddRefusal
 from services.worker.engine.invariants import check_engine
 from services.worker.scheduling.registry import SCHEDULERS
+from services.worker.sequences.config import AddRefusal
 from shared.types import FinishReason
 from tests.support.engine_builders import engine_config, make_engine, new_sequence
 from tests.support.engine_harness import EngineHarness

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.worker.engine.config import AddRefusal
 from services.worker.engine.stats import take_stats
 from services.worker.scheduling.registry import SCHEDULERS
+from services.worker.sequences.config import AddRefusal
 from services.worker.sequences.table import Hold
 from shared.types import FinishReason
 from tests.support.engine_builders import engine_config, make_engine, new_sequence

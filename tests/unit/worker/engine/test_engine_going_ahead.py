@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from services.worker.contract.batch import OWN_SAMPLE
-from services.worker.engine.config import AddRefusal
+from services.worker.sequences.config import AddRefusal
 from services.worker.sequences.table import Hold
 from shared.types import FinishReason
 from tests.support.engine_builders import engine_config, make_engine, new_sequence

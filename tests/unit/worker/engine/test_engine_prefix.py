@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from services.worker.blocks.prefix import PrefixIndex, following_names, root_name
 from services.worker.contract.arrays import I32
 from services.worker.contract.batch import Batch, BatchOutput
-from services.worker.engine.config import NewSequence
-from services.worker.engine.events import RowExtra
 from services.worker.engine.stats import take_stats
 from services.worker.scheduling.registry import SCHEDULERS
+from services.worker.sequences.config import NewSequence
+from services.worker.sequences.events import RowExtra
 from shared.stream_extras import TokenLogprob
 from shared.types import FinishReason
 from tests.support.engine_builders import engine_config, make_engine, new_sequence

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.worker.engine.config import AddRefusal, NewSequence
 from services.worker.engine.invariants import check_engine
 from services.worker.engine.stats import take_stats
 from services.worker.scheduling.registry import SCHEDULERS
+from services.worker.sequences.config import AddRefusal, NewSequence
 from shared.types import FinishReason, QoeTarget
 from tests.support.engine_builders import engine_config, make_engine, new_sequence
 from tests.support.engine_harness import STEP_S, EngineHarness

@@ -10,8 +10,8 @@ import pytest
 
 from services.worker.contract.batch import BatchOutput
 from services.worker.contract.executor import BatchFailedError
-from services.worker.engine.config import AddRefusal, NewSequence
-from services.worker.engine.events import RowExtra
+from services.worker.sequences.config import AddRefusal, NewSequence
+from services.worker.sequences.events import RowExtra
 from shared.stream_extras import TokenLogprob
 from shared.types import SamplingParams
 from tests.support.engine_builders import engine_config, make_engine, new_sequence

@@ -15,7 +15,6 @@ import torch
 from services.worker.contract.executor import CopyFailedError, HostCopy
 from services.worker.cost.estimate import CostEstimate
 from services.worker.engine.engine import Engine
-from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
 from services.worker.engine.invariants import check_engine
 from services.worker.engine.loop import StepLoop
@@ -27,6 +26,7 @@ from services.worker.memory import host_kv
 from services.worker.memory.host_kv import STAGED_BLOCKS, HostKV
 from services.worker.memory.kv_cache import KVCache
 from services.worker.scheduling.registry import make_scheduler
+from services.worker.sequences.events import StepEvents
 from shared.errors import StartupError
 from tests.support.attention_cases import attention_spec
 from tests.support.checkpoints import CheckpointShape

@@ -13,7 +13,6 @@ from services.worker.contract.arrays import EMPTY_I32
 from services.worker.contract.batch import Batch, BatchOutput, RowInit, TableDelta
 from services.worker.contract.executor import BatchFailedError, CopyFailedError, HostCopy, HostMemory
 from services.worker.engine.engine import Engine
-from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
 from services.worker.engine.invariants import check_engine
 from services.worker.engine.loop import ExecutorBrokenError, StepLoop
@@ -25,6 +24,7 @@ from services.worker.pipeline.channel import SocketChannel
 from services.worker.pipeline.pipeline import PipelineExecutor
 from services.worker.pipeline.stage import Ended
 from services.worker.pipeline.stage_messages import Activation, Close, Hidden, StageMessage
+from services.worker.sequences.events import StepEvents
 from shared.cost import StageCost
 from shared.layers import even_split
 from shared.types import SamplingParams

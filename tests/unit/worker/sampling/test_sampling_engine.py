@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from services.worker.contract.executor import BatchFailedError
-from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.engine.invariants import check_engine
 from services.worker.executor.model_runner import ModelRunner
 from services.worker.scheduling.registry import make_scheduler
+from services.worker.sequences.config import AddRefusal, EngineConfig, NewSequence
 from shared.stream_extras import TokenLogprob
 from shared.types import SamplingParams
 from tests.support.checkpoints import CheckpointShape

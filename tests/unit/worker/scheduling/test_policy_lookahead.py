@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from benchmarks.paper_lookahead.microbatch import Waiting, form_ahead
 from services.worker.cost.estimate import CostEstimate
-from services.worker.engine.config import NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.engine.invariants import check_engine
 from services.worker.engine.stats import take_stats
@@ -19,6 +18,7 @@ from services.worker.scheduling.chunked import ChunkedScheduler
 from services.worker.scheduling.lookahead import LookaheadScheduler
 from services.worker.scheduling.registry import make_scheduler
 from services.worker.scheduling.view import Limits, Scheduler, SchedulerOutput
+from services.worker.sequences.config import NewSequence
 from shared.cost import CostModel, load_profile
 from sim.workload.lengths import find_lengths
 from tests.support.engine_builders import engine_config, make_engine, new_sequence, per_token

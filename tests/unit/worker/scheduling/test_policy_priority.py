@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.config import AddRefusal
 from services.worker.scheduling.view import F64, I32, Bool, SchedulerView
+from services.worker.sequences.config import AddRefusal
 from shared.types import FinishReason, QoeTarget
 from tests.support.engine_builders import engine_config, make_engine, new_sequence
 from tests.support.engine_chaos import Chaos, UnrulyScheduler

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.worker.engine.config import AddRefusal
 from services.worker.scheduling.round_robin import TURN_TOKENS, RoundRobinScheduler
 from services.worker.scheduling.view import PreemptHow, SchedulerOutput, SchedulerView
+from services.worker.sequences.config import AddRefusal
 from tests.support.engine_builders import engine_config, make_engine, new_sequence
 from tests.support.engine_harness import EngineHarness
 from tests.support.engine_views import check_contract, decoding, host_view, make_view, parked, prefilling

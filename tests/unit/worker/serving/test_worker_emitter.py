@@ -7,7 +7,7 @@ from typing import cast
 
 import numpy as np
 
-from services.worker.engine.events import RowExtra, StepEvents
+from services.worker.sequences.events import RowExtra, StepEvents
 from services.worker.serving.emitter import MAX_QUEUED_MESSAGES, Emitter
 from shared.ids import DispatcherId, WorkerId
 from shared.stream_extras import StreamExtra, TokenLogprob

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from services.worker.blocks.manager import BlockManager
 from services.worker.blocks.sharing import Sharing
 from services.worker.contract.arrays import I32, Bool
-from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence, check_new, max_outputs
-from services.worker.engine.events import NO_EVENTS, RowExtra, StepEvents
+from services.worker.sequences.config import AddRefusal, EngineConfig, NewSequence, check_new, max_outputs
+from services.worker.sequences.events import NO_EVENTS, RowExtra, StepEvents
 from services.worker.sequences.sequence import FinishedStore, SequenceKey
 from services.worker.sequences.stops import StopRules
 from services.worker.sequences.table import Hold, SequenceTable, Status
