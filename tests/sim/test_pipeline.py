@@ -25,8 +25,7 @@ from sim.devices.channel import ModelledLink
 from sim.devices.modelled_pipeline import ModelledStages, PipelineParams, modelled_stages
 from sim.virtual_time import run
 from tests.support.engine_builders import engine_config, new_sequence
-from tests.support.engine_live import STEP_S
-from tests.support.engine_pipeline import LivePipeline, live_pipeline
+from tests.support.engine_live import STEP_S, LivePipeline, live_pipeline
 
 DRAW = TokenDraw.of_vocabulary(1000, (), 3)
 A800 = load_profile("qwen2.5-14b-tp1-a800").cost

@@ -8,8 +8,8 @@ import pytest
 from services.worker.scheduling.view import SchedulerOutput, SchedulerView
 from services.worker.sequences.table import Hold
 from shared.types import FinishReason
-from tests.support.engine_builders import engine_config, make_engine, new_sequence
-from tests.support.engine_harness import EngineHarness
+from tests.support.engine_builders import new_sequence
+from tests.support.engine_harness import EngineHarness, make_harness
 
 
 class Pieces:
@@ -29,8 +29,15 @@ class Pieces:
 
 
 def harness_of(*sizes: int, num_lanes: int = 3, prompts: tuple[int, ...] = (20,)) -> EngineHarness:
-    config = engine_config(num_lanes=num_lanes, max_batch_tokens=200, prefix_caching=False)
-    harness = EngineHarness(make_engine(Pieces(*sizes), num_blocks=60, config=config), depth=num_lanes, num_stages=3)
+    harness = make_harness(
+        Pieces(*sizes),
+        num_blocks=60,
+        num_lanes=num_lanes,
+        max_batch_tokens=200,
+        prefix_caching=False,
+        depth=num_lanes,
+        num_stages=3,
+    )
     for name, num_prompt in enumerate(prompts):
         harness.add(new_sequence(name, num_prompt=num_prompt, max_tokens=5, ignore_eos=True))
     return harness
@@ -52,13 +59,11 @@ def test_a_prompt_goes_on_until_all_of_it_is_in_flight() -> None:
     assert starts(harness) == [[0], [8], [16]]
     assert [bool(batch.sample[0]) for batch in harness.flights] == [False, False, True]
     assert harness.engine.flights.rows.tolist() == [0]
-    harness.drain()
-    harness.judge()
+    harness.finish()
 
 
 def test_with_one_lane_nobody_is_extended() -> None:
-    config = engine_config(max_batch_tokens=200)
-    harness = EngineHarness(make_engine(Pieces(8, 8), num_blocks=60, config=config), depth=3)
+    harness = make_harness(Pieces(8, 8), num_blocks=60, max_batch_tokens=200, depth=3)
     harness.add(new_sequence(0, num_prompt=20, max_tokens=5))
     assert harness.submit() is not None
     assert harness.submit() is None
@@ -77,8 +82,7 @@ def test_what_was_launched_behind_a_failed_chunk_is_stale_and_computed_again(fai
         assert table.num_computed[0] == min(number + 1, failing) * 8
     assert harness.num_stale == 2 * (2 - failing)
     assert not table.num_output[0], "a token sampled behind garbage is nobody's"
-    harness.drain()
-    harness.judge()
+    harness.finish()
     assert {story.finish for story in harness.stories.values()} == {FinishReason.LENGTH}
 
 
@@ -88,16 +92,14 @@ def test_nothing_goes_ahead_of_what_is_tried_again() -> None:
     harness.submit()
     harness.land("bad luck")
     assert starts(harness) == [[8]]
-    again = harness.submit()
-    assert again is not None
+    again = harness.submitted()
     assert again.start.tolist() == [0]
     assert harness.submit() is None, "not before it has come back"
     harness.land()  # the stale one
     assert harness.submit() is None
     harness.land()
     assert harness.engine.table.num_computed[0] == 8
-    harness.drain()
-    harness.judge()
+    harness.finish()
 
 
 def test_a_cancelled_prompt_ends_with_the_last_batch_that_holds_it() -> None:
@@ -154,8 +156,6 @@ def test_a_paused_prompt_is_not_extended() -> None:
     harness.engine.pause(0)
     assert harness.submit() is None
     harness.engine.resume(0)
-    second = harness.submit()
-    assert second is not None
+    second = harness.submitted()
     assert second.start.tolist() == [8]
-    harness.drain()
-    harness.judge()
+    harness.finish()

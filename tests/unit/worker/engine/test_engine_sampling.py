@@ -14,7 +14,7 @@ from services.worker.sequences.config import AddRefusal, NewSequence
 from services.worker.sequences.events import RowExtra
 from shared.stream_extras import TokenLogprob
 from shared.types import SamplingParams
-from tests.support.engine_builders import engine_config, make_engine, new_sequence
+from tests.support.engine_builders import make_engine, new_sequence
 
 
 def asking(name: int = 0, *, generated: list[int] | None = None, **values: Any) -> NewSequence:
@@ -31,12 +31,12 @@ def asking(name: int = 0, *, generated: list[int] | None = None, **values: Any) 
     ],
 )
 def test_biased_ids_lie_in_the_vocabulary(values: dict[str, Any], refused: bool) -> None:
-    outcome = make_engine(config=engine_config(eos_token_ids=(1,))).residents.add(asking(**values))
+    outcome = make_engine(eos_token_ids=(1,)).residents.add(asking(**values))
     assert (outcome is AddRefusal.INVALID) is refused
 
 
 def test_a_sequence_whose_minimal_length_leaves_no_token_to_say_is_refused() -> None:
-    engine = make_engine(config=engine_config(vocab_size=5, eos_token_ids=(0, 1)))
+    engine = make_engine(vocab_size=5, eos_token_ids=(0, 1))
     small = replace(asking(min_tokens=1, stop_token_ids=(2, 3, 4)), prompt=np.array([1], dtype=np.uint32))
     assert engine.residents.add(small) is AddRefusal.INVALID
     assert engine.residents.add(replace(small, sampling=SamplingParams(max_tokens=9, stop_token_ids=(2, 3, 4)))) == 0

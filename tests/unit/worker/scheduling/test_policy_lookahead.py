@@ -21,9 +21,8 @@ from services.worker.scheduling.view import Limits, Scheduler, SchedulerOutput
 from services.worker.sequences.config import NewSequence
 from shared.cost import CostModel, load_profile
 from sim.workload.lengths import find_lengths
-from tests.support.engine_builders import engine_config, make_engine, new_sequence, per_token
-from tests.support.engine_chaos import Chaos, UnrulyScheduler
-from tests.support.engine_harness import EngineHarness
+from tests.support.engine_builders import engine_config, new_sequence, per_token
+from tests.support.engine_chaos import make_chaos
 from tests.support.engine_views import (
     check_contract,
     decoding,
@@ -201,23 +200,16 @@ def test_under_queueing_the_stages_stand_idle_for_less_than_a_fiftieth(num_lanes
 @pytest.mark.parametrize("num_host_blocks", [0, 12])
 def test_texts_survive_any_order_of_operations(seed: int, num_lanes: int, num_host_blocks: int) -> None:
     """Several batches in flight while sequences come, go, fail, lose memory and get it back."""
-    random = np.random.default_rng([seed, num_lanes, num_host_blocks])
-    unruly = UnrulyScheduler(LookaheadScheduler(), random)
-    config = engine_config(max_batch_tokens=24, max_batch_rows=6, max_model_len=80, vocab_size=50, eos_token_ids=(1, 2))
-    engine = make_engine(
-        unruly,
-        num_blocks=int(random.integers(20, 40)),
-        config=replace(config, num_lanes=num_lanes),
+    chaos = make_chaos(
+        LookaheadScheduler(),
+        [seed, num_lanes, num_host_blocks],
+        num_lanes=num_lanes,
+        num_stages=1,
         num_host_blocks=num_host_blocks,
         cost=per_token(1.0, pair_s=0.1),
     )
-    chaos = Chaos(EngineHarness(engine, depth=num_lanes), random)
-    unruly.is_calm = bool(seed % 2)
-    chaos.run(300)
-    unruly.is_calm = True
-    chaos.calm_down()
-    chaos.harness.judge()
-    chaos.harness.check_empty()
+    chaos.unruly.is_calm = bool(seed % 2)
+    chaos.live_through(300)
 
 
 def test_lanes_do_not_starve_when_memory_is_short() -> None:

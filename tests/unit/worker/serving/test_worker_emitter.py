@@ -79,19 +79,16 @@ def test_the_token_with_id_0_is_a_token_and_an_end_without_one_is_not() -> None:
     assert batch.counter == 0
 
 
-def test_the_number_of_a_closed_channel_is_used_again_and_its_messages_begin_anew() -> None:
-    async def test() -> None:
-        emitter = Emitter(WorkerId("w0"), SUBJECTS, MemoryBroker().connect("w0"))
-        first, second = emitter.channel(DispatcherId("d0")), emitter.channel(DispatcherId("d1"))
-        emitter.emit(events([first], [5], ()))
-        assert emitter.counter(first) == 1
-        emitter.close_channel(first)
-        assert emitter.channel(DispatcherId("d2")) == first
-        assert emitter.counter(first) == 0
-        assert emitter.channel(DispatcherId("d1")) == second
-        assert emitter.channel(DispatcherId("d0")) not in (first, second)
-
-    run(test())
+async def test_the_number_of_a_closed_channel_is_used_again_and_its_messages_begin_anew() -> None:
+    emitter = Emitter(WorkerId("w0"), SUBJECTS, MemoryBroker().connect("w0"))
+    first, second = emitter.channel(DispatcherId("d0")), emitter.channel(DispatcherId("d1"))
+    emitter.emit(events([first], [5], ()))
+    assert emitter.counter(first) == 1
+    emitter.close_channel(first)
+    assert emitter.channel(DispatcherId("d2")) == first
+    assert emitter.counter(first) == 0
+    assert emitter.channel(DispatcherId("d1")) == second
+    assert emitter.channel(DispatcherId("d0")) not in (first, second)
 
 
 def test_of_too_many_messages_that_wait_the_oldest_are_dropped() -> None:
