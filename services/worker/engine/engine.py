@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from services.worker.blocks.compaction import with_moves
 from services.worker.blocks.manager import BlockManager
 from services.worker.blocks.remote_kv import RemoteSpan
 from services.worker.blocks.sharing import Sharing
 from services.worker.blocks.swapping import Swapping
-from services.worker.contract.arrays import I32, Bool
+from services.worker.contract.arrays import I32, Bool, Rows
 from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.contract.executor import BatchFailedError, HostCopy, HostMemory
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
@@ -43,7 +42,6 @@ from services.worker.sequences.table import Hold, SequenceTable, Status
 from services.worker.sequences.token_log import TokenLog
 from shared.types import FinishReason
 
-Rows = NDArray[np.intp]
 # arrays without a dimension: an operation of a short array with one takes half as long as with a scalar
 _RUNNING = np.array(Status.RUNNING, dtype=np.uint8)
 _ONE = np.array(1, dtype=np.int32)

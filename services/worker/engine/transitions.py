@@ -6,11 +6,10 @@ from collections.abc import Hashable
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from services.worker.blocks.sharing import Sharing
 from services.worker.blocks.swapping import Swapping
-from services.worker.contract.arrays import EMPTY_I32, I32
+from services.worker.contract.arrays import EMPTY_I32, I32, Rows
 from services.worker.contract.batch import RowInit
 from services.worker.engine.residents import Residents
 from services.worker.engine.retry import RetryQueue
@@ -21,7 +20,6 @@ from services.worker.sequences.events import RowExtra
 from services.worker.sequences.table import Hold, SequenceTable, Status
 from services.worker.sequences.token_log import TokenLog
 
-Rows = NDArray[np.intp]
 _SWAP = int(PreemptHow.SWAP)
 
 
