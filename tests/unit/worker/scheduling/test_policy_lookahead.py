@@ -25,6 +25,7 @@ from tests.support.engine_builders import engine_config, new_sequence, per_token
 from tests.support.engine_chaos import make_chaos
 from tests.support.engine_views import (
     check_contract,
+    chosen,
     decoding,
     in_lanes,
     make_view,
@@ -36,10 +37,6 @@ from tests.support.engine_views import (
 from tests.support.toy_pipeline import ToyPipeline
 
 COST = load_profile("qwen2.5-14b-tp1-a800").cost
-
-
-def chosen(output: SchedulerOutput) -> list[tuple[int, int]]:
-    return list(zip(output.rows.tolist(), output.num_tokens.tolist(), strict=True))
 
 
 def same(one: SchedulerOutput, other: SchedulerOutput) -> bool:

@@ -16,19 +16,19 @@ from hypothesis import strategies as st
 from services.worker.scheduling import chunked, fcfs, round_robin
 from services.worker.scheduling.plain import plain_decode
 from services.worker.scheduling.registry import SCHEDULERS, make_scheduler
-from services.worker.scheduling.view import CachedPrefix, Limits, PreemptHow, SchedulerOutput, SchedulerView
+from services.worker.scheduling.view import CachedPrefix, Limits, PreemptHow, SchedulerView
 from shared.systems import SYSTEMS
-from tests.support.engine_views import check_contract, decoding, host_view, make_view, parked, prefilling, random_view
-
-
-def decide(scheduler: str, view: SchedulerView) -> SchedulerOutput:
-    output = make_scheduler(scheduler).schedule(view)
-    check_contract(view, output)
-    return output
-
-
-def chosen(output: SchedulerOutput) -> list[tuple[int, int]]:
-    return list(zip(output.rows.tolist(), output.num_tokens.tolist(), strict=True))
+from tests.support.engine_views import (
+    check_contract,
+    chosen,
+    decide,
+    decoding,
+    host_view,
+    make_view,
+    parked,
+    prefilling,
+    random_view,
+)
 
 
 @settings(deadline=None, max_examples=400)

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.scheduling.giving_way import Leaving
-from services.worker.scheduling.registry import make_scheduler
-from services.worker.scheduling.view import HostView, PreemptHow, SchedulerOutput, SchedulerView
+from services.worker.scheduling.view import HostView, PreemptHow
 from tests.support.engine_builders import per_token
 from tests.support.engine_views import (
-    check_contract,
+    chosen,
+    decide,
     decoding,
     host_view,
     make_view,
@@ -24,16 +24,6 @@ from tests.support.engine_views import (
 )
 
 SWAPPING = ("chunked", "fcfs", "round-robin")
-
-
-def decide(scheduler: str, view: SchedulerView) -> SchedulerOutput:
-    output = make_scheduler(scheduler).schedule(view)
-    check_contract(view, output)
-    return output
-
-
-def chosen(output: SchedulerOutput) -> list[tuple[int, int]]:
-    return list(zip(output.rows.tolist(), output.num_tokens.tolist(), strict=True))
 
 
 def leaving(block_copy_s: float, *, free_blocks: int = 1000, num_queued: int = 0) -> Leaving:
