@@ -53,6 +53,7 @@ def make_engine(
     config: EngineConfig | None = None,
     num_host_blocks: int = 0,
     block_copy_s: float = 1e-6,
+    host: HostMemory | None = None,
     cost: CostModel = SLOW,
     **limits: Any,
 ) -> Engine:
@@ -61,7 +62,8 @@ def make_engine(
     `limits` are those of `engine_config` that are others.
     """
     chosen = make_scheduler(scheduler) if isinstance(scheduler, str) else scheduler
-    host = HostMemory(num_host_blocks, 1024, block_copy_s) if num_host_blocks else None
+    if num_host_blocks:
+        host = HostMemory(num_host_blocks, 1024, block_copy_s)
     return Engine(config or engine_config(**limits), chosen, num_blocks, host, CostEstimate(cost))
 
 

@@ -130,8 +130,7 @@ class Chaos:
             self.harness.engine.resume(channel)
         self.restore()
         while self.harness.engine.table.num_live:
-            while self.harness.submit() is not None:
-                pass
+            self.harness.fill()
             self.harness.check_going_on()
             self.land(by_chance=False)
             self.harness.land_copies()

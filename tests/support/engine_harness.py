@@ -22,7 +22,7 @@ from services.worker.sequences.config import AddRefusal, NewSequence
 from services.worker.sequences.events import StepEvents
 from services.worker.sequences.table import Hold
 from shared.types import FinishReason
-from tests.support.engine_builders import make_engine
+from tests.support.engine_builders import make_engine, new_sequence
 from tests.support.staged_kv import StagedKv
 
 STEP_S = 0.05
@@ -105,6 +105,11 @@ class EngineHarness:
         self.settle()
         return row
 
+    def add_all(self, count: int, **values: Any) -> None:
+        """Have so many sequences taken in, named from 0 on."""
+        for name in range(count):
+            self.add(new_sequence(name, **values))
+
     def cancel(self, story: Story) -> bool:
         found = self.engine.residents.cancel(story.new.request_id, story.new.attempt)
         self.settle()
@@ -133,6 +138,11 @@ class EngineHarness:
         batch = self.submit()
         assert batch is not None, "nothing can run"
         return batch
+
+    def fill(self) -> None:
+        """Submit as many batches as the executor takes, or can be made."""
+        while self.submit() is not None:
+            pass
 
     def land(self, cause: str | None = None, blamed: tuple[int, ...] = ()) -> StepEvents:
         """Answer the oldest batch in flight: run it, or let it fail."""
@@ -180,8 +190,7 @@ class EngineHarness:
         for _ in range(max_steps):
             if not self.engine.table.num_live:
                 break
-            while self.submit() is not None:
-                pass
+            self.fill()
             self.check_going_on()
             if self.flights:
                 self.land()

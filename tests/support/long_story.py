@@ -16,10 +16,8 @@ from services.worker.engine.invariants import check_engine
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.kv_moves.arrivals import Arrivals
 from services.worker.kv_moves.kv_wire import KvSocket
-from services.worker.scheduling.registry import make_scheduler
-from services.worker.sequences.config import EngineConfig
 from tests.support.checkpoints import CheckpointShape
-from tests.support.engine_builders import new_sequence
+from tests.support.engine_builders import make_engine, new_sequence
 from tests.support.live_groups import Texts, tokens_of
 from tests.support.runners import MIB, open_runner
 
@@ -46,17 +44,15 @@ def long_prompt(name: int) -> list[int]:
 
 
 def long_engine(num_lanes: int, num_blocks: int) -> Engine:
-    config = EngineConfig(
-        max_sequences=16,
+    return make_engine(
+        num_blocks=num_blocks,
         max_batch_tokens=96,
-        max_batch_rows=8,
         max_model_len=MAX_LEN,
         vocab_size=384,
-        eos_token_ids=(),
         block_size=16,
+        finished_kept=256,
         num_lanes=num_lanes,
     )
-    return Engine(config, make_scheduler("chunked"), num_blocks)
 
 
 @dataclass

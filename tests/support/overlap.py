@@ -22,7 +22,7 @@ from services.worker.sequences.config import NewSequence
 from services.worker.sequences.events import StepEvents
 from shared.types import FinishReason
 from tests.support.checkpoints import CheckpointShape
-from tests.support.engine_builders import engine_config, make_engine, new_sequence
+from tests.support.engine_builders import make_engine, new_sequence
 from tests.support.runner_driver import Driver
 from tests.support.runners import open_runner
 
@@ -55,14 +55,14 @@ def requests(kinds: tuple[str, ...], num_each: int) -> list[NewSequence]:
 
 
 def engine_for(runner: ModelRunner, *, overlaps: bool) -> Engine:
-    config = engine_config(
+    return make_engine(
+        num_blocks=runner.capacity.num_blocks,
         max_batch_tokens=96,
         max_model_len=runner.info.max_model_len,
         vocab_size=SHAPE.vocab_size,
         block_size=16,
         overlaps=overlaps,
     )
-    return make_engine("chunked", num_blocks=runner.capacity.num_blocks, config=config)
 
 
 async def answers(waves: Sequence[Sequence[NewSequence]], *, overlap: bool, **changes: Any) -> tuple[Answers, int]:

@@ -14,12 +14,10 @@ from services.worker.engine.loop import StepLoop
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.pipeline.pipeline import PipelineExecutor
 from services.worker.pipeline.runner_stage import RunnerStage
-from services.worker.scheduling.registry import make_scheduler
-from services.worker.sequences.config import EngineConfig
 from services.worker.sequences.events import StepEvents
 from shared.layers import LayerRange
 from tests.support.checkpoints import CheckpointShape
-from tests.support.engine_builders import new_sequence
+from tests.support.engine_builders import make_engine, new_sequence
 from tests.support.runners import open_runner
 
 SHAPES = {
@@ -42,17 +40,15 @@ def tokens_of(seed: int, count: int) -> list[int]:
 
 
 def new_engine(num_lanes: int) -> Engine:
-    config = EngineConfig(
+    return make_engine(
+        num_blocks=24,
         max_sequences=8,
         max_batch_tokens=48,
         max_batch_rows=4,
-        max_model_len=256,
         vocab_size=384,
-        eos_token_ids=(),
         block_size=16,
         num_lanes=num_lanes,
     )
-    return Engine(config, make_scheduler("chunked"), 24)
 
 
 async def texts_of(

@@ -336,8 +336,7 @@ def test_every_scheduler_gets_below_a_limit_in_a_few_steps_and_stays_there(
     limit(harness, max(engine.blocks.num_used + int(random.integers(3)), 24))
     num_steps = 0
     while not engine.blocks.is_within_limit:
-        while harness.submit() is not None:
-            pass
+        harness.fill()
         harness.land()
         num_steps += 1
         assert num_steps <= 2 * num_stages + 1

@@ -28,7 +28,10 @@ class Pieces:
         return SchedulerOutput(rows, np.minimum(left, size).astype(np.int32), none, none.astype(np.uint8), "pieces")
 
 
-def harness_of(*sizes: int, num_lanes: int = 3, prompts: tuple[int, ...] = (20,)) -> EngineHarness:
+def harness_of(
+    *sizes: int, num_lanes: int = 3, prompts: tuple[int, ...] = (20,), num_submitted: int = 0
+) -> EngineHarness:
+    """Sequences whose prompts are cut into such pieces, and so many batches in flight."""
     harness = make_harness(
         Pieces(*sizes),
         num_blocks=60,
@@ -40,6 +43,8 @@ def harness_of(*sizes: int, num_lanes: int = 3, prompts: tuple[int, ...] = (20,)
     )
     for name, num_prompt in enumerate(prompts):
         harness.add(new_sequence(name, num_prompt=num_prompt, max_tokens=5, ignore_eos=True))
+    for _ in range(num_submitted):
+        harness.submitted()
     return harness
 
 
@@ -54,8 +59,7 @@ def finish_of(harness: EngineHarness) -> FinishReason:
 def test_a_prompt_goes_on_until_all_of_it_is_in_flight() -> None:
     """20 tokens as 8, 8 and 4; the last piece samples, so there is nothing to launch behind it."""
     harness = harness_of(8, 8, 8, num_lanes=4)
-    while harness.submit() is not None:
-        pass
+    harness.fill()
     assert starts(harness) == [[0], [8], [16]]
     assert [bool(batch.sample[0]) for batch in harness.flights] == [False, False, True]
     assert harness.engine.flights.rows.tolist() == [0]
@@ -72,9 +76,7 @@ def test_with_one_lane_nobody_is_extended() -> None:
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_what_was_launched_behind_a_failed_chunk_is_stale_and_computed_again(failing: int) -> None:
     """Three chunks of one prompt beside a second sequence; one fails: its like and all behind are computed anew."""
-    harness = harness_of(8, 8, 8, prompts=(24, 30))
-    for _ in range(3):
-        harness.submit()
+    harness = harness_of(8, 8, 8, prompts=(24, 30), num_submitted=3)
     assert starts(harness) == [[0, 0], [8, 8], [16, 16]]
     table = harness.engine.table
     for number in range(3):
@@ -87,9 +89,7 @@ def test_what_was_launched_behind_a_failed_chunk_is_stale_and_computed_again(fai
 
 
 def test_nothing_goes_ahead_of_what_is_tried_again() -> None:
-    harness = harness_of(8, 8, 4, 4, 4)
-    harness.submit()
-    harness.submit()
+    harness = harness_of(8, 8, 4, 4, 4, num_submitted=2)
     harness.land("bad luck")
     assert starts(harness) == [[8]]
     again = harness.submitted()
@@ -103,9 +103,7 @@ def test_nothing_goes_ahead_of_what_is_tried_again() -> None:
 
 
 def test_a_cancelled_prompt_ends_with_the_last_batch_that_holds_it() -> None:
-    harness = harness_of(8, 8)
-    harness.submit()
-    harness.submit()
+    harness = harness_of(8, 8, num_submitted=2)
     story = next(iter(harness.stories.values()))
     harness.cancel(story)
     assert harness.submit() is None, "nothing more is launched for it"
@@ -119,9 +117,7 @@ def test_a_cancelled_prompt_ends_with_the_last_batch_that_holds_it() -> None:
 
 @pytest.mark.parametrize("lands_first", [False, True])
 def test_a_cancel_beside_a_stale_chunk_and_a_retry_ends_once(lands_first: bool) -> None:
-    harness = harness_of(8, 8)
-    harness.submit()
-    harness.submit()
+    harness = harness_of(8, 8, num_submitted=2)
     harness.land("bad luck")
     story = next(iter(harness.stories.values()))
     if lands_first:
@@ -139,9 +135,7 @@ def test_a_cancel_beside_a_stale_chunk_and_a_retry_ends_once(lands_first: bool) 
 
 def test_a_lone_guilty_prompt_is_given_up_although_a_chunk_of_it_succeeds_meanwhile() -> None:
     """The stale chunk comes back well: that says nothing of the one that fails."""
-    harness = harness_of(8, 8)
-    harness.submit()
-    harness.submit()
+    harness = harness_of(8, 8, num_submitted=2)
     harness.land("guilty")
     harness.submit()
     harness.land()

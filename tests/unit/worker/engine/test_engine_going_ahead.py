@@ -67,8 +67,7 @@ def test_who_ends_by_a_token_says_so_at_once_and_keeps_its_blocks_until_the_step
     harness.add(new_sequence(1, max_tokens=6))
     engine = harness.engine
     for _ in range(3):
-        while harness.submit() is not None:
-            pass
+        harness.fill()
         harness.land()
     row = story(harness, 0).row
     assert story(harness, 0).finish is FinishReason.STOP
@@ -94,8 +93,7 @@ def test_the_time_of_a_sequence_that_has_ended_is_not_over_once_more() -> None:
     plain, harness = harness_of(), harness_of()
     harness.add(new_sequence(0, max_tokens=30, stop_token_ids=(stop_of(plain, 0, 1),), expires_s=50.0))
     harness.add(new_sequence(1, max_tokens=30))
-    harness.submit()
-    harness.submit()
+    harness.fill()
     harness.land()
     assert story(harness, 0).finish is FinishReason.STOP
     harness.now_s = 60.0
@@ -150,8 +148,7 @@ def test_nobody_goes_ahead_of_who_has_given_way_and_could_run() -> None:
 
 def test_a_step_behind_one_that_failed_changes_nothing() -> None:
     harness = harness_of()
-    for name in range(3):
-        harness.add(new_sequence(name, max_tokens=8))
+    harness.add_all(3, max_tokens=8)
     harness.submit()
     assert harness.submit() is not None
     harness.land("bad luck")
@@ -168,8 +165,7 @@ def test_who_is_cancelled_ends_when_the_last_of_its_steps_is_back() -> None:
     harness = harness_of()
     new = new_sequence(0, max_tokens=9)
     harness.add(new)
-    harness.submit()
-    harness.submit()
+    harness.fill()
     assert harness.engine.residents.cancel(new.request_id, 1)
     harness.land()
     assert story(harness, 0).finish is FinishReason.NONE
@@ -186,8 +182,7 @@ def test_the_others_go_ahead_of_a_row_that_is_waited_for(how: str) -> None:
     new = new_sequence(0, max_tokens=30, stop_token_ids=(stop,))
     harness.add(new)
     harness.add(new_sequence(1, max_tokens=30))
-    harness.submit()
-    harness.submit()
+    harness.fill()
     if how == "cancelled":
         harness.engine.residents.cancel(new.request_id, 1)
     harness.land()
@@ -202,8 +197,7 @@ def test_a_row_that_has_ended_is_not_counted_as_running_for_anybody_new() -> Non
     harness = harness_of(num_blocks=12)
     harness.add(new_sequence(0, max_tokens=30, stop_token_ids=(stop_of(plain, 0, 2),)))
     for _ in range(2):
-        while harness.submit() is not None:
-            pass
+        harness.fill()
         harness.land()
     assert story(harness, 0).finish is FinishReason.STOP
     harness.add(new_sequence(1, num_prompt=30, max_tokens=10))

@@ -251,8 +251,7 @@ def test_sequences_that_share_their_prompt_share_its_memory(
 ) -> None:
     """16 blocks; each sequence needs 10 for its prompt and its next token, of which 9 are shared."""
     harness = make_harness(scheduler, num_blocks=16, max_batch_tokens=64, prefix_caching=prefix_caching)
-    for name in range(4):
-        harness.add(new_sequence(name, prompt=PROMPT[:39], max_tokens=2))
+    harness.add_all(4, prompt=PROMPT[:39], max_tokens=2)
     harness.step()
     harness.step()
     assert harness.engine.totals.num_finished + take_stats(harness.engine).num_running >= num_running

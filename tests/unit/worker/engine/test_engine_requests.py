@@ -238,8 +238,7 @@ def test_stats_tell_what_is_left_to_compute_of_prompts_that_run_and_that_wait() 
 
 def test_stats_count_what_happened() -> None:
     harness = make_harness(num_blocks=12, max_model_len=40)
-    for name in range(3):
-        harness.add(new_sequence(name, num_prompt=10, max_tokens=20))
+    harness.add_all(3, num_prompt=10, max_tokens=20)
     before = take_stats(harness.engine)
     assert (before.num_waiting, before.num_demanded_blocks, before.num_used_blocks) == (3, 9, 0)
     harness.step()
@@ -257,8 +256,7 @@ def test_stats_count_what_happened() -> None:
 def test_admitted_rows_reach_the_executor_once_and_are_dropped_once() -> None:
     harness = make_harness(num_blocks=12, max_model_len=40)
     admitted, dropped = [], []  # type: tuple[list[int], list[int]]
-    for name in range(4):
-        harness.add(new_sequence(name, num_prompt=10, max_tokens=20))
+    harness.add_all(4, num_prompt=10, max_tokens=20)
     while harness.engine.table.num_live:
         batch = harness.stepped()
         admitted += [init.row for init in batch.admits]

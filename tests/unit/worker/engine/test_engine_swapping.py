@@ -20,8 +20,7 @@ from tests.support.engine_harness import EngineHarness, make_harness
 def two_that_fit_once(*, num_host_blocks: int = 20, num_blocks: int = 9, prefix_caching: bool = True) -> EngineHarness:
     """Two sequences of 12 + 16 - 1 = 27 tokens, 7 blocks each, where 9 blocks are: the second has to go for a while."""
     harness = make_harness(num_blocks=num_blocks, prefix_caching=prefix_caching, num_host_blocks=num_host_blocks)
-    for name in range(2):
-        harness.add(new_sequence(name, num_prompt=12, max_tokens=16))
+    harness.add_all(2, num_prompt=12, max_tokens=16)
     return harness
 
 
@@ -124,8 +123,7 @@ def test_a_full_host_leaves_recompute() -> None:
 
 def test_a_slow_link_leaves_recompute() -> None:
     harness = make_harness(num_blocks=9, num_host_blocks=20, block_copy_s=10.0, cost=per_token(0.001))
-    for name in range(2):
-        harness.add(new_sequence(name, num_prompt=12, max_tokens=16))
+    harness.add_all(2, num_prompt=12, max_tokens=16)
     harness.drain()
     assert (harness.engine.totals.num_swap_outs, harness.engine.totals.num_preemptions) == (0, 1)
 

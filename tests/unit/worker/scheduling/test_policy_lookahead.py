@@ -10,7 +10,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.paper_lookahead.microbatch import Waiting, form_ahead
-from services.worker.cost.estimate import CostEstimate
 from services.worker.engine.engine import Engine
 from services.worker.engine.invariants import check_engine
 from services.worker.engine.stats import take_stats
@@ -21,7 +20,7 @@ from services.worker.scheduling.view import Limits, Scheduler, SchedulerOutput
 from services.worker.sequences.config import NewSequence
 from shared.cost import CostModel, load_profile
 from sim.workload.lengths import find_lengths
-from tests.support.engine_builders import engine_config, new_sequence, per_token
+from tests.support.engine_builders import make_engine, new_sequence, per_token
 from tests.support.engine_chaos import make_chaos
 from tests.support.engine_views import (
     check_contract,
@@ -137,7 +136,10 @@ def test_lanes_share_decodes_by_what_they_read() -> None:
 def engine_of(
     scheduler: Scheduler, num_lanes: int, *, num_blocks: int = 40_000, max_batch_tokens: int = 2048
 ) -> Engine:
-    config = engine_config(
+    return make_engine(
+        scheduler,
+        num_blocks=num_blocks,
+        cost=COST,
         max_sequences=2048,
         max_batch_tokens=max_batch_tokens,
         max_batch_rows=512,
@@ -145,8 +147,8 @@ def engine_of(
         vocab_size=1000,
         block_size=16,
         prefix_caching=False,
+        num_lanes=num_lanes,
     )
-    return Engine(replace(config, num_lanes=num_lanes), scheduler, num_blocks, cost=CostEstimate(COST))
 
 
 def sequences(prompts: list[int], outputs: list[int], arrivals_s: list[float]) -> list[NewSequence]:
@@ -168,7 +170,7 @@ def test_an_engine_hands_out_what_was_formed_ahead(seed: int, num_lanes: int) ->
     formed = form_ahead([Waiting(0, n) for n in prompts], [], COST, Limits(256, 512, num_lanes))
     assume(all(chunk.prefix + chunk.num_tokens != prompts[chunk.prompt] - 1 for b in formed for chunk in b.chunks))
     expected = [[(chunk.prompt, chunk.num_tokens) for chunk in b.chunks] for b in formed if b.chunks]
-    assert [sorted(batch) for batch in pipeline.chunks_by_name()] == [sorted(batch) for batch in expected]
+    assert [sorted(batch) for batch in pipeline.chunks_by_name] == [sorted(batch) for batch in expected]
 
 
 def bubbles(scheduler: Scheduler, num_lanes: int, lengths: str, rate_per_s: float) -> tuple[float, int]:

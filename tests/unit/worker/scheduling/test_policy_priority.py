@@ -138,7 +138,6 @@ def test_everything_finishes_with_kv_for_only_one_request(num_stages: int, num_h
     """9 blocks of 4 slots; each sequence needs KV for 20 + 16 - 1 = 35 tokens, so 9 blocks: all of them."""
     scheduler = PriorityScheduler(weight_by_name, Whimsical())
     harness = make_harness(scheduler, num_blocks=9, num_host_blocks=num_host_blocks, num_lanes=num_stages)
-    for name in range(8):
-        harness.add(new_sequence(name, num_prompt=20, max_tokens=16))
+    harness.add_all(8, num_prompt=20, max_tokens=16)
     harness.finish(max_steps=8 * 60)
     assert {story.finish for story in harness.stories.values()} == {FinishReason.LENGTH}
