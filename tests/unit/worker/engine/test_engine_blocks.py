@@ -65,7 +65,7 @@ def test_a_pinned_block_outlives_its_row_until_it_is_unpinned() -> None:
     blocks.check_invariants(ids())
 
 
-def test_lost_blocks_are_announced_once_they_are_really_free() -> None:
+def test_lost_blocks_are_announced_once_they_are_really_free_or_without_memory() -> None:
     blocks, freed = manager(), []  # type: tuple[BlockManager, list[int]]
     blocks.on_lost = lambda gone: freed.extend(gone.tolist())
     extend(blocks, 0, 8)
@@ -74,6 +74,8 @@ def test_lost_blocks_are_announced_once_they_are_really_free() -> None:
     assert freed == [0]
     blocks.unpin("owner")
     assert freed == [0, 1]
+    blocks.set_usable(ids(6, 7), usable=False)
+    assert freed == [0, 1, 6, 7], "what has no memory has lost its contents too"
 
 
 def test_growing_and_shrinking_change_what_can_be_handed_out() -> None:
@@ -124,7 +126,7 @@ def test_nobody_can_pin_a_free_block_or_take_more_than_there_is() -> None:
         (lambda b: b._ahead.append((0, ids(0, 5))), "other blocks"),
         (lambda b: b.usable.__setitem__(7, False), "free xor in use"),
         (lambda b: b.held.__setitem__(2, 1), "a free row holds"),
-        (lambda b: setattr(b, "_num_usable", 7), "number of usable"),
+        (lambda b: setattr(b, "num_usable", 7), "number of usable"),
     ],
 )
 def test_every_broken_law_is_named(spoil: object, law: str) -> None:
@@ -227,13 +229,6 @@ def test_a_block_that_one_owner_pins_twice_is_free_once() -> None:
     blocks.unpin("owner")
     assert blocks.num_free == 8
     blocks.check_invariants(ids())
-
-
-def test_blocks_that_lose_their_memory_are_announced() -> None:
-    blocks, lost = manager(), list[int]()
-    blocks.on_lost = lambda gone: lost.extend(gone.tolist())
-    blocks.set_usable(ids(6, 7), usable=False)
-    assert lost == [6, 7]
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -15,7 +15,6 @@ from services.worker.blocks.manager import BlockManager
 from services.worker.contract.arrays import I32
 from services.worker.contract.batch import CopyOps, TableDelta
 from services.worker.engine.invariants import check_engine
-from services.worker.scheduling.registry import SCHEDULERS
 from services.worker.sequences.config import AddRefusal
 from shared.types import FinishReason
 from tests.support.engine_builders import new_sequence
@@ -24,14 +23,15 @@ from tests.support.engine_harness import EngineHarness, make_harness
 LIMIT = 16
 
 
-def beyond(*, depth: int = 1, max_tokens: int = 20, num_blocks: int = 24) -> EngineHarness:
-    """Sequence 1 holds blocks 10 to 20; sequence 0, which has ended, had 0 to 9. Blocks of 4 tokens."""
-    harness = make_harness(num_blocks=num_blocks, num_lanes=depth, max_batch_tokens=200)
+def beyond(*, depth: int = 1, limited: int | None = None) -> EngineHarness:
+    """Sequence 1 holds blocks 10 to 20 of 24; sequence 0, which has ended, had 0 to 9. Blocks of 4 tokens."""
+    harness = make_harness(num_blocks=24, num_lanes=depth, max_batch_tokens=200)
     harness.add(new_sequence(0, num_prompt=40, max_tokens=1))
-    harness.add(new_sequence(1, num_prompt=40, max_tokens=max_tokens))
+    harness.add(new_sequence(1, num_prompt=40, max_tokens=20))
     harness.step()
     harness.step()
     assert held(harness, 1) == list(range(10, 21))
+    limit(harness, limited)
     return harness
 
 
@@ -53,8 +53,7 @@ def limit(harness: EngineHarness, num_blocks: int | None) -> None:
 
 def test_what_lies_beyond_moves_with_the_next_batch_and_the_text_stays() -> None:
     """11 blocks are held, 5 of them beyond 16: 16 - 11 = 5 are free, before the move and after it."""
-    harness = beyond()
-    limit(harness, LIMIT)
+    harness = beyond(limited=LIMIT)
     engine = harness.engine
     assert (engine.capacity_blocks, engine.blocks.num_free, engine.blocks.is_within_limit) == (16, 5, False)
     batch = harness.submitted()
@@ -175,8 +174,7 @@ def test_a_pinned_block_stays_until_it_is_unpinned() -> None:
 
 
 def test_a_pinned_block_that_nobody_holds_any_more_is_gone_when_it_is_unpinned() -> None:
-    harness = beyond()
-    limit(harness, LIMIT)
+    harness = beyond(limited=LIMIT)
     harness.pin_full_blocks("reader", 1)
     harness.cancel(harness.stories[1001])
     assert (harness.engine.blocks.is_within_limit, harness.engine.blocks.num_free) == (False, 6)
@@ -202,13 +200,11 @@ def test_a_batch_moves_so_many_blocks_at_most(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_batch_that_fails_has_moved_its_blocks_all_the_same() -> None:
-    harness = beyond()
-    limit(harness, LIMIT)
+    harness = beyond(limited=LIMIT)
     harness.submitted()
     harness.land("bad luck")
     assert harness.engine.blocks.is_within_limit
     assert harness.submitted().copies.source.size == 0
-    harness.land()
     harness.finish()
 
 
@@ -225,8 +221,7 @@ def test_a_retry_moves_blocks_too() -> None:
 
 def test_blocks_that_a_batch_moves_are_nobody_elses_before_it_is_back() -> None:
     """The limit is lifted and sequence 1 cancelled; only then does the batch that copies 16 to 20 run."""
-    harness = beyond(depth=2)
-    limit(harness, LIMIT)
+    harness = beyond(depth=2, limited=LIMIT)
     moves = harness.submitted().copies
     limit(harness, None)
     harness.cancel(harness.stories[1001])
@@ -240,44 +235,33 @@ def test_blocks_that_a_batch_moves_are_nobody_elses_before_it_is_back() -> None:
     harness.finish()
 
 
-def test_moved_blocks_are_found_by_name_and_lost_ones_are_not() -> None:
-    """Sequence 1 has moved, so its nine full blocks that another prompt may share are found. Block 21 held nothing."""
-    harness = beyond()
-    limit(harness, LIMIT)
-    harness.step()
-    harness.cancel(harness.stories[1001])
-    row = harness.add(new_sequence(2, prompt=new_sequence(1, num_prompt=40).prompt.tolist(), max_tokens=3))
-    assert harness.engine.sharing.cached(row).num_tokens == 36
-    harness.finish()
-    assert harness.engine.totals.num_prefix_cache_hits == 36
-
-
-def test_free_blocks_beyond_lose_their_names() -> None:
-    """Sequence 1 has ended and left ten full blocks, 10 to 19; six of them are below 16."""
-    harness = beyond()
+@pytest.mark.parametrize(("has_moved", "num_found"), [(True, 36), (False, 6 * 4)])
+def test_moved_blocks_are_found_by_name_and_lost_ones_are_not(*, has_moved: bool, num_found: int) -> None:
+    """Of ten full blocks of sequence 1, 10 to 19, another prompt may share nine if they have moved, else six."""
+    harness = beyond(limited=LIMIT if has_moved else None)
+    if has_moved:
+        harness.step()
     harness.cancel(harness.stories[1001])
     limit(harness, LIMIT)
     row = harness.add(new_sequence(2, prompt=new_sequence(1, num_prompt=40).prompt.tolist(), max_tokens=3))
-    assert harness.engine.sharing.cached(row).num_tokens == 6 * 4
+    assert harness.engine.sharing.cached(row).num_tokens == num_found
     harness.finish()
+    assert harness.engine.totals.num_prefix_cache_hits == num_found
 
 
 def test_a_lifted_limit_gives_back_all_blocks_blank() -> None:
-    harness = beyond()
-    limit(harness, LIMIT)
+    harness = beyond(limited=LIMIT)
     harness.step()
     limit(harness, None)
     assert (harness.engine.capacity_blocks, harness.engine.blocks.num_free) == (24, 13)
     harness.add(new_sequence(2, num_prompt=44, max_tokens=1))
     assert harness.submitted().table_delta.block_id[:8].tolist() == list(range(16, 24))
-    harness.land()
     harness.finish()
 
 
 def test_a_limit_may_change_before_it_is_kept() -> None:
     """From 18 to 22 to 16, with a batch on its way after each; what an earlier limit has moved stays where it is."""
-    harness = beyond(depth=2)
-    limit(harness, 18)
+    harness = beyond(depth=2, limited=18)
     assert harness.submitted().copies.source.tolist() == [18, 19, 20]
     limit(harness, 22)
     assert harness.engine.blocks.is_within_limit
@@ -292,8 +276,7 @@ def test_a_limit_may_change_before_it_is_kept() -> None:
 @pytest.mark.parametrize("has_moved", [True, False])
 def test_another_executor_has_no_limit_and_gets_what_was_held_moved_or_not(*, has_moved: bool) -> None:
     """Of 41 tokens 40 are computed, so ten full blocks; if all have moved, the first six are where they were."""
-    harness = beyond()
-    limit(harness, LIMIT)
+    harness = beyond(limited=LIMIT)
     if has_moved:
         harness.step()
     kept = harness.engine.leave_executor(harness.now_s)
@@ -317,7 +300,6 @@ def test_who_has_no_room_already_is_in_no_limits_way_and_goes_on_when_it_is_lift
 
 
 @pytest.mark.parametrize("num_stages", [1, 3])
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("seed", range(6))
 def test_every_scheduler_gets_below_a_limit_in_a_few_steps_and_stays_there(
     scheduler: str, num_stages: int, seed: int

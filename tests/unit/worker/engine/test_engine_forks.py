@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from services.worker.engine.stats import take_stats
-from services.worker.scheduling.registry import SCHEDULERS
 from services.worker.sequences.config import AddRefusal
 from services.worker.sequences.table import Hold
 from shared.types import FinishReason
@@ -53,7 +52,6 @@ def run_counting(harness: EngineHarness) -> int:
     return num_tokens
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize(("num_prompt", "copies"), [(1, 0), (4, 3), (5, 0), (20, 3), (21, 0), (22, 3)])
 def test_children_compute_one_prompt_token_and_copy_only_a_block_that_is_not_full(
@@ -236,7 +234,6 @@ def test_no_room_for_the_parent_lets_the_children_go() -> None:
     assert harness.stories[1000].finish is FinishReason.NONE
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_many_families_in_a_small_memory_all_finish(scheduler: str, *, prefix_caching: bool) -> None:
     """Each sequence alone needs up to 15 of the 18 blocks."""

@@ -11,7 +11,6 @@ from services.worker.blocks.prefix import PrefixIndex, following_names, root_nam
 from services.worker.contract.arrays import I32
 from services.worker.contract.batch import BatchOutput
 from services.worker.engine.stats import take_stats
-from services.worker.scheduling.registry import SCHEDULERS
 from services.worker.sequences.config import NewSequence
 from services.worker.sequences.events import RowExtra
 from shared.stream_extras import TokenLogprob
@@ -192,7 +191,6 @@ def test_a_pinned_block_of_an_ended_sequence_can_be_shared() -> None:
     harness.judge()
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("max_batch_tokens", [16, 256])
 def test_equal_prompts_at_the_same_time_are_computed_once(scheduler: str, max_batch_tokens: int) -> None:
     """40 tokens once, and 4 more for each of the others, which find 36."""
@@ -208,7 +206,6 @@ def test_equal_prompts_at_the_same_time_are_computed_once(scheduler: str, max_ba
     harness.judge()
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_who_waits_for_a_block_lets_others_pass_and_is_next_when_it_is_there(scheduler: str) -> None:
     """B begins like A for 16 tokens, and waits for A's first steps; C has nothing in common and comes in meanwhile."""
     harness = make_harness(scheduler, max_batch_tokens=64)
@@ -244,7 +241,6 @@ def test_who_waits_for_a_block_goes_on_when_it_will_not_come(end: str) -> None:
     harness.judge()
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize(("prefix_caching", "num_running"), [(True, 4), (False, 1)])
 def test_sequences_that_share_their_prompt_share_its_memory(
     scheduler: str, num_running: int, *, prefix_caching: bool

@@ -7,7 +7,6 @@ import pytest
 
 from services.worker.engine.invariants import check_engine
 from services.worker.engine.stats import take_stats
-from services.worker.scheduling.registry import SCHEDULERS
 from services.worker.sequences.config import AddRefusal, NewSequence
 from shared.types import FinishReason, QoeTarget
 from tests.support.engine_builders import make_engine, new_sequence
@@ -139,7 +138,6 @@ def test_expired_sequences_end_as_cancelled_whether_they_run_or_wait() -> None:
     assert len(harness.stories[1000].text) == 3, "steps that began before 0.12 s: at 0, 0.05 and 0.10"
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_a_sequence_too_long_for_shrunk_memory_waits_without_blocking_others(scheduler: str) -> None:
     harness = make_harness(scheduler, num_blocks=16)
     harness.add(new_sequence(0, num_prompt=40, max_tokens=10))

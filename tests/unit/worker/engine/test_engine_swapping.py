@@ -78,7 +78,6 @@ def test_who_comes_back_runs_only_when_its_kv_is_there() -> None:
     assert take_stats(harness.engine).num_used_host_blocks == 0
     batch = harness.submitted()
     assert (batch.rows.tolist(), batch.num_tokens.tolist()) == ([row], [1])
-    harness.land()
     harness.finish()
 
 
