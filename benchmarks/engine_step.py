@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from benchmarks.harness import print_table
 from services.worker.contract.batch import BatchOutput
-from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.engine.stats import take_stats
 from services.worker.scheduling.registry import SCHEDULERS, make_scheduler
+from services.worker.sequences.config import AddRefusal, EngineConfig, NewSequence
 from shared.ids import RequestId, StreamId
 from shared.types import QoeTarget, SamplingParams
 

@@ -20,12 +20,12 @@ import numpy as np
 
 from benchmarks.harness import machine, percentiles, print_table
 from services.worker.cost.estimate import CostEstimate
-from services.worker.engine.config import EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.engine.stats import take_stats
 from services.worker.scheduling.chunked import ChunkedScheduler
 from services.worker.scheduling.lookahead import LookaheadScheduler
 from services.worker.scheduling.view import Scheduler, SchedulerOutput, SchedulerView
+from services.worker.sequences.config import EngineConfig, NewSequence
 from shared.cost import load_profile
 from shared.ids import RequestId, StreamId
 from shared.types import SamplingParams

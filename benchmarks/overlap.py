@@ -21,7 +21,6 @@ import uvloop
 from benchmarks.harness import print_table
 from benchmarks.on_device import model_parser, name_of, parse, settings_of
 from services.worker.contract.batch import Batch
-from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
@@ -31,6 +30,7 @@ from services.worker.executor.model_runner import ModelRunner
 from services.worker.executor.runner import load_runner
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.scheduling.registry import make_scheduler
+from services.worker.sequences.config import AddRefusal, EngineConfig, NewSequence
 from shared.ids import RequestId, StreamId
 from shared.types import SamplingParams
 

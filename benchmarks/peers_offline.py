@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.peers_child import Run, serve
-from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.executor.model_runner import ModelRunner, RunnerSettings
 from services.worker.executor.runner import load_runner
 from services.worker.scheduling.registry import make_scheduler
+from services.worker.sequences.config import AddRefusal, EngineConfig, NewSequence
 from shared.ids import RequestId, StreamId
 from shared.process.config_fields import parse_size
 from shared.types import SamplingParams

@@ -24,7 +24,7 @@ from unittest.mock import patch
 from benchmarks.harness import machine, print_table
 from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.engine.engine import Engine
-from services.worker.engine.events import StepEvents
+from services.worker.sequences.events import StepEvents
 from shared.process.log import only_from
 from sim.experiment.result import RunResult
 from sim.experiment.run import run_workload

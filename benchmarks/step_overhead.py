@@ -32,11 +32,11 @@ from benchmarks.harness import broker, machine, percentiles, print_table
 from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.contract.executor import HostCopy, KvCapacity
 from services.worker.engine.engine import Engine
-from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.executor.launched import Done, Launched
 from services.worker.executor.thread import ThreadExecutor
+from services.worker.sequences.events import StepEvents
 from services.worker.serving.emitter import Emitter
 from shared.ids import DispatcherId, WorkerId
 from shared.subjects import Subjects

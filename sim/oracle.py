@@ -14,9 +14,9 @@ from collections.abc import Callable
 import numpy as np
 
 from services.worker.cost.estimate import CostEstimate
-from services.worker.engine.config import EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.scheduling.view import Scheduler
+from services.worker.sequences.config import EngineConfig, NewSequence
 from services.worker.sequences.table import Status
 
 _HEADROOM_BLOCKS = 2

@@ -11,13 +11,13 @@ from services.worker.build import EngineMaker, ModelFacts, build_worker, make_re
 from services.worker.config import ExecutorKind, WorkerSettings
 from services.worker.contract.executor import Executor, HostMemory
 from services.worker.cost.estimate import CostEstimate
-from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
 from services.worker.modelled.executor import FailureInjector, ModelledExecutor
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw
 from services.worker.pipeline.pipeline import PipelineExecutor
 from services.worker.scheduling.registry import make_scheduler
 from services.worker.scheduling.view import Scheduler
+from services.worker.sequences.config import EngineConfig
 from services.worker.serving.service import WorkerService
 from shared.cost import CostModel
 from shared.ids import Incarnation

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from functools import wraps
+from inspect import iscoroutinefunction
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
 from shared.process.log import flush_log
+from sim.virtual_time import run
 
 # Examples come from the test's own text, so that a run repeats; a slow machine is not a failure.
 settings.register_profile("sluice", deadline=None, derandomize=True)
@@ -35,3 +39,21 @@ def pytest_runtest_call() -> Generator[None, None, None]:
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_teardown() -> Generator[None, None, None]:
     return (yield from _flushed())
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
+    """Run asynchronous tests that are marked so on a virtual clock, each on its own."""
+    found = yield
+    for item in found if isinstance(found, list) else ():
+        if item.get_closest_marker("virtual_time") and iscoroutinefunction(item.obj):
+            item.obj = _in_virtual_time(item.obj)
+    return found
+
+
+def _in_virtual_time(test: Any) -> Any:
+    @wraps(test)
+    def run_test(*args: Any, **kwargs: Any) -> None:
+        run(test(*args, **kwargs))
+
+    return run_test

@@ -11,7 +11,6 @@ from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.contract.executor import Executor, HostMemory, KvCapacity, overlaps
 from services.worker.cost.estimate import CostEstimate
 from services.worker.cost.fitting import CostFitting
-from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
@@ -23,8 +22,8 @@ from services.worker.roles.role_executor import RoleExecutor
 from services.worker.roles.role_keeper import RoleKeeper, StepMachine
 from services.worker.scheduling.registry import make_scheduler
 from services.worker.scheduling.view import Scheduler
+from services.worker.sequences.config import EngineConfig
 from services.worker.serving.admin import Admin
-from services.worker.serving.driving import Driving
 from services.worker.serving.emitter import Emitter
 from services.worker.serving.endpoints import Endpoints
 from services.worker.serving.intake import Intake
@@ -106,40 +105,37 @@ def build_worker(  # noqa: PLR0913  one argument per part that is joined here
     """
     facts = _facts(settings, executor, model, device)
     reporter.watch_cost(model.cost, executor.num_lanes)
-    engine_executor = RoleExecutor(executor)
     parts = _Parts(
         worker_id=WorkerId(settings.instance_id),
+        subjects=Subjects(settings.cluster),
         now=asyncio.get_running_loop().time,
-        engine=_engine(settings, engine_executor, model, facts.max_model_len, make_engine),
-        executor=engine_executor,
         emitter=Emitter(WorkerId(settings.instance_id), Subjects(settings.cluster), bus),
         reporter=reporter,
         tasks=TaskOwner(on_failure),
-        fitting=model.fitting,
     )
+    engine_executor, gate, roles = RoleExecutor(executor), StepGate(), _Roles()
+    engine = _engine(settings, engine_executor, model, facts.max_model_len, make_engine)
     steps = StepLog(parts.worker_id, settings.step_log_size, parts.now)
-    roles = _Roles()
-    loop = _step_loop(settings, parts, steps, roles)
-    leases = _leases(settings, parts, loop)
-    intake = Intake(parts.engine, parts.emitter, leases, parts.now, loop.wake)
-    if device is not None:
-        roles.agent = _agent(parts, device, loop, intake)
+    loop = StepLoop(
+        engine,
+        engine_executor,
+        parts.emitter.emit,
+        parts.now,
+        gate,
+        max_failures=_max_failures(settings.max_batch_rows),
+        on_step=_on_step(settings, parts, engine, model.fitting, steps),
+        on_lost=roles.on_lost,
+    )
+    limit_s = step_limit(settings.step_limit_s, model.dry_step_s)
+    machine = StepMachine(engine, loop, gate, engine_executor, limit_s)
+    endpoints = _endpoints(settings, parts, machine, steps, device)
+    roles.agent = endpoints.agent
     return WorkerService(
         info=_info(settings, facts),
         facts=facts,
         bus=bus,
-        driving=Driving(
-            parts.engine, parts.executor, loop, device, step_limit(settings.step_limit_s, model.dry_step_s)
-        ),
-        endpoints=Endpoints(
-            worker_id=parts.worker_id,
-            subjects=Subjects(settings.cluster),
-            intake=intake,
-            leases=leases,
-            admin=Admin(parts.engine, reporter, leases),
-            steps=steps,
-            agent=roles.agent,
-        ),
+        machine=machine,
+        endpoints=endpoints,
         emitter=parts.emitter,
         reporter=reporter,
         tasks=parts.tasks,
@@ -151,14 +147,11 @@ class _Parts:
     """What the other parts of a worker are made of."""
 
     worker_id: WorkerId
+    subjects: Subjects
     now: Callable[[], float]
-    engine: Engine
-    executor: RoleExecutor
     emitter: Emitter
     reporter: Reporter
     tasks: TaskOwner
-    fitting: CostFitting | None
-    gate: StepGate = field(default_factory=StepGate)
 
 
 class _Roles:
@@ -172,51 +165,51 @@ class _Roles:
         return self.agent is not None and self.agent.keeper.on_lost(cause)
 
 
-def _step_loop(settings: WorkerSettings, parts: _Parts, steps: StepLog, roles: _Roles) -> StepLoop:
+def _on_step(
+    settings: WorkerSettings, parts: _Parts, engine: Engine, fitting: CostFitting | None, steps: StepLog
+) -> Callable[[Batch, BatchOutput], None]:
     def on_step(batch: Batch, output: BatchOutput) -> None:
         """Note a step where its duration is wanted, and tell at once when memory runs short."""
         if settings.step_log_size:
             steps.note(batch, output)
-        is_whole = parts.engine.limits.num_lanes == 1  # a group's steps say what several devices took
-        if parts.fitting is not None and is_whole and parts.fitting.note(batch, output):
-            parts.tasks.start(parts.fitting.fit(), name="cost fitting")
-        parts.reporter.look(is_short=count_queued_for_memory(parts.engine) > 0)
+        is_whole = engine.limits.num_lanes == 1  # a group's steps say what several devices took
+        if fitting is not None and is_whole and fitting.note(batch, output):
+            parts.tasks.start(fitting.fit(), name="cost fitting")
+        parts.reporter.look(is_short=count_queued_for_memory(engine) > 0)
 
-    return StepLoop(
-        parts.engine,
-        parts.executor,
-        parts.emitter.emit,
-        parts.now,
-        parts.gate,
-        max_failures=_max_failures(settings.max_batch_rows),
-        on_step=on_step,
-        on_lost=roles.on_lost,
-    )
+    return on_step
 
 
-def _leases(settings: WorkerSettings, parts: _Parts, loop: StepLoop) -> Leases:
-    return Leases(
-        parts.engine,
+def _endpoints(
+    settings: WorkerSettings, parts: _Parts, machine: StepMachine, steps: StepLog, device: GroupDevice | None
+) -> Endpoints:
+    engine, loop, reporter = machine.engine, machine.loop, parts.reporter
+    leases = Leases(
+        engine,
         parts.emitter,
         parts.now,
         loop.wake,
         step_age_s=lambda: loop.step_age_s,
-        incarnation=parts.reporter.incarnation,
+        incarnation=reporter.incarnation,
         lease_s=settings.lease_s,
         orphan_s=settings.orphan_s,
     )
-
-
-def _agent(parts: _Parts, device: GroupDevice, loop: StepLoop, intake: Intake) -> OrderAgent:
-    keeper = RoleKeeper(
-        device=device,
-        machine=StepMachine(parts.engine, loop, parts.gate, parts.executor),
+    intake = Intake(engine, parts.emitter, leases, parts.now, loop.wake)
+    agent = None
+    if device is not None:
+        keeper = RoleKeeper(
+            device=device, machine=machine, intake=intake, reporter=reporter, now=parts.now, tasks=parts.tasks
+        )
+        agent = OrderAgent(keeper, make_errands(keeper))
+    return Endpoints(
+        worker_id=parts.worker_id,
+        subjects=parts.subjects,
         intake=intake,
-        reporter=parts.reporter,
-        now=parts.now,
-        tasks=parts.tasks,
+        leases=leases,
+        admin=Admin(engine, reporter, leases),
+        steps=steps,
+        agent=agent,
     )
-    return OrderAgent(keeper, make_errands(keeper))
 
 
 def _num_blocks(settings: WorkerSettings, capacity: KvCapacity) -> int:

@@ -7,19 +7,20 @@ so that round-robin has some.
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 
-from services.worker.engine.config import AddRefusal
 from services.worker.engine.stats import take_stats
 from services.worker.scheduling.registry import SCHEDULERS, make_scheduler
 from services.worker.scheduling.round_robin import RoundRobinScheduler
 from services.worker.scheduling.view import Scheduler
 from shared.types import FinishReason
-from tests.support.engine_builders import engine_config, make_engine, new_sequence
-from tests.support.engine_chaos import GUILTY_SEED, Chaos, UnrulyScheduler
-from tests.support.engine_harness import EngineHarness
+from tests.support.engine_builders import new_sequence
+from tests.support.engine_chaos import Chaos, make_chaos
+from tests.support.engine_harness import make_harness
 from tests.support.seeds import first_of
 
 CASES = [
@@ -28,9 +29,12 @@ CASES = [
     for case in first_of([(seed, prefix_caching, num_host_blocks) for seed in range(count)], 2)
 ]
 """Seeds, with prefix caching and without, and with host memory."""
-PIPELINES = [(4, 1, 1), (2, 2, 2), (4, 2, 2), (3, 3, 3)]
-"""Batches in flight, stages, and lanes over which the schedulers spread decodes."""
-PIPELINE_CASES = [(100, True, 0), (101, False, 30)]
+PIPELINES = [{"depth": depth, "num_lanes": num_lanes} for depth, num_lanes in ((4, 1), (2, 2), (4, 2), (3, 3))]
+"""Batches in flight, and stages: as many as lanes over which the schedulers spread decodes."""
+PIPELINE_CASES = [
+    {"seed": 100, "prefix_caching": True, "num_host_blocks": 0},
+    {"seed": 101, "prefix_caching": False, "num_host_blocks": 30},
+]
 
 
 def short_turns(name: str) -> Scheduler:
@@ -38,31 +42,19 @@ def short_turns(name: str) -> Scheduler:
 
 
 def chaotic_run(
-    scheduler: str,
-    depth: int,
-    seed: int,
-    *,
-    prefix_caching: bool = True,
-    num_host_blocks: int = 0,
-    num_stages: int = 1,
-    num_lanes: int = 1,
-    overlaps: bool = False,
-) -> tuple[Chaos, UnrulyScheduler]:
-    random = np.random.default_rng([seed, depth, len(scheduler), prefix_caching, num_host_blocks])
-    unruly = UnrulyScheduler(short_turns(scheduler), random, whims=0.05 if overlaps else 0.6)
-    config = engine_config(
-        max_batch_tokens=24,
-        max_batch_rows=6,
-        max_model_len=80,
-        vocab_size=50,
-        eos_token_ids=(1, 2),
+    scheduler: str, depth: int, seed: int, *, prefix_caching: bool = True, num_host_blocks: int = 0, **changes: Any
+) -> Chaos:
+    return make_chaos(
+        short_turns(scheduler),
+        [seed, depth, len(scheduler), prefix_caching, num_host_blocks],
+        depth=depth,
         prefix_caching=prefix_caching,
-        num_lanes=num_lanes,
-        overlaps=overlaps,
+        num_host_blocks=num_host_blocks,
+        **changes,
     )
-    num_blocks = int(random.integers(20, 40))
-    engine = make_engine(unruly, num_blocks=num_blocks, config=config, num_host_blocks=num_host_blocks)
-    return Chaos(EngineHarness(engine, depth=depth, num_stages=num_stages), random), unruly
+
+
+overlapping_run = partial(chaotic_run, depth=2, whims=0.05, overlaps=True)
 
 
 @pytest.mark.parametrize(("seed", "prefix_caching", "num_host_blocks"), CASES)
@@ -71,33 +63,17 @@ def chaotic_run(
 def test_texts_survive_any_order_of_operations(
     scheduler: str, depth: int, seed: int, *, prefix_caching: bool, num_host_blocks: int
 ) -> None:
-    chaos, unruly = chaotic_run(scheduler, depth, seed, prefix_caching=prefix_caching, num_host_blocks=num_host_blocks)
-    live_through(chaos, unruly)
+    case = chaotic_run(scheduler, depth, seed, prefix_caching=prefix_caching, num_host_blocks=num_host_blocks)
+    case.live_through()
 
 
-@pytest.mark.parametrize(("seed", "prefix_caching", "num_host_blocks"), PIPELINE_CASES)
-@pytest.mark.parametrize(("depth", "num_stages", "num_lanes"), PIPELINES)
+@pytest.mark.parametrize("case", PIPELINE_CASES)
+@pytest.mark.parametrize("lanes", PIPELINES)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_texts_survive_any_order_of_operations_in_a_pipeline(
-    scheduler: str,
-    depth: int,
-    num_stages: int,
-    num_lanes: int,
-    seed: int,
-    *,
-    prefix_caching: bool,
-    num_host_blocks: int,
+    scheduler: str, lanes: dict[str, Any], case: dict[str, Any]
 ) -> None:
-    chaos, unruly = chaotic_run(
-        scheduler,
-        depth,
-        seed,
-        prefix_caching=prefix_caching,
-        num_host_blocks=num_host_blocks,
-        num_stages=num_stages,
-        num_lanes=num_lanes,
-    )
-    live_through(chaos, unruly)
+    chaotic_run(scheduler, **lanes, **case).live_through()
 
 
 OVERLAP_CASES = first_of([(seed, num_host_blocks) for seed in range(6) for num_host_blocks in (0, 12)], 4)
@@ -109,32 +85,15 @@ def test_texts_survive_any_order_of_operations_where_steps_overlap(
     scheduler: str, seed: int, num_host_blocks: int
 ) -> None:
     """Few come, so that there are steps in which nobody waits."""
-    chaos, unruly = chaotic_run(scheduler, 2, seed, num_host_blocks=num_host_blocks, overlaps=True)
-    live_through(chaos, unruly, adds=4)
-
-
-def live_through(chaos: Chaos, unruly: UnrulyScheduler, adds: float = 20) -> None:
-    """Do random operations, then let everything come to its end and judge it."""
-    chaos.run(400, adds)
-    unruly.is_calm = True
-    chaos.calm_down()
-    harness = chaos.harness
-    harness.judge()
-    assert all(story.finish is not FinishReason.NONE for story in harness.stories.values())
-    for story in harness.stories.values():
-        if story.finish is FinishReason.ERROR:
-            assert story.new.sampling.seed == GUILTY_SEED, "an innocent sequence was given up"
-    harness.check_empty()
+    overlapping_run(scheduler, seed=seed, num_host_blocks=num_host_blocks).live_through(adds=4)
 
 
 def test_the_random_operations_reach_every_kind_of_event() -> None:
     """Else the test above could pass because it does nothing."""
     counts: Counter[str] = Counter()
     for seed, prefix_caching in (*((seed, True) for seed in range(6)), (0, False), (1, False)):
-        chaos, unruly = chaotic_run("chunked", 2, seed, prefix_caching=prefix_caching)
-        chaos.run(400)
-        unruly.is_calm = True
-        chaos.calm_down()
+        chaos = chaotic_run("chunked", 2, seed, prefix_caching=prefix_caching)
+        chaos.live_through()
         counts.update(chaos.counts)
         counts.update(story.finish.name for story in chaos.harness.stories.values())
         counts["preempted"] += chaos.harness.engine.totals.num_preemptions
@@ -169,8 +128,8 @@ def test_the_random_operations_reach_every_kind_of_event() -> None:
 def test_the_random_operations_let_stages_run_apart_and_steps_fail_on_all_of_them() -> None:
     counts: Counter[str] = Counter()
     for seed in range(4):
-        chaos, unruly = chaotic_run("chunked", 3, seed, num_stages=3, num_lanes=3)
-        live_through(chaos, unruly)
+        chaos = chaotic_run("chunked", 3, seed, num_lanes=3)
+        chaos.live_through()
         counts.update(chaos.counts)
         counts["extended"] += chaos.harness.num_extended
         counts["stale"] += chaos.harness.num_stale
@@ -185,10 +144,8 @@ def test_the_random_operations_reach_every_kind_of_copy() -> None:
     """Some of them with a step in flight beside them: else the copies would prove little."""
     counts: Counter[str] = Counter()
     for seed in range(8):
-        chaos, unruly = chaotic_run("chunked", 2, seed, num_host_blocks=20)
-        chaos.run(400)
-        unruly.is_calm = True
-        chaos.calm_down()
+        chaos = chaotic_run("chunked", 2, seed, num_host_blocks=20)
+        chaos.live_through()
         counts.update(chaos.counts)
         stats = take_stats(chaos.harness.engine)
         counts["came back"] += stats.totals.num_swap_ins
@@ -205,13 +162,9 @@ def test_everything_finishes_with_kv_for_only_one_request(
     scheduler: str, num_stages: int, num_host_blocks: int
 ) -> None:
     """9 blocks of 4 slots; each sequence needs KV for 20 + 16 - 1 = 35 tokens, so 9 blocks: all of them."""
-    config = engine_config(num_lanes=num_stages)
-    engine = make_engine(short_turns(scheduler), num_blocks=9, num_host_blocks=num_host_blocks, config=config)
-    harness = EngineHarness(engine, depth=num_stages, num_stages=num_stages)
-    for name in range(8):
-        assert not isinstance(harness.add(new_sequence(name, num_prompt=20, max_tokens=16)), AddRefusal)
-    harness.drain(max_steps=8 * 60)
-    harness.judge()
+    harness = make_harness(short_turns(scheduler), num_blocks=9, num_host_blocks=num_host_blocks, num_lanes=num_stages)
+    harness.add_all(8, num_prompt=20, max_tokens=16)
+    harness.finish(max_steps=8 * 60)
     assert {story.finish for story in harness.stories.values()} == {FinishReason.LENGTH}
 
 
@@ -222,14 +175,13 @@ def test_a_small_memory_delays_but_never_changes_a_text(
     scheduler: str, seed: int, num_stages: int, num_host_blocks: int
 ) -> None:
     random = np.random.default_rng(seed)
-    config = engine_config(max_model_len=96, num_lanes=num_stages)
-    engine = make_engine(short_turns(scheduler), num_blocks=24, config=config, num_host_blocks=num_host_blocks)
-    harness = EngineHarness(engine, depth=num_stages, num_stages=num_stages)
+    harness = make_harness(
+        short_turns(scheduler), num_blocks=24, max_model_len=96, num_lanes=num_stages, num_host_blocks=num_host_blocks
+    )
     for name in range(16):
         num_prompt, max_tokens = int(random.integers(1, 50)), int(random.integers(1, 40))
-        assert not isinstance(harness.add(new_sequence(name, num_prompt=num_prompt, max_tokens=max_tokens)), AddRefusal)
-    harness.drain()
-    harness.judge()
+        harness.add(new_sequence(name, num_prompt=num_prompt, max_tokens=max_tokens))
+    harness.finish()
     stats = take_stats(harness.engine)
     assert stats.totals.num_finished == 16
     assert (stats.totals.num_swap_outs > 0) is (num_host_blocks > 0)
@@ -241,8 +193,8 @@ def test_the_random_operations_reach_every_kind_of_event_where_steps_overlap() -
     counts: Counter[str] = Counter()
     for scheduler in SCHEDULERS:
         for seed in range(3):
-            chaos, unruly = chaotic_run(scheduler, 2, seed, overlaps=True)
-            live_through(chaos, unruly, adds=4)
+            chaos = overlapping_run(scheduler, seed=seed)
+            chaos.live_through(adds=4)
             counts.update(chaos.counts)
             harness = chaos.harness
             counts.update(ahead=harness.num_ahead, surplus=harness.num_surplus, stale=harness.num_stale)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
+from services.worker.engine.engine import Engine
 from services.worker.engine.stats import take_stats
 from services.worker.kv_moves.kv_table import KvTable
 from shared.ids import WorkerId
@@ -60,78 +61,82 @@ def num_computed_again(room: Room) -> int:
     return sum(worker.service.engine.totals.num_recomputed_tokens for worker in room.cluster.workers)
 
 
+@dataclass
+class Parting:
+    """What happened while a group dissolved under load."""
+
+    stood_s: float = 0.0
+    """For how long nobody was served."""
+    num_tokens: int = 0
+    """Said while KV moved."""
+    num_again: int = 0
+    """Tokens that were computed again."""
+
+
+def part(
+    num_workers: int, num_pages: int, num_requests: int, is_loaded: Callable[[Engine, int], bool], *, is_ahead: bool
+) -> Parting:
+    """Dissolve a group that serves: with memory for KV ahead, or without, so that all of it moves while it stands.
+
+    Args:
+        num_workers: of the group.
+        num_pages: of each.
+        num_requests: that it is asked.
+        is_loaded: from the leader's engine and the blocks that a worker has alone, whether it begins.
+        is_ahead: there is memory for KV ahead.
+    """
+    names, parting = tuple(WorkerId(f"w{i}") for i in range(num_workers)), Parting()
+
+    async def main(room: Room) -> None:
+        loop = asyncio.get_running_loop()
+        assert states(await room.driver.drop(names, even_split(NUM_LAYERS, num_workers))) == ["done"] * num_workers
+        await asyncio.sleep(0.6)
+        groups = [worker.groups for worker in room.cluster.workers if worker.groups is not None]
+        beside = min(each.blocks_beside(WHOLE) for each in groups)
+        alone_blocks = min(each.whole_blocks for each in groups)
+        count = most_ahead(room, names) if is_ahead else beside
+        assert num_workers == 2 or count > 2 * alone_blocks
+        assert states(await room.driver.load(names, count)) == ["done"] * num_workers
+        await asyncio.sleep(0.6)
+        room.ask(*(replace(each, num_output=100) for each in draw_requests(1, num_requests)))
+        engine = room.cluster.workers[0].service.engine
+        while not is_loaded(engine, alone_blocks):
+            await asyncio.sleep(0.01)
+        again, seen = num_computed_again(room), engine.totals.num_generated_tokens
+        plan_id, answers = await room.driver.prepare(*(alone(room.driver.reports[name]) for name in names))
+        assert states(answers) == ["prepared"] * num_workers, answers
+        assert is_loaded(engine, alone_blocks)
+        parting.num_tokens = engine.totals.num_generated_tokens - seen
+        began_s = loop.time()
+        assert states(await room.driver.finish(plan_id, names, commit=True)) == ["done"] * num_workers
+        parting.stood_s = loop.time() - began_s
+        await room.check()
+        parting.num_again = num_computed_again(room) - again
+
+    in_room(main, params(num_pages=num_pages, num_workers=num_workers))
+    return parting
+
+
 def test_readers_go_on_while_kv_moves_and_little_is_left_when_the_group_dissolves() -> None:
     """The same load twice: with memory for KV ahead, and without, where all of it moves while nobody is served."""
-    stood: dict[bool, float] = {}
-    went_on: dict[bool, int] = {}
-    again: dict[bool, int] = {}
 
-    def measure(is_ahead: bool) -> None:
-        async def main(room: Room) -> None:
-            loop = asyncio.get_running_loop()
-            await room.form()
-            groups = [worker.groups for worker in room.cluster.workers]
-            beside = min(each.blocks_beside(WHOLE) for each in groups if each is not None)
-            count = most_ahead(room) if is_ahead else beside
-            assert states(await room.driver.load(BOTH, count)) == ["done"] * 2
-            await asyncio.sleep(0.6)
-            room.ask(*(replace(each, num_output=100) for each in draw_requests(1, 12)))
-            engine = room.engine()
-            while take_stats(engine).num_running < 12 or engine.totals.num_generated_tokens < 150:
-                await asyncio.sleep(0.01)
-            before, seen = num_computed_again(room), engine.totals.num_generated_tokens
-            plan_id, answers = await room.driver.prepare(*(alone(room.driver.reports[name]) for name in BOTH))
-            assert states(answers) == ["prepared"] * 2, answers
-            went_on[is_ahead] = engine.totals.num_generated_tokens - seen
-            began_s = loop.time()
-            assert states(await room.driver.finish(plan_id, BOTH, commit=True)) == ["done"] * 2
-            stood[is_ahead] = loop.time() - began_s
-            await room.check()
-            again[is_ahead] = num_computed_again(room) - before
+    def is_loaded(engine: Engine, _: int) -> bool:
+        return take_stats(engine).num_running == 12 and engine.totals.num_generated_tokens >= 150
 
-        in_room(main, params())
-
-    measure(False)
-    measure(True)
-    assert stood[True] < stood[False] / 3
-    assert went_on[True] > 10 * (went_on[False] + 1), "it served while KV moved"
-    assert again[True] <= again[False] <= 12 * 16, "at most a block of each is computed again"
+    ahead, at_once = (part(2, 3200, 12, is_loaded, is_ahead=is_ahead) for is_ahead in (True, False))
+    assert ahead.stood_s < at_once.stood_s / 3
+    assert ahead.num_tokens > 10 * (at_once.num_tokens + 1), "it served while KV moved"
+    assert ahead.num_again <= at_once.num_again <= 12 * 16, "at most a block of each is computed again"
 
 
 def test_a_group_that_uses_more_than_one_of_its_workers_has_alone_stands_still_hardly_longer() -> None:
     """Each needs memory for all layers of its share only: the same load with all moving at once, and copied ahead."""
-    names = tuple(WorkerId(f"w{i}") for i in range(4))
-    stood: dict[bool, float] = {}
 
-    def measure(is_ahead: bool) -> None:
-        async def main(room: Room) -> None:
-            loop = asyncio.get_running_loop()
-            assert states(await room.driver.drop(names, even_split(NUM_LAYERS, 4))) == ["done"] * 4
-            await asyncio.sleep(0.6)
-            groups = [worker.groups for worker in room.cluster.workers]
-            beside = min(each.blocks_beside(WHOLE) for each in groups if each is not None)
-            alone_blocks = min(each.whole_blocks for each in groups if each is not None)
-            count = most_ahead(room, names) if is_ahead else beside
-            assert count > 2 * alone_blocks
-            assert states(await room.driver.load(names, count)) == ["done"] * 4
-            await asyncio.sleep(0.6)
-            room.ask(*(replace(each, num_output=100) for each in draw_requests(1, 20)))
-            engine = room.engine()
-            while take_stats(engine).num_used_blocks < 1.2 * alone_blocks:
-                await asyncio.sleep(0.01)
-            plan_id, answers = await room.driver.prepare(*(alone(room.driver.reports[name]) for name in names))
-            assert states(answers) == ["prepared"] * 4, answers
-            assert take_stats(engine).num_used_blocks > 1.2 * alone_blocks
-            began_s = loop.time()
-            assert states(await room.driver.finish(plan_id, names, commit=True)) == ["done"] * 4
-            stood[is_ahead] = loop.time() - began_s
-            await room.check()
+    def is_loaded(engine: Engine, alone_blocks: int) -> bool:
+        return take_stats(engine).num_used_blocks > 1.2 * alone_blocks
 
-        in_room(main, params(num_pages=1300, num_workers=4))
-
-    measure(False)
-    measure(True)
-    assert stood[True] < stood[False] / 3
+    ahead, at_once = (part(4, 1300, 20, is_loaded, is_ahead=is_ahead) for is_ahead in (True, False))
+    assert ahead.stood_s < at_once.stood_s / 3
 
 
 @pytest.mark.parametrize("num_workers", [2, 3])

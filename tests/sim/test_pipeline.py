@@ -9,7 +9,6 @@ import pytest
 
 from services.worker.contract.batch import Batch, BatchOutput, RowInit, TableDelta
 from services.worker.contract.executor import BatchFailedError
-from services.worker.engine.config import NewSequence
 from services.worker.engine.invariants import check_engine
 from services.worker.engine.loop import ExecutorBrokenError
 from services.worker.engine.stats import take_stats
@@ -18,6 +17,7 @@ from services.worker.modelled.shadow_kv import TokenDraw
 from services.worker.pipeline.pipeline import PipelineExecutor, PipelineStats
 from services.worker.pipeline.stage_messages import StepDone
 from services.worker.scheduling.registry import SCHEDULERS
+from services.worker.sequences.config import NewSequence
 from shared.cost import CostModel, load_profile
 from shared.layers import LayerRange, check_tiling, even_split
 from shared.types import FinishReason, SamplingParams
@@ -25,8 +25,7 @@ from sim.devices.channel import ModelledLink
 from sim.devices.modelled_pipeline import ModelledStages, PipelineParams, modelled_stages
 from sim.virtual_time import run
 from tests.support.engine_builders import engine_config, new_sequence
-from tests.support.engine_live import STEP_S
-from tests.support.engine_pipeline import LivePipeline, live_pipeline
+from tests.support.engine_live import STEP_S, LivePipeline, live_pipeline
 
 DRAW = TokenDraw.of_vocabulary(1000, (), 3)
 A800 = load_profile("qwen2.5-14b-tp1-a800").cost

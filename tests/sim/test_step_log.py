@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from dataclasses import asdict
+from functools import partial
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,8 +19,6 @@ from cli.profile.driver import Driver, find_worker
 from cli.profile.shapes import KV_SHARE, MAX_SHAPE_TOKENS, Shape, plan_shapes
 from cli.profile.steps import columns_of, groups_of, overheads_s
 from services.worker.contract.batch import Batch, BatchOutput
-from services.worker.engine.invariants import check_engine
-from services.worker.engine.stats import take_stats
 from services.worker.serving.step_log import StepLog
 from shared.cost import CostModel, load_profile, prefill_pairs, profile_toml
 from shared.ids import WorkerId
@@ -28,60 +26,38 @@ from shared.messages.report import WorkerPhase, WorkerReport
 from shared.messages.steps import StepLogPage
 from shared.subjects import Subjects
 from shared.transport.bus import BusError
-from shared.transport.memory_bus import MemoryBroker
 from shared.wire import decode_json
-from sim.virtual_time import run
-from sim.worker import SimWorker, SimWorkerParams
+from tests.support.lone_worker import LoneWorker, lone_worker
 
 COST = CostModel(g0_s=0.006, b0_s=2e-5, g1_s=0.002, b1_s=5e-5, d_s=4e-7, a_s=3e-9)
 SUBJECTS = Subjects()
 
-
-@asynccontextmanager
-async def one_worker(*, num_blocks: int = 2000) -> AsyncIterator[tuple[SimWorker, MemoryBroker]]:
-    broker = MemoryBroker()
-    params = SimWorkerParams("w0", COST, num_blocks, max_model_len=2048, max_batch_tokens=512)
-    worker = SimWorker(params, broker.connect("w0"))
-    await worker.start()
-    try:
-        yield worker, broker
-    finally:
-        await worker.stop()
-    assert not worker.failures
-    check_engine(worker.service.engine)
+pytestmark = pytest.mark.virtual_time
+one_worker = partial(lone_worker, cost=COST, num_blocks=2000, max_model_len=2048, max_batch_tokens=512)
 
 
-def in_virtual_time(test: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        await test()
-
-    run(main())
+def driver_of(lone: LoneWorker) -> Driver:
+    return Driver(lone.dispatcher.bus, SUBJECTS, WorkerId("w0"), np.random.default_rng(0))
 
 
-def test_every_step_is_logged_with_its_shape_and_duration() -> None:
+async def test_every_step_is_logged_with_its_shape_and_duration() -> None:
     """Two prompts of 700 tokens, 512 tokens a step; every duration is what the cost model says of the shape."""
-
-    async def test() -> None:
-        async with one_worker() as (worker, broker):
-            bus = broker.connect("cli")
-            async with Driver(bus, SUBJECTS, WorkerId("w0"), np.random.default_rng(0)) as driver:
-                assert await driver.run(Shape(2, 700, 5))
-                steps, next_id = await driver.read_steps(0)
-                assert await driver.read_steps(next_id) == ([], next_id)
-                assert await driver.read_steps(next_id - 1) == (steps[-1:], next_id)
-            assert len(steps) == worker.service.engine.totals.num_steps
-            assert [step.step_id for step in steps] == list(range(len(steps)))
-            for step in steps:
-                pairs = sum(prefill_pairs(*chunk) for chunk in step.chunks)
-                expected = COST.step_s(step.num_tokens, step.kv_decode_tokens, pairs)
-                assert step.duration_s == pytest.approx(expected)
-            assert sum(size for step in steps for _, size in step.chunks) == 1400
-            assert sum(step.num_decodes for step in steps) == 8
-            assert steps[0].chunks == ((0, 512),)
-            assert (steps[-1].num_decodes, steps[-1].kv_decode_tokens) in ((1, 704), (2, 1408))
-            await bus.close()
-
-    in_virtual_time(test)
+    async with one_worker() as lone:
+        async with driver_of(lone) as driver:
+            assert await driver.run(Shape(2, 700, 5))
+            steps, next_id = await driver.read_steps(0)
+            assert await driver.read_steps(next_id) == ([], next_id)
+            assert await driver.read_steps(next_id - 1) == (steps[-1:], next_id)
+        assert len(steps) == lone.engine.totals.num_steps
+        assert [step.step_id for step in steps] == list(range(len(steps)))
+        for step in steps:
+            pairs = sum(prefill_pairs(*chunk) for chunk in step.chunks)
+            expected = COST.step_s(step.num_tokens, step.kv_decode_tokens, pairs)
+            assert step.duration_s == pytest.approx(expected)
+        assert sum(size for step in steps for _, size in step.chunks) == 1400
+        assert sum(step.num_decodes for step in steps) == 8
+        assert steps[0].chunks == ((0, 512),)
+        assert (steps[-1].num_decodes, steps[-1].kv_decode_tokens) in ((1, 704), (2, 1408))
 
 
 def step(step_id: int, num_chunks: int = 0) -> tuple[Batch, BatchOutput]:
@@ -113,17 +89,13 @@ def test_the_oldest_steps_are_forgotten_and_long_logs_come_in_pages() -> None:
 
 
 async def test_the_log_is_asked_by_step_id() -> None:
-    async def body() -> None:
-        async with one_worker() as (_, broker):
-            bus = broker.connect("cli")
-            empty = decode_json(await bus.request(SUBJECTS.steps(WorkerId("w0")), b"", timeout_s=1), StepLogPage)
-            assert (empty.steps, empty.next_step_id, empty.max_steps) == ((), 0, 2048)
-            for data in (b"-1", b"x", b"1" * 30):
-                with pytest.raises(BusError):
-                    await bus.request(SUBJECTS.steps(WorkerId("w0")), data, timeout_s=1)
-            await bus.close()
-
-    await asyncio.to_thread(in_virtual_time, body)
+    async with one_worker() as lone:
+        ask = partial(lone.dispatcher.bus.request, SUBJECTS.steps(WorkerId("w0")), timeout_s=1)
+        empty = decode_json(await ask(b""), StepLogPage)
+        assert (empty.steps, empty.next_step_id, empty.max_steps) == ((), 0, 2048)
+        for data in (b"-1", b"x", b"1" * 30):
+            with pytest.raises(BusError):
+                await ask(data)
 
 
 def test_a_worker_that_keeps_no_log_keeps_nothing() -> None:
@@ -156,67 +128,46 @@ def test_shapes_fit_the_worker(limits: dict[str, int]) -> None:
         assert shape.num_requests * shape.num_prompt <= MAX_SHAPE_TOKENS
 
 
-def test_a_modelled_worker_is_profiled_back_to_its_own_coefficients(tmp_path_factory: pytest.TempPathFactory) -> None:
+async def test_a_modelled_worker_is_profiled_back_to_its_own_coefficients(tmp_path: Path) -> None:
     """Nothing is noisy here, so the fit ends at what the executor was given, and the file says the same."""
-    folder = tmp_path_factory.mktemp("profile")
-
-    async def test() -> None:
-        async with one_worker() as (_, broker):
-            bus = broker.connect("cli")
-            report = await find_worker(bus, SUBJECTS)
-            steps = await measure(bus, SUBJECTS, report, ProfileSettings(num_decodes=8), Console(io.StringIO(), {}))
-            await bus.close()
-        fit = fit_steps(steps, 0)
-        assert asdict(fit.cost) == pytest.approx(asdict(COST), rel=1e-3)
-        assert fit.p95_error_ratio < 1e-3
-        path = folder / "mine.toml"
-        path.write_text(profile_toml(make_profile(report, fit, "mine")), encoding="utf-8")
-        profile = load_profile(path)
-        assert profile.model == "modelled"
-        assert f"{fit.num_fitted} steps fitted" in profile.source
-        assert asdict(profile.cost) == pytest.approx(asdict(COST), rel=1e-3)
-
-    in_virtual_time(test)
+    async with one_worker() as lone:
+        bus, console = lone.dispatcher.bus, Console(io.StringIO(), {})
+        report = await find_worker(bus, SUBJECTS)
+        steps = await measure(bus, SUBJECTS, report, ProfileSettings(num_decodes=8), console)
+    fit = fit_steps(steps, 0)
+    assert asdict(fit.cost) == pytest.approx(asdict(COST), rel=1e-3)
+    assert fit.p95_error_ratio < 1e-3
+    path = tmp_path / "mine.toml"
+    path.write_text(profile_toml(make_profile(report, fit, "mine")), encoding="utf-8")
+    profile = load_profile(path)
+    assert profile.model == "modelled"
+    assert f"{fit.num_fitted} steps fitted" in profile.source
+    assert asdict(profile.cost) == pytest.approx(asdict(COST), rel=1e-3)
 
 
-def test_the_time_limit_ends_the_measurement_early() -> None:
-    async def test() -> None:
-        stream = io.StringIO()
-        async with one_worker() as (_, broker):
-            bus = broker.connect("cli")
-            report = await find_worker(bus, SUBJECTS)
-            settings = ProfileSettings(num_decodes=2, limit_s=-1.0)
-            assert await measure(bus, SUBJECTS, report, settings, Console(stream, {})) == []
-            await bus.close()
-        assert stream.getvalue().startswith("0 of ")
-
-    in_virtual_time(test)
+async def test_the_time_limit_ends_the_measurement_early() -> None:
+    stream = io.StringIO()
+    async with one_worker() as lone:
+        report = await find_worker(lone.dispatcher.bus, SUBJECTS)
+        settings = ProfileSettings(num_decodes=2, limit_s=-1.0)
+        assert await measure(lone.dispatcher.bus, SUBJECTS, report, settings, Console(stream, {})) == []
+    assert stream.getvalue().startswith("0 of ")
 
 
-def test_a_worker_that_is_not_there_is_named() -> None:
-    async def test() -> None:
-        async with one_worker() as (_, broker):
-            bus = broker.connect("cli")
-            with pytest.raises(CommandError, match="nothing is heard of worker 'w9' being ready"):
-                await find_worker(bus, SUBJECTS, "w9")
-            await bus.close()
-
-    in_virtual_time(test)
+async def test_a_worker_that_is_not_there_is_named() -> None:
+    async with one_worker() as lone:
+        with pytest.raises(CommandError, match="nothing is heard of worker 'w9' being ready"):
+            await find_worker(lone.dispatcher.bus, SUBJECTS, "w9")
 
 
-def test_requests_are_cancelled_when_the_measurement_is_broken_off() -> None:
-    async def test() -> None:
-        async with one_worker() as (worker, broker):
-            bus = broker.connect("cli")
-            async with Driver(bus, SUBJECTS, WorkerId("w0"), np.random.default_rng(0)) as driver:
-                with pytest.raises(TimeoutError):
-                    await asyncio.wait_for(driver.run(Shape(3, 100, 1500)), 1.0)
-                assert take_stats(worker.service.engine).num_running == 3
-            await asyncio.sleep(0.1)
-            assert take_stats(worker.service.engine).num_used_blocks == 0
-            await bus.close()
-
-    in_virtual_time(test)
+async def test_requests_are_cancelled_when_the_measurement_is_broken_off() -> None:
+    async with one_worker() as lone:
+        async with driver_of(lone) as driver:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(driver.run(Shape(3, 100, 1500)), 1.0)
+            assert lone.stats.num_running == 3
+        await asyncio.sleep(0.1)
+        assert lone.stats.num_used_blocks == 0
 
 
 def test_columns_and_groups_follow_the_steps() -> None:
@@ -242,21 +193,14 @@ def test_a_period_is_the_time_from_step_to_step() -> None:
     assert describe_overhead(steps).startswith("between steps: 500 ms on average")
 
 
-def test_on_the_virtual_clock_nothing_is_between_steps_that_follow_each_other() -> None:
+async def test_on_the_virtual_clock_nothing_is_between_steps_that_follow_each_other() -> None:
     """A pause before a prompt is no overhead: only steps with decodes count."""
-
-    async def test() -> None:
-        async with one_worker() as (_, broker):
-            bus = broker.connect("cli")
-            async with Driver(bus, SUBJECTS, WorkerId("w0"), np.random.default_rng(0)) as driver:
-                for _ in range(2):
-                    assert await driver.run(Shape(2, 100, 5))
-                    await asyncio.sleep(3)
-                steps, _ = await driver.read_steps(0)
-            await bus.close()
-        overheads = overheads_s(steps)
-        assert overheads.size == sum(record.num_decodes > 0 for record in steps) >= 8
-        assert overheads.max() < 1e-9
-        assert max((record.period_s or 0) - record.duration_s for record in steps) > 2.9
-
-    in_virtual_time(test)
+    async with one_worker() as lone, driver_of(lone) as driver:
+        for _ in range(2):
+            assert await driver.run(Shape(2, 100, 5))
+            await asyncio.sleep(3)
+        steps, _ = await driver.read_steps(0)
+    overheads = overheads_s(steps)
+    assert overheads.size == sum(record.num_decodes > 0 for record in steps) >= 8
+    assert overheads.max() < 1e-9
+    assert max((record.period_s or 0) - record.duration_s for record in steps) > 2.9

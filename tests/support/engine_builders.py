@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 
 from services.worker.contract.executor import HostMemory
 from services.worker.cost.estimate import CostEstimate
-from services.worker.engine.config import EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.scheduling.registry import make_scheduler
 from services.worker.scheduling.view import Scheduler
+from services.worker.sequences.config import EngineConfig, NewSequence
 from shared.cost import CostModel
 from shared.ids import RequestId, StreamId
 from shared.types import QoeTarget, RequestClass, SamplingParams
@@ -26,33 +29,21 @@ SLOW = per_token(1.0)
 """A token takes a second, so moving KV costs next to nothing."""
 
 
-def engine_config(
-    *,
-    max_sequences: int = 16,
-    max_batch_tokens: int = 32,
-    max_batch_rows: int = 8,
-    max_model_len: int = 256,
-    vocab_size: int = 100,
-    eos_token_ids: tuple[int, ...] = (),
-    block_size: int = 4,
-    finished_kept: int = 32,
-    prefix_caching: bool = True,
-    num_lanes: int = 1,
-    overlaps: bool = False,
-) -> EngineConfig:
-    return EngineConfig(
-        max_sequences=max_sequences,
-        max_batch_tokens=max_batch_tokens,
-        max_batch_rows=max_batch_rows,
-        max_model_len=max_model_len,
-        vocab_size=vocab_size,
-        eos_token_ids=eos_token_ids,
-        block_size=block_size,
-        finished_kept=finished_kept,
-        prefix_caching=prefix_caching,
-        num_lanes=num_lanes,
-        overlaps=overlaps,
-    )
+_LIMITS = EngineConfig(
+    max_sequences=16,
+    max_batch_tokens=32,
+    max_batch_rows=8,
+    max_model_len=256,
+    vocab_size=100,
+    eos_token_ids=(),
+    block_size=4,
+    finished_kept=32,
+)
+
+
+def engine_config(**changes: Any) -> EngineConfig:
+    """Small limits: 32 tokens and 8 rows a step, a context of 256, blocks of 4, a vocabulary of 100 without EOS."""
+    return replace(_LIMITS, **changes)
 
 
 def make_engine(
@@ -62,12 +53,18 @@ def make_engine(
     config: EngineConfig | None = None,
     num_host_blocks: int = 0,
     block_copy_s: float = 1e-6,
+    host: HostMemory | None = None,
     cost: CostModel = SLOW,
+    **limits: Any,
 ) -> Engine:
-    """With host blocks KV is swapped, as long as they last: moving costs next to nothing unless told otherwise."""
+    """With host blocks KV is swapped, as long as they last: moving costs next to nothing unless told otherwise.
+
+    `limits` are those of `engine_config` that are others.
+    """
     chosen = make_scheduler(scheduler) if isinstance(scheduler, str) else scheduler
-    host = HostMemory(num_host_blocks, 1024, block_copy_s) if num_host_blocks else None
-    return Engine(config or engine_config(), chosen, num_blocks, host, CostEstimate(cost))
+    if num_host_blocks:
+        host = HostMemory(num_host_blocks, 1024, block_copy_s)
+    return Engine(config or engine_config(**limits), chosen, num_blocks, host, CostEstimate(cost))
 
 
 def new_sequence(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from services.worker.engine.config import AddRefusal, NewSequence
 from services.worker.scheduling.view import I32, U8, PreemptHow, Scheduler, SchedulerOutput, SchedulerView
+from services.worker.sequences.config import AddRefusal, NewSequence
 from services.worker.sequences.table import Hold, Status
 from shared.types import FinishReason
 from tests.support.engine_builders import FOREVER, new_sequence
-from tests.support.engine_harness import EngineHarness, Story
+from tests.support.engine_harness import EngineHarness, Story, make_harness
 
 NUM_CHANNELS = 3
 GUILTY_SEED = 666
@@ -83,8 +84,9 @@ class UnrulyScheduler:
 class Chaos:
     """One operation after the other, each allowed at its moment."""
 
-    def __init__(self, harness: EngineHarness, random: np.random.Generator) -> None:
+    def __init__(self, harness: EngineHarness, unruly: UnrulyScheduler, random: np.random.Generator) -> None:
         self.harness = harness
+        self.unruly = unruly
         self.random = random
         self.num_added = 0
         self.num_pins = 0
@@ -105,8 +107,20 @@ class Chaos:
         for index in self.random.choice(len(operations), size=num_operations, p=weights / weights.sum()):
             operations[index]()
 
+    def live_through(self, num_operations: int = 400, adds: float = 20) -> None:
+        """Do random operations, then let everything come to its end and judge it."""
+        self.run(num_operations, adds)
+        self.calm_down()
+        self.harness.judge()
+        assert all(story.finish is not FinishReason.NONE for story in self.harness.stories.values())
+        for story in self.harness.stories.values():
+            if story.finish is FinishReason.ERROR:
+                assert story.new.sampling.seed == GUILTY_SEED, "an innocent sequence was given up"
+        self.harness.check_empty()
+
     def calm_down(self) -> None:
         """Give everything back and let nothing fail any more by chance."""
+        self.unruly.is_calm = True
         self.unpin_all()
         while self.harness.flights:
             self.land()
@@ -116,11 +130,8 @@ class Chaos:
             self.harness.engine.resume(channel)
         self.restore()
         while self.harness.engine.table.num_live:
-            while self.harness.submit() is not None:
-                pass
-            assert self.harness.flights or self.harness.host_copies or not self.harness.engine.table.num_live, (
-                "sequences are left, but no step runs"
-            )
+            self.harness.fill()
+            self.harness.check_going_on()
             self.land(by_chance=False)
             self.harness.land_copies()
 
@@ -154,7 +165,7 @@ class Chaos:
             fork_of=parent.request_id[1:] if parent is not None else "gone" if random.random() < 0.1 else None,
             salt=str(random.choice(["", "", "tenant"])) if alike is None else alike.cache_salt,
         )
-        outcome = self.harness.add(new)
+        outcome = self.harness.offer(new)
         if parent is not None and not is_true_fork:
             assert isinstance(outcome, AddRefusal) or np.array_equal(new.prompt, parent.prompt)
         elif parent is not None and not isinstance(outcome, AddRefusal):
@@ -292,3 +303,12 @@ class Chaos:
         row = self.harness.engine.residents.row_of.get((story.new.request_id, story.new.attempt))
         assert row is None or table.status[row] != Status.FREE
         return row is not None and any(row in batch.rows for batch in self.harness.flights)
+
+
+def make_chaos(scheduler: Scheduler, seeds: Sequence[int], *, whims: float = 0.6, **harness: Any) -> Chaos:
+    """Choose at random, from these seeds, what is done to an engine of small limits; `whims` is of its scheduler."""
+    random = np.random.default_rng(seeds)
+    unruly = UnrulyScheduler(scheduler, random, whims)
+    limits = {"max_batch_tokens": 24, "max_batch_rows": 6, "max_model_len": 80, "vocab_size": 50}
+    limits["num_blocks"] = int(random.integers(20, 40))
+    return Chaos(make_harness(unruly, eos_token_ids=(1, 2), **limits | harness), unruly, random)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,15 +12,17 @@ from numpy.typing import NDArray
 from services.worker.contract.arrays import I32
 from services.worker.contract.batch import OWN_SAMPLE, Batch, BatchOutput
 from services.worker.contract.executor import BatchFailedError, HostCopy
-from services.worker.engine.assemble import known_tokens
-from services.worker.engine.config import AddRefusal, NewSequence
 from services.worker.engine.engine import Engine
-from services.worker.engine.events import StepEvents
 from services.worker.engine.invariants import check_engine
 from services.worker.modelled.shadow_kv import TokenDraw, expected_outputs
 from services.worker.pipeline.stage_messages import StepDone
+from services.worker.scheduling.view import Scheduler
+from services.worker.sequences.assemble import known_tokens
+from services.worker.sequences.config import AddRefusal, NewSequence
+from services.worker.sequences.events import StepEvents
 from services.worker.sequences.table import Hold
 from shared.types import FinishReason
+from tests.support.engine_builders import make_engine, new_sequence
 from tests.support.staged_kv import StagedKv
 
 STEP_S = 0.05
@@ -88,13 +91,24 @@ class EngineHarness:
         self.engine.enter_executor(num_blocks, config.num_lanes, overlaps=config.overlaps)
         self.settle()
 
-    def add(self, new: NewSequence) -> int | AddRefusal:
+    def add(self, new: NewSequence) -> int:
+        """Have a sequence taken in; return its row."""
+        row = self.offer(new)
+        assert isinstance(row, int), row
+        return row
+
+    def offer(self, new: NewSequence) -> int | AddRefusal:
         row = self.engine.residents.add(new)
         if not isinstance(row, AddRefusal):
             assert new.stream not in self.stories
             self.stories[new.stream] = Story(new, new.generated.astype(int).tolist(), row=row)
         self.settle()
         return row
+
+    def add_all(self, count: int, **values: Any) -> None:
+        """Have so many sequences taken in, named from 0 on."""
+        for name in range(count):
+            self.add(new_sequence(name, **values))
 
     def cancel(self, story: Story) -> bool:
         found = self.engine.residents.cancel(story.new.request_id, story.new.attempt)
@@ -119,6 +133,16 @@ class EngineHarness:
             self.num_copies += int(batch.copies.source.size) - moved
         self.settle()
         return batch
+
+    def submitted(self) -> Batch:
+        batch = self.submit()
+        assert batch is not None, "nothing can run"
+        return batch
+
+    def fill(self) -> None:
+        """Submit as many batches as the executor takes, or can be made."""
+        while self.submit() is not None:
+            pass
 
     def land(self, cause: str | None = None, blamed: tuple[int, ...] = ()) -> StepEvents:
         """Answer the oldest batch in flight: run it, or let it fail."""
@@ -152,6 +176,11 @@ class EngineHarness:
         self.land_copies()
         return batch
 
+    def stepped(self) -> Batch:
+        batch = self.step()
+        assert batch is not None, "nothing can run"
+        return batch
+
     def land_copies(self) -> None:
         while self.host_copies:
             self.land_copy()
@@ -161,11 +190,8 @@ class EngineHarness:
         for _ in range(max_steps):
             if not self.engine.table.num_live:
                 break
-            while self.submit() is not None:
-                pass
-            assert self.flights or self.host_copies or not self.engine.table.num_live, (
-                "sequences are left, but no step runs"
-            )
+            self.fill()
+            self.check_going_on()
             if self.flights:
                 self.land()
             self.land_copies()
@@ -173,6 +199,16 @@ class EngineHarness:
         if self.pinned:
             return
         self.check_empty()
+
+    def finish(self, max_steps: int = 5000) -> None:
+        """Run until every sequence has ended, and judge what came out."""
+        self.drain(max_steps)
+        self.judge()
+
+    def check_going_on(self) -> None:
+        """Check that something is under way as long as somebody is here."""
+        under_way = self.flights or self.host_copies
+        assert under_way or not self.engine.table.num_live, "sequences are left, but no step runs"
 
     def check_empty(self) -> None:
         """Check that everything was given back."""
@@ -252,3 +288,16 @@ class EngineHarness:
             if text[count - 1] in stops:
                 return text[:count], FinishReason.STOP
         return text, FinishReason.LENGTH
+
+
+def make_harness(
+    scheduler: str | Scheduler = "chunked",
+    *,
+    depth: int | None = None,
+    num_stages: int | None = None,
+    num_lanes: int = 1,
+    **engine: Any,
+) -> EngineHarness:
+    """Drive an engine of `make_engine`; as many stages and batches in flight as lanes, unless told otherwise."""
+    made = make_engine(scheduler, num_lanes=num_lanes, **engine)
+    return EngineHarness(made, depth=depth or num_lanes, num_stages=num_stages or num_lanes)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from services.worker.scheduling.registry import make_scheduler
 from services.worker.scheduling.view import (
     I32,
     NOTHING_CACHED,
@@ -281,3 +282,15 @@ def check_contract(view: SchedulerView, output: SchedulerOutput) -> None:
         can_go_on = (missing <= view.free_blocks).any() or missing[0] <= view.free_blocks + others
         copies = swapped.size or (view.host is not None and (view.host.leaving_blocks or view.host.arriving.size))
         assert rows.size or copies or not can_go_on, "somebody who runs can go on, so somebody does"
+
+
+def decide(scheduler: str, view: SchedulerView) -> SchedulerOutput:
+    """What a scheduler chooses, which keeps the contract."""
+    output = make_scheduler(scheduler).schedule(view)
+    check_contract(view, output)
+    return output
+
+
+def chosen(output: SchedulerOutput) -> list[tuple[int, int]]:
+    """Rows of a step, and how many tokens each computes."""
+    return list(zip(output.rows.tolist(), output.num_tokens.tolist(), strict=True))

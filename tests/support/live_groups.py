@@ -21,7 +21,6 @@ from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.contract.executor import Executor
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.engine.engine import Engine
-from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.executor import opening
@@ -34,6 +33,7 @@ from services.worker.memory.spans import Spans
 from services.worker.peers.connect import Peers
 from services.worker.roles.device import Led
 from services.worker.roles.torch_device import TorchGroupDevice
+from services.worker.sequences.events import StepEvents
 from shared.layers import LayerRange
 from shared.systems import KvExchange
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint

@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from services.worker.contract.batch import Batch
+from services.worker.engine.residents import Residents
 from services.worker.executor.launched import Launched
 from services.worker.executor.model_runner import ModelRunner
 from services.worker.memory.page_swap import PageSwap
-from services.worker.sequences.residents import Residents
 from shared import wire
 from shared.messages import base
 

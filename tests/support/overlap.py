@@ -11,18 +11,18 @@ import numpy as np
 
 from services.worker.contract.batch import OWN_SAMPLE, Batch, BatchOutput
 from services.worker.contract.executor import Executor
-from services.worker.engine.config import NewSequence
 from services.worker.engine.engine import Engine
-from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
 from services.worker.engine.invariants import check_engine
 from services.worker.engine.loop import StepLoop
 from services.worker.executor.launched import Launched
 from services.worker.executor.model_runner import ModelRunner
 from services.worker.executor.thread import ThreadExecutor
+from services.worker.sequences.config import NewSequence
+from services.worker.sequences.events import StepEvents
 from shared.types import FinishReason
 from tests.support.checkpoints import CheckpointShape
-from tests.support.engine_builders import engine_config, make_engine, new_sequence
+from tests.support.engine_builders import make_engine, new_sequence
 from tests.support.runner_driver import Driver
 from tests.support.runners import open_runner
 
@@ -55,14 +55,14 @@ def requests(kinds: tuple[str, ...], num_each: int) -> list[NewSequence]:
 
 
 def engine_for(runner: ModelRunner, *, overlaps: bool) -> Engine:
-    config = engine_config(
+    return make_engine(
+        num_blocks=runner.capacity.num_blocks,
         max_batch_tokens=96,
         max_model_len=runner.info.max_model_len,
         vocab_size=SHAPE.vocab_size,
         block_size=16,
         overlaps=overlaps,
     )
-    return make_engine("chunked", num_blocks=runner.capacity.num_blocks, config=config)
 
 
 async def answers(waves: Sequence[Sequence[NewSequence]], *, overlap: bool, **changes: Any) -> tuple[Answers, int]:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.worker.contract.batch import Batch, BatchOutput
-from services.worker.engine.config import AddRefusal, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.modelled.executor import step_s
+from services.worker.sequences.config import AddRefusal, NewSequence
 from shared.cost import CostModel
 
 TOKEN = 7
@@ -34,12 +34,11 @@ class ToyPipeline:
     batches: list[Batch] = field(default_factory=list)
     busy_s: list[list[tuple[float, float]]] = field(default_factory=list)
     """By stage: begin and end of each batch."""
-    first_token_s: dict[int, float] = field(default_factory=dict)
-    """By stream."""
     arrivals: deque[NewSequence] = field(default_factory=deque)
     """To come, in order of `arrival_s`."""
     _flights: deque[tuple[Batch, float]] = field(default_factory=deque)
-    _named: list[list[tuple[int, int]]] = field(default_factory=list)
+    chunks_by_name: list[list[tuple[int, int]]] = field(default_factory=list)
+    """Of each batch: sequences in order of their coming (0 is the first), and their tokens in it."""
 
     def __post_init__(self) -> None:
         self.busy_s = [[] for _ in range(self.num_stages)]
@@ -59,19 +58,10 @@ class ToyPipeline:
             self._land()
         raise AssertionError(f"not done after {max_steps} events")
 
-    @property
-    def next_s(self) -> float:
-        """When the oldest batch in flight is done; infinite if there is none."""
-        return self._flights[0][1] if self._flights else np.inf
-
     def idle_ratio(self, begin_s: float, end_s: float) -> float:
         """Return the share of all stages' time from begin to end in which they stood idle."""
         busy = sum(max(min(end, end_s) - max(begin, begin_s), 0.0) for stage in self.busy_s for begin, end in stage)
         return 1 - busy / (self.num_stages * (end_s - begin_s))
-
-    def chunks_by_name(self) -> list[list[tuple[int, int]]]:
-        """Return, for each batch, the sequences in order of their coming (0 is the first) and their tokens in it."""
-        return self._named
 
     def _take_arrivals(self) -> None:
         while self.arrivals and self.arrivals[0].arrival_s <= self.now_s:
@@ -86,7 +76,7 @@ class ToyPipeline:
                 return
             self.batches.append(batch)
             names = self.engine.table.columns.order[batch.rows].tolist()
-            self._named.append(list(zip(names, batch.num_tokens.tolist(), strict=True)))
+            self.chunks_by_name.append(list(zip(names, batch.num_tokens.tolist(), strict=True)))
             ready_s, stage_s = self.now_s, step_s(self.cost, batch) / self.num_stages
             for stage in self.busy_s:
                 begin_s = max(ready_s, stage[-1][1] if stage else 0.0)
@@ -98,7 +88,4 @@ class ToyPipeline:
         while self._flights and self._flights[0][1] <= self.now_s:
             batch, _ = self._flights.popleft()
             tokens = np.where(batch.sample, np.int32(TOKEN), np.int32(-1))
-            events = self.engine.absorb(batch, BatchOutput(batch.step_id, tokens, 0.0), self.now_s)
-            for stream, first_index in zip(events.stream.tolist(), events.first_index.tolist(), strict=True):
-                if first_index == 0:
-                    self.first_token_s.setdefault(stream, self.now_s)
+            self.engine.absorb(batch, BatchOutput(batch.step_id, tokens, 0.0), self.now_s)

@@ -30,7 +30,8 @@ class BlockPool:
         self.on_lost: Callable[[I32], None] | None = None
         """Called with ids whose contents nobody may read any more; the shadow KV poisons them."""
         self._free_blocks = FreeBlocks(num_blocks)
-        self._num_usable = num_blocks
+        self.num_usable = num_blocks
+        """Blocks with memory behind them, below the limit."""
         self._limit = Limit(num_blocks)
         self._pins = Pins(num_blocks)
 
@@ -47,12 +48,7 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         """Blocks that somebody holds or pins, wherever they are."""
-        return self._num_usable - self.num_free
-
-    @property
-    def num_usable(self) -> int:
-        """Blocks with memory behind them, below the limit."""
-        return self._num_usable
+        return self.num_usable - self.num_free
 
     @property
     def is_within_limit(self) -> bool:
@@ -111,11 +107,11 @@ class BlockPool:
         self.usable[ids] = usable
         below = ids[ids < self._limit.end]
         if usable:
-            self._num_usable += below.size
+            self.num_usable += below.size
             self._free(below[::-1])
             return
         self._free_blocks.retain(self.usable)
-        self._num_usable -= below.size
+        self.num_usable -= below.size
         self._lose(ids)
 
     def limit(self, num_blocks: int | None) -> None:
@@ -128,7 +124,7 @@ class BlockPool:
         before = self._limit.end
         self._limit.set(num_blocks, self.usable, in_use)
         after, idle = self._limit.end, np.flatnonzero(self.usable & ~in_use).astype(np.int32)
-        self._num_usable = int(np.count_nonzero(self.usable[:after]))
+        self.num_usable = int(np.count_nonzero(self.usable[:after]))
         self._free_blocks.retain(np.arange(in_use.size) < after)
         self._lose(idle[(idle >= after) & (idle < before)])
         self._free_blocks.put_blank(idle[(idle >= before) & (idle < after)][::-1])
@@ -173,7 +169,7 @@ class BlockPool:
         assert not (self.index.is_named & ~self.usable).any(), "a block without memory has no contents"
         assert not (self.index.is_named & ~in_use & ~below).any(), "an idle block beyond the limit has no contents"
         self.index.check_invariants()
-        assert self._num_usable == int(self.usable[below].sum()), "the number of usable blocks is wrong"
+        assert self.num_usable == int(self.usable[below].sum()), "the number of usable blocks is wrong"
 
     def _take(self, count: int) -> I32:
         assert count <= self.num_free, f"the scheduler chose rows that need {count} blocks of {self.num_free} free"

@@ -11,11 +11,8 @@ count move to the front.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from services.worker.contract.arrays import EMPTY_I32, I32, I64
-
-Bool = NDArray[np.bool_]
+from services.worker.contract.arrays import EMPTY_I32, I32, I64, Bool
 
 _NOWHERE = -1
 _WINDOW = 64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from services.worker.blocks.free_blocks import FreeBlocks
 from services.worker.contract.arrays import I32
 
 
@@ -13,15 +14,14 @@ class HostBlocks:
     def __init__(self, num_blocks: int) -> None:
         """Begin with ids 0 to num_blocks - 1 free; the smallest is handed out first."""
         self.num_blocks = num_blocks
-        self._stack: I32 = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
-        self._num_free = num_blocks
+        self._free = FreeBlocks(num_blocks)
         self._uses: I32 = np.zeros(num_blocks, dtype=np.int32)
         self._kept: dict[int, I32] = {}
 
     @property
     def num_free(self) -> int:
         """Blocks that can be handed out."""
-        return self._num_free
+        return len(self._free)
 
     @property
     def rows(self) -> list[int]:
@@ -35,9 +35,8 @@ class HostBlocks:
     def keep(self, row: int, count: int) -> I32:
         """Give a row that keeps nothing `count` free blocks, which the caller knows to be there; return them."""
         assert row not in self._kept, f"row {row} keeps host blocks already"
-        assert count <= self._num_free, f"{count} host blocks are wanted, {self._num_free} are free"
-        self._num_free -= count
-        ids: I32 = self._stack[self._num_free : self._num_free + count][::-1].copy()
+        assert count <= self.num_free, f"{count} host blocks are wanted, {self.num_free} are free"
+        ids, _ = self._free.take(count)
         self._kept[row] = ids
         self._uses[ids] += 1
         return ids
@@ -59,9 +58,7 @@ class HostBlocks:
 
     def _let_go(self, ids: I32) -> None:
         self._uses[ids] -= 1
-        freed = ids[self._uses[ids] == 0][::-1]
-        self._stack[self._num_free : self._num_free + freed.size] = freed
-        self._num_free += int(freed.size)
+        self._free.put_blank(ids[self._uses[ids] == 0][::-1])
 
     def check_invariants(self, held: list[I32]) -> None:
         """Check that every block is free or in use, and every use is counted.
@@ -75,5 +72,5 @@ class HostBlocks:
         assert (uses == self._uses).all(), "uses of host blocks differ from what rows and copies need"
         kept = np.concatenate([np.zeros(0, dtype=np.int32), *self._kept.values()])
         assert np.unique(kept).size == kept.size, "two rows keep one host block"
-        free = np.bincount(self._stack[: self._num_free], minlength=self.num_blocks)
+        free = np.bincount(self._free.blank_ids, minlength=self.num_blocks)
         assert (free + (uses > 0) == 1).all(), "a host block must be free xor in use"

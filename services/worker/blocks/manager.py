@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from services.worker.blocks.block_pool import BlockPool
-from services.worker.contract.arrays import I32
+from services.worker.contract.arrays import I32, Rows
 from services.worker.contract.batch import NO_COPIES, NO_TABLE_DELTA, CopyOps, TableDelta
 
-Rows = NDArray[np.intp]
 _ONE = np.array(1, dtype=np.int32)
 
 

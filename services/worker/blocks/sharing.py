@@ -22,8 +22,8 @@ from services.worker.blocks.prefix import RunName, following_names, root_name
 from services.worker.blocks.remote_kv import RemoteKv, RemoteSpan, tail_begin
 from services.worker.contract.arrays import EMPTY_I32, I32
 from services.worker.contract.kept_kv import KeptKv
-from services.worker.engine.assemble import known_tokens
 from services.worker.scheduling.view import NOTHING_CACHED, CachedPrefix
+from services.worker.sequences.assemble import known_tokens
 from services.worker.sequences.table import SequenceTable, Status
 from services.worker.sequences.token_log import TokenLog
 

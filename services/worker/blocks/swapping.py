@@ -60,7 +60,8 @@ class Swapping:
         """Copy under way of a row."""
         self._arriving: dict[int, None] = {}
         """Rows whose KV is being brought back, in order."""
-        self._num_leaving_blocks = 0
+        self.num_leaving_blocks = 0
+        """Device blocks that become free when the copies to the host are done."""
         self._begun: list[HostCopy] = []
         self._next_copy_id = 0
 
@@ -69,16 +70,11 @@ class Swapping:
         """Rows whose KV is being brought back."""
         return len(self._arriving)
 
-    @property
-    def num_leaving_blocks(self) -> int:
-        """Device blocks that become free when the copies to the host are done."""
-        return self._num_leaving_blocks
-
     def view(self) -> HostView:
         """Return what a policy may know."""
         return HostView(
             free_blocks=self.host.num_free,
-            leaving_blocks=self._num_leaving_blocks,
+            leaving_blocks=self.num_leaving_blocks,
             num_leaving=sum(int(move.copy.device.size) for move in self._moves.values() if move.copy.to_host),
             arriving=np.fromiter(self._arriving, dtype=np.int32, count=len(self._arriving)),
             block_copy_s=self._memory.block_copy_s,
@@ -110,7 +106,7 @@ class Swapping:
     def land(self, copy_id: int) -> Landed:
         """End a copy, done or failed: its blocks are let go, and its row may be scheduled again."""
         move = self._moves.pop(copy_id)
-        self._num_leaving_blocks -= move.num_freed
+        self.num_leaving_blocks -= move.num_freed
         self._blocks.unpin(("host copy", copy_id))
         self.host.unhold(move.copy.host)
         if self._move_of.get(move.row) != copy_id:
@@ -131,7 +127,7 @@ class Swapping:
         self._blocks.pin(copy.device, ("host copy", copy.copy_id))
         self.host.hold(copy.host)
         self._moves[copy.copy_id] = _Move(copy, row, num_tokens, num_freed)
-        self._num_leaving_blocks += num_freed
+        self.num_leaving_blocks += num_freed
         self._move_of[row] = copy.copy_id
         if not copy.to_host:
             self._arriving[row] = None
@@ -150,7 +146,7 @@ class Swapping:
         assert arriving == list(self._arriving), "rows that come back and copies from the host differ"
         assert (table.status[arriving] == Status.RUNNING).all(), "a row that comes back is a running one"
         leaving = sum(move.num_freed for move in self._moves.values())
-        assert leaving == self._num_leaving_blocks, "the blocks that become free are counted wrongly"
+        assert leaving == self.num_leaving_blocks, "the blocks that become free are counted wrongly"
         kept = np.flatnonzero(table.host_tokens).tolist()
         assert sorted(self.host.rows) == kept, "rows with KV on the host and rows that keep host blocks differ"
         for row in kept:

@@ -9,7 +9,10 @@ I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
 U8 = NDArray[np.uint8]
+U16 = NDArray[np.uint16]
+U32 = NDArray[np.uint32]
 Bool = NDArray[np.bool_]
+Rows = NDArray[np.intp]
 
 EMPTY_I32: I32 = np.zeros(0, dtype=np.int32)
 EMPTY_I32.flags.writeable = False

@@ -13,37 +13,35 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from services.worker.blocks.compaction import with_moves
 from services.worker.blocks.manager import BlockManager
 from services.worker.blocks.remote_kv import RemoteSpan
 from services.worker.blocks.sharing import Sharing
 from services.worker.blocks.swapping import Swapping
-from services.worker.contract.arrays import I32, Bool
+from services.worker.contract.arrays import I32, Bool, Rows
 from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.contract.executor import BatchFailedError, HostCopy, HostMemory
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.cost.estimate import CostEstimate
-from services.worker.engine.assemble import decodes_first, input_tokens
-from services.worker.engine.config import EngineConfig
-from services.worker.engine.events import NO_EVENTS, RowExtra, StepEvents
 from services.worker.engine.flights import Flight, Flights
 from services.worker.engine.going_ahead import rows_ahead
 from services.worker.engine.kv_memory import KvMemory
+from services.worker.engine.residents import Residents
 from services.worker.engine.retry import RetryGroup, RetryQueue
 from services.worker.engine.totals import Totals
 from services.worker.engine.transitions import Transitions
 from services.worker.engine.viewing import Viewing
 from services.worker.scheduling.view import Limits, Scheduler, SchedulerOutput
 from services.worker.sequences import qoe_columns
+from services.worker.sequences.assemble import decodes_first, input_tokens
+from services.worker.sequences.config import EngineConfig
+from services.worker.sequences.events import NO_EVENTS, RowExtra, StepEvents
 from services.worker.sequences.logprob_log import LogprobLog
-from services.worker.sequences.residents import Residents
 from services.worker.sequences.table import Hold, SequenceTable, Status
 from services.worker.sequences.token_log import TokenLog
 from shared.types import FinishReason
 
-Rows = NDArray[np.intp]
 # arrays without a dimension: an operation of a short array with one takes half as long as with a scalar
 _RUNNING = np.array(Status.RUNNING, dtype=np.uint8)
 _ONE = np.array(1, dtype=np.int32)

@@ -19,12 +19,11 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.contract.arrays import EMPTY_I32, I32, Bool
+from services.worker.contract.arrays import EMPTY_I32, I32, Bool, Rows
 from services.worker.contract.batch import Batch
 from services.worker.sequences.table import Hold, SequenceTable
 from shared.hot import hot_dataclass
 
-Rows = NDArray[np.intp]
 # without a dimension: an operation of a short array with one takes half as long as with a scalar
 _LANDED = np.array(~Hold.IN_FLIGHT, dtype=np.uint8)
 _IN_FLIGHT = np.array(Hold.IN_FLIGHT, dtype=np.uint8)

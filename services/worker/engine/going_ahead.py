@@ -13,15 +13,13 @@ waits who could run, and memory is no question. Else the engine waits until noth
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from services.worker.contract.arrays import I32
+from services.worker.contract.arrays import I32, Rows
 from services.worker.engine.flights import Flights
 from services.worker.scheduling.plain import MAX_BLOCKS_PER_ROW
 from services.worker.scheduling.view import Limits
 from services.worker.sequences.table import Hold, SequenceTable
 
-Rows = NDArray[np.intp]
 # arrays without a dimension: an operation of a short array with one takes half as long as with a scalar
 _IN_FLIGHT = np.array(Hold.IN_FLIGHT, dtype=np.uint8)
 _LEAVING = np.array(Hold.CANCELLED | Hold.ENDED, dtype=np.uint8)

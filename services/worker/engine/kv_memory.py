@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,26 +17,19 @@ from services.worker.engine.transitions import Transitions
 from services.worker.sequences.table import Hold, SequenceTable, Status
 
 
+@dataclass(frozen=True, slots=True)
 class KvMemory:
     """Changes which blocks are usable; the only writer of `Hold.NO_ROOM`. The engine owns it."""
 
-    def __init__(
-        self,
-        table: SequenceTable,
-        blocks: BlockManager,
-        sharing: Sharing,
-        swapping: Swapping | None,
-        transitions: Transitions,
-    ) -> None:
-        self._table = table
-        self._blocks = blocks
-        self._sharing = sharing
-        self._swapping = swapping
-        self._transitions = transitions
+    table: SequenceTable
+    blocks: BlockManager
+    sharing: Sharing
+    swapping: Swapping | None
+    transitions: Transitions
 
     def grow(self, first: int, end: int) -> None:
         """Make the blocks from `first` to `end` - 1 usable, in addition to those that are."""
-        self._blocks.grow(first, end)
+        self.blocks.grow(first, end)
         self._review()
 
     def limit(self, num_blocks: int | None) -> None:
@@ -48,41 +42,39 @@ class KvMemory:
             ValueError: what is held now, or a sequence that is here at its full length, would not fit; nothing has
                 changed.
         """
-        assert self._swapping is None, (
-            "copies to the host, beside the steps, would not see what a batch has yet to move"
-        )
-        num_usable = int(np.count_nonzero(self._blocks.usable[:num_blocks]))
-        has_room = (self._table.hold & Hold.NO_ROOM) == 0
+        assert self.swapping is None, "copies to the host, beside the steps, would not see what a batch has yet to move"
+        num_usable = int(np.count_nonzero(self.blocks.usable[:num_blocks]))
+        has_room = (self.table.hold & Hold.NO_ROOM) == 0
         if (self._do_not_fit(num_usable) & has_room).any():
             raise ValueError(f"a sequence that is here at its full length does not fit {num_usable} blocks")
-        self._blocks.limit(num_blocks)
+        self.blocks.limit(num_blocks)
         self._review()
 
     def furnish(self, num_blocks: int, kept: KeptKv, coming: KeptKv, spans: Sequence[RemoteSpan]) -> None:
         """Have blocks 0 to num_blocks - 1, some named, some kept for KV on its way, in place of those so far."""
-        blocks = self._blocks
+        blocks = self.blocks
         blocks.set_usable(np.arange(blocks.refcount.size, dtype=np.int32), usable=False)
         if num_blocks > blocks.refcount.size:
             blocks.learn(num_blocks)
         for name, block in zip(kept.names, kept.ids.tolist(), strict=True):
             blocks.index.add(name, block)
         blocks.set_usable(np.arange(num_blocks, dtype=np.int32), usable=True)
-        self._sharing.expect(coming, spans)
+        self.sharing.expect(coming, spans)
         self._review()
 
     def _review(self) -> None:
         """Hold the sequences that the whole KV memory cannot fit, and only those."""
-        table, too_long = self._table, self._do_not_fit(self._blocks.num_usable)
+        table, too_long = self.table, self._do_not_fit(self.blocks.num_usable)
         for row in np.flatnonzero(too_long & (table.status == Status.RUNNING)).tolist():
-            self._transitions.preempt(row)
+            self.transitions.preempt(row)
         for row in np.flatnonzero(too_long).tolist():
-            self._sharing.forks.let_go(row)
+            self.sharing.forks.let_go(row)
         table.hold[too_long] |= Hold.NO_ROOM
         table.hold[~too_long] &= ~Hold.NO_ROOM
 
     def _do_not_fit(self, num_blocks: int) -> Bool:
         """Return [num_rows]: whether a row's sequence, at its full length, takes more than so many blocks."""
-        table = self._table
+        table = self.table
         longest = table.num_prompt + table.max_output - 1
-        too_long: Bool = (table.status != Status.FREE) & (-(-longest // self._blocks.block_size) > num_blocks)
+        too_long: Bool = (table.status != Status.FREE) & (-(-longest // self.blocks.block_size) > num_blocks)
         return too_long

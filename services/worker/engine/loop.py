@@ -11,8 +11,8 @@ from math import isinf
 from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.contract.executor import BatchFailedError, CopyFailedError, Executor
 from services.worker.engine.engine import Engine
-from services.worker.engine.events import NO_EVENTS, StepEvents
 from services.worker.engine.gate import StepGate
+from services.worker.sequences.events import NO_EVENTS, StepEvents
 
 _MIN_TIMER_S = 0.001
 """Event loops do not keep shorter timers."""

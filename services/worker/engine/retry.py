@@ -9,9 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.contract.arrays import I32
-
-Rows = NDArray[np.intp]
+from services.worker.contract.arrays import I32, Rows
 
 MAX_LONE_FAILURES = 2
 """A row that fails this often in a step of its own is guilty."""

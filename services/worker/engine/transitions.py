@@ -6,22 +6,20 @@ from collections.abc import Hashable
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from services.worker.blocks.sharing import Sharing
 from services.worker.blocks.swapping import Swapping
-from services.worker.contract.arrays import EMPTY_I32, I32
+from services.worker.contract.arrays import EMPTY_I32, I32, Rows
 from services.worker.contract.batch import RowInit
-from services.worker.engine.assemble import row_init
-from services.worker.engine.events import RowExtra
+from services.worker.engine.residents import Residents
 from services.worker.engine.retry import RetryQueue
 from services.worker.engine.totals import Totals
 from services.worker.scheduling.view import PreemptHow
-from services.worker.sequences.residents import Residents
+from services.worker.sequences.assemble import row_init
+from services.worker.sequences.events import RowExtra
 from services.worker.sequences.table import Hold, SequenceTable, Status
 from services.worker.sequences.token_log import TokenLog
 
-Rows = NDArray[np.intp]
 _SWAP = int(PreemptHow.SWAP)
 
 

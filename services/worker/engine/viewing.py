@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from services.worker.blocks.manager import BlockManager
@@ -14,33 +16,25 @@ from services.worker.scheduling.view import Limits, SchedulerView
 from services.worker.sequences.table import SequenceTable
 
 
+@dataclass(frozen=True, slots=True)
 class Viewing:
     """Looks at the parts of an engine for its scheduler; changes nothing."""
 
-    def __init__(
-        self,
-        table: SequenceTable,
-        blocks: BlockManager,
-        sharing: Sharing,
-        swapping: Swapping | None,
-        flights: Flights,
-        cost: CostEstimate,
-    ) -> None:
-        self._table = table
-        self._blocks = blocks
-        self._sharing = sharing
-        self._swapping = swapping
-        self._flights = flights
-        self._cost = cost
+    table: SequenceTable
+    blocks: BlockManager
+    sharing: Sharing
+    swapping: Swapping | None
+    flights: Flights
+    cost: CostEstimate
 
     def view(self, now_s: float, limits: Limits) -> SchedulerView:
         """Return the view for the next step's decision."""
-        table = self._table
+        table = self.table
         waiting, running, preempted = table.waiting.view, table.running.view, table.preempted.view
         if np.count_nonzero(table.hold):
             free = table.hold == 0
             waiting, running, preempted = waiting[free[waiting]], running[free[running]], preempted[free[preempted]]
-        flights = self._flights
+        flights = self.flights
         in_flight = flights.rows
         extensible = flights.extensible if limits.num_lanes > 1 else EMPTY_I32
         return SchedulerView(
@@ -50,15 +44,15 @@ class Viewing:
             running=running,
             preempted=preempted,
             num_in_flight=in_flight.size,
-            free_blocks=self._blocks.num_free,
-            block_size=self._blocks.block_size,
+            free_blocks=self.blocks.num_free,
+            block_size=self.blocks.block_size,
             limits=limits,
-            blocks=self._sharing,
-            host=None if self._swapping is None else self._swapping.view(),
+            blocks=self.sharing,
+            host=None if self.swapping is None else self.swapping.view(),
             flights=tuple(flight.batch.rows for flight in flights),
             in_flight=in_flight,
             in_flight_ends=flights.ends(in_flight),
             extensible=extensible,
             extensible_begins=flights.ends(extensible),
-            cost=self._cost.now,
+            cost=self.cost.now,
         )

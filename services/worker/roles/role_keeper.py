@@ -58,6 +58,8 @@ class StepMachine:
     loop: StepLoop
     gate: StepGate
     executor: RoleExecutor
+    step_limit_s: float
+    """After which a step counts as stuck."""
 
 
 class RoleKeeper:

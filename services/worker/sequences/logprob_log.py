@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.contract.arrays import Bool
-from services.worker.engine.events import RowExtra
+from services.worker.sequences.events import RowExtra
 from services.worker.sequences.sequence import SequenceKey
 from services.worker.sequences.table import SequenceTable
 from shared.stream_extras import StreamExtra, TokenLogprob, pack_extras, unpack_extras

@@ -9,10 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.contract.arrays import I32
+from services.worker.contract.arrays import F64, I32
 from services.worker.sequences.table import SequenceTable
-
-F64 = NDArray[np.float64]
 
 
 def slack_s(table: SequenceTable, rows: I32, now_s: float) -> F64:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from services.worker.contract.arrays import I32, U8
+from services.worker.contract.arrays import I32, U8, Rows
 from shared.types import FinishReason, SamplingParams
-
-Rows = NDArray[np.intp]
 
 MAX_STOP_IDS = 64
 """As many as `SamplingParams.stop_token_ids` may have."""

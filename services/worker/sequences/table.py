@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from enum import IntEnum
 from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.engine.config import NewSequence
 from services.worker.scheduling.view import Columns
+from services.worker.sequences.config import NewSequence
 from services.worker.sequences.rows import RowQueue
 from services.worker.sequences.sequence import Sequence
 from shared.types import RequestClass
@@ -83,21 +83,7 @@ class SequenceTable:
         self.num_readers = 0  # live rows that a reader follows
         self._free = list(range(num_rows - 1, -1, -1))
         self._num_added = 0
-        self.columns = Columns(
-            num_prompt=_read_only(self.num_prompt),
-            num_output=_read_only(self.num_output),
-            num_computed=_read_only(self.num_computed),
-            held_blocks=_read_only(self.held_blocks),
-            host_tokens=_read_only(self.host_tokens),
-            order=_read_only(self.order),
-            last_step=_read_only(self.last_step),
-            arrival_s=_read_only(self.arrival_s),
-            request_class=_read_only(self.request_class),
-            qoe_ttft_s=_read_only(self.qoe_ttft_s),
-            qoe_speed=_read_only(self.qoe_speed),
-            qoe_last_s=_read_only(self.qoe_last_s),
-            qoe_delay_sum_s=_read_only(self.qoe_delay_sum_s),
-        )
+        self.columns = Columns(**{field.name: _read_only(getattr(self, field.name)) for field in fields(Columns)})
 
     @property
     def num_live(self) -> int:

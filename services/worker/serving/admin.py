@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import asdict
 
 from services.worker.engine.describe import describe
 from services.worker.engine.engine import Engine
@@ -24,11 +23,10 @@ class Admin:
     async def dump(self, message: Message) -> bytes:
         """Answer with what the worker holds: sequences by ids and counts, never tokens or text; tasks."""
         del message
-        sequences = [asdict(sequence) for sequence in describe(self._engine)]
         content = {
             "phase": self._reporter.phase,
             "num_tasks": len(asyncio.all_tasks()),
             "leases": self._leases.describe(),
-            "sequences": sequences,
+            "sequences": describe(self._engine),
         }
         return json.dumps(content).encode()

@@ -12,7 +12,7 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.engine.events import StepEvents
+from services.worker.sequences.events import StepEvents
 from shared.ids import NOBODY, DispatcherId, Incarnation, WorkerId
 from shared.process.log import get_logger
 from shared.stream_extras import StreamExtra, pack_extras

@@ -12,8 +12,8 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
-from services.worker.engine.config import AddRefusal, NewSequence
 from services.worker.engine.engine import Engine
+from services.worker.sequences.config import AddRefusal, NewSequence
 from services.worker.serving.emitter import Emitter
 from services.worker.serving.leases import Leases
 from services.worker.serving.uploads import Uploads
@@ -34,13 +34,6 @@ from shared.subjects import check_token
 from shared.token_batch import stream_batch
 from shared.transport.bus import Message
 from shared.wire import decode, decode_union, encode
-
-_REASONS = {
-    AddRefusal.FULL: RefusalReason.FULL,
-    AddRefusal.TOO_LONG: RefusalReason.TOO_LONG,
-    AddRefusal.INVALID: RefusalReason.INVALID,
-    AddRefusal.DUPLICATE: RefusalReason.DUPLICATE,
-}
 
 _QUESTIONS: TypeAdapter[Submit | Upload] = TypeAdapter(Annotated[Submit | Upload, Field(discriminator="kind")])
 MAX_REMEMBERED = 16_384
@@ -131,7 +124,7 @@ class Intake:
         row = self._engine.residents.hand_over(new)
         outcome = self._engine.residents.add(new) if row is None else row
         if isinstance(outcome, AddRefusal):
-            return refuse(_REASONS[outcome], newest_attempt=newest)
+            return refuse(RefusalReason(outcome.value), newest_attempt=newest)
         self._remember(submit)
         self._wake()
         return Accepted(

@@ -6,7 +6,7 @@ import asyncio
 from functools import partial
 
 from services.worker.engine.stats import take_stats
-from services.worker.serving.driving import Driving
+from services.worker.roles.role_keeper import StepMachine
 from services.worker.serving.emitter import Emitter
 from services.worker.serving.endpoints import Endpoints
 from services.worker.serving.reporter import Reporter, WorkerFacts
@@ -31,21 +31,21 @@ class WorkerService:
         info: ServiceInfo,
         facts: WorkerFacts,
         bus: Bus,
-        driving: Driving,
+        machine: StepMachine,
         endpoints: Endpoints,
         emitter: Emitter,
         reporter: Reporter,
         tasks: TaskOwner,
     ) -> None:
-        self.engine = driving.engine
+        self.engine = machine.engine
         self.agent = endpoints.agent
-        self.executor = driving.executor
+        self.executor = machine.executor
         self.leases = endpoints.leases
         self.emitter = emitter
         self._info = info
         self._facts = facts
         self._bus = bus
-        self._driving = driving
+        self._machine = machine
         self._endpoints = endpoints
         self._reporter = reporter
         self._tasks = tasks
@@ -54,11 +54,11 @@ class WorkerService:
 
     async def start(self) -> None:
         """Take requests from now on."""
-        loop = self._driving.loop
+        loop = self._machine.loop
         self._stepping = self._tasks.start(loop.run(), name="step-loop")
         self._tasks.start(self.emitter.run(), name="emitter")
         self._tasks.start(self.leases.run(), name="leases")
-        watchdog = watch_steps(lambda: loop.step_age_s, self._driving.step_limit_s)
+        watchdog = watch_steps(lambda: loop.step_age_s, self._machine.step_limit_s)
         self._tasks.start(watchdog, name="watchdog")
         self._served = await self._bus.serve(self._info, self._endpoints.all())
         self._endpoints.intake.open()
@@ -80,17 +80,17 @@ class WorkerService:
         self._endpoints.intake.close()
         if self._served is not None:
             await self._served.close()
-        self._driving.loop.close()
+        self._machine.loop.close()
         ended = True
         if self._stepping is not None:
-            _, running = await asyncio.wait([self._stepping], timeout=self._driving.step_limit_s)
+            _, running = await asyncio.wait([self._stepping], timeout=self._machine.step_limit_s)
             ended = not running
         await self._reporter.leave()
         await self._tasks.close()
         if ended:
             await self.executor.close()
-            if self._driving.device is not None:
-                await self._driving.device.close()
+            if self.agent is not None:
+                await self.agent.keeper.device.close()
         else:  # its thread is stuck in a step, and dies with the process
-            _log.error("executor_abandoned", after_s=self._driving.step_limit_s)
+            _log.error("executor_abandoned", after_s=self._machine.step_limit_s)
         await self._bus.flush()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from services.worker.blocks.free_blocks import FreeBlocks
 from services.worker.blocks.manager import BlockManager
@@ -67,7 +65,7 @@ def test_a_pinned_block_outlives_its_row_until_it_is_unpinned() -> None:
     blocks.check_invariants(ids())
 
 
-def test_lost_blocks_are_announced_once_they_are_really_free() -> None:
+def test_lost_blocks_are_announced_once_they_are_really_free_or_without_memory() -> None:
     blocks, freed = manager(), []  # type: tuple[BlockManager, list[int]]
     blocks.on_lost = lambda gone: freed.extend(gone.tolist())
     extend(blocks, 0, 8)
@@ -76,6 +74,8 @@ def test_lost_blocks_are_announced_once_they_are_really_free() -> None:
     assert freed == [0]
     blocks.unpin("owner")
     assert freed == [0, 1]
+    blocks.set_usable(ids(6, 7), usable=False)
+    assert freed == [0, 1, 6, 7], "what has no memory has lost its contents too"
 
 
 def test_growing_and_shrinking_change_what_can_be_handed_out() -> None:
@@ -126,7 +126,7 @@ def test_nobody_can_pin_a_free_block_or_take_more_than_there_is() -> None:
         (lambda b: b._ahead.append((0, ids(0, 5))), "other blocks"),
         (lambda b: b.usable.__setitem__(7, False), "free xor in use"),
         (lambda b: b.held.__setitem__(2, 1), "a free row holds"),
-        (lambda b: setattr(b, "_num_usable", 7), "number of usable"),
+        (lambda b: setattr(b, "num_usable", 7), "number of usable"),
     ],
 )
 def test_every_broken_law_is_named(spoil: object, law: str) -> None:
@@ -209,57 +209,6 @@ def test_a_block_without_memory_is_found_no_more() -> None:
     blocks.check_invariants(ids(1))
 
 
-def name_some_and_release(blocks: BlockManager, row: int, num_full: int, tag: int) -> None:
-    full = blocks.block_table[row, :num_full]
-    for block in full[~blocks.index.is_named[full]].tolist():
-        blocks.index.add(bytes([tag, block]), block)
-    blocks.release(row)
-
-
-def share_some(blocks: BlockManager, ends: I32, row: int, other: int, num_shared: int) -> None:
-    blocks.share(other, blocks.block_table[row, :num_shared].copy(), None, "step")
-    ends[other] = 4 * num_shared + 1
-    blocks.extend(np.array([other]), ends[[other]])
-
-
-def any_operation(blocks: BlockManager, ends: I32, random: np.random.Generator, step: int) -> None:
-    row, other = (int(row) for row in random.choice(6, size=2, replace=False))
-    held, num_full, kind = int(blocks.held[row]), int(ends[row]) // 4, random.random()
-    if kind < 0.25:
-        name_some_and_release(blocks, row, num_full if random.random() < 0.7 else 0, step)
-        ends[row] = 0
-    elif kind < 0.35 and held:
-        blocks.pin(blocks.block_table[row, :held], step)
-    elif kind < 0.5:
-        blocks.unpin(int(random.integers(step + 1)))
-    elif kind < 0.65 and held and not blocks.held[other] and blocks.num_free:
-        share_some(blocks, ends, row, other, int(random.integers(num_full + 1)))
-    else:
-        more = int(random.integers(1, 12))
-        if -(-(ends[row] + more) // 4) - held <= min(blocks.num_free, 16 - held):
-            ends[row] += more
-            blocks.extend(np.array([row]), ends[[row]])
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.integers(0, 2**32 - 1))
-def test_blocks_are_never_lost_or_doubled_and_free_as_foretold(seed: int) -> None:
-    random, blocks = np.random.default_rng(seed), manager(num_blocks=24, num_rows=6)
-    ends = np.zeros(6, dtype=np.int32)
-    for step in range(60):
-        any_operation(blocks, ends, random, step)
-        blocks.check_invariants(np.arange(6, dtype=np.int32))
-    rows = random.permutation(6).astype(np.int32)
-    freeable, num_free = blocks.freeable(rows), blocks.num_free
-    for left in range(5, -1, -1):
-        blocks.release(int(rows[left]))
-        assert blocks.num_free == num_free + freeable[left:].sum()
-    for owner in range(60):
-        blocks.unpin(owner)
-    free = blocks._free_blocks
-    assert sorted([*free.blank_ids.tolist(), *free.kept_ids.tolist()]) == list(range(24))
-
-
 def test_blocks_are_in_use_while_a_row_holds_them_or_somebody_pins_them() -> None:
     blocks = manager()
     held = extend(blocks, 0, 12)
@@ -280,13 +229,6 @@ def test_a_block_that_one_owner_pins_twice_is_free_once() -> None:
     blocks.unpin("owner")
     assert blocks.num_free == 8
     blocks.check_invariants(ids())
-
-
-def test_blocks_that_lose_their_memory_are_announced() -> None:
-    blocks, lost = manager(), list[int]()
-    blocks.on_lost = lambda gone: lost.extend(gone.tolist())
-    blocks.set_usable(ids(6, 7), usable=False)
-    assert lost == [6, 7]
 
 
 @pytest.mark.parametrize("seed", range(8))

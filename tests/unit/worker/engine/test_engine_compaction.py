@@ -13,27 +13,25 @@ from services.worker.blocks import compaction
 from services.worker.blocks.compaction import with_moves
 from services.worker.blocks.manager import BlockManager
 from services.worker.contract.arrays import I32
-from services.worker.contract.batch import Batch, CopyOps, TableDelta
-from services.worker.engine.config import AddRefusal
+from services.worker.contract.batch import CopyOps, TableDelta
 from services.worker.engine.invariants import check_engine
-from services.worker.scheduling.registry import SCHEDULERS
+from services.worker.sequences.config import AddRefusal
 from shared.types import FinishReason
-from tests.support.engine_builders import engine_config, make_engine, new_sequence
-from tests.support.engine_harness import EngineHarness
+from tests.support.engine_builders import new_sequence
+from tests.support.engine_harness import EngineHarness, make_harness
 
 LIMIT = 16
 
 
-def beyond(*, depth: int = 1, max_tokens: int = 20, num_blocks: int = 24) -> EngineHarness:
-    """Sequence 1 holds blocks 10 to 20; sequence 0, which has ended, had 0 to 9. Blocks of 4 tokens."""
-    config = engine_config(num_lanes=depth, max_batch_tokens=200)
-    engine = make_engine(num_blocks=num_blocks, config=config)
-    harness = EngineHarness(engine, depth=depth, num_stages=depth)
+def beyond(*, depth: int = 1, limited: int | None = None) -> EngineHarness:
+    """Sequence 1 holds blocks 10 to 20 of 24; sequence 0, which has ended, had 0 to 9. Blocks of 4 tokens."""
+    harness = make_harness(num_blocks=24, num_lanes=depth, max_batch_tokens=200)
     harness.add(new_sequence(0, num_prompt=40, max_tokens=1))
-    harness.add(new_sequence(1, num_prompt=40, max_tokens=max_tokens))
+    harness.add(new_sequence(1, num_prompt=40, max_tokens=20))
     harness.step()
     harness.step()
     assert held(harness, 1) == list(range(10, 21))
+    limit(harness, limited)
     return harness
 
 
@@ -42,12 +40,6 @@ def held(harness: EngineHarness, name: int) -> list[int]:
     row = harness.engine.residents.row_of[new_sequence(name).request_id, 1]
     ids: list[int] = blocks.block_table[row, : blocks.held[row]].tolist()
     return ids
-
-
-def submitted(harness: EngineHarness) -> Batch:
-    batch = harness.submit()
-    assert batch is not None
-    return batch
 
 
 def is_kept(harness: EngineHarness) -> bool:
@@ -61,11 +53,10 @@ def limit(harness: EngineHarness, num_blocks: int | None) -> None:
 
 def test_what_lies_beyond_moves_with_the_next_batch_and_the_text_stays() -> None:
     """11 blocks are held, 5 of them beyond 16: 16 - 11 = 5 are free, before the move and after it."""
-    harness = beyond()
-    limit(harness, LIMIT)
+    harness = beyond(limited=LIMIT)
     engine = harness.engine
     assert (engine.capacity_blocks, engine.blocks.num_free, engine.blocks.is_within_limit) == (16, 5, False)
-    batch = submitted(harness)
+    batch = harness.submitted()
     assert batch.copies.source.tolist() == [16, 17, 18, 19, 20]
     assert batch.table_delta.index.tolist() == [6, 7, 8, 9, 10]
     assert batch.table_delta.block_id.tolist() == batch.copies.target.tolist() == held(harness, 1)[6:]
@@ -73,30 +64,28 @@ def test_what_lies_beyond_moves_with_the_next_batch_and_the_text_stays() -> None
     assert (engine.blocks.num_free, engine.blocks.is_within_limit) == (5, False)
     harness.land()
     assert (engine.blocks.num_free, engine.blocks.is_within_limit) == (5, True)
-    harness.drain()
-    harness.judge()
+    harness.finish()
 
 
 def test_a_limit_with_nothing_beyond_takes_effect_at_once() -> None:
-    harness = EngineHarness(make_engine(num_blocks=24))
+    harness = make_harness(num_blocks=24)
     limit(harness, LIMIT)
     assert harness.engine.blocks.is_within_limit
-    assert harness.add(new_sequence(0, num_prompt=60, max_tokens=6)) is AddRefusal.TOO_LONG
+    assert harness.offer(new_sequence(0, num_prompt=60, max_tokens=6)) is AddRefusal.TOO_LONG
     assert harness.add(new_sequence(1, num_prompt=60, max_tokens=5)) == 0
-    harness.drain()
-    harness.judge()
+    harness.finish()
     assert harness.engine.totals.peak_used_blocks == LIMIT
 
 
 def test_schedulers_never_get_a_block_beyond() -> None:
     """12 sequences of 20 to 52 tokens want all 24 blocks, over and over."""
-    harness = EngineHarness(make_engine(num_blocks=24))
+    harness = make_harness(num_blocks=24)
     limit(harness, LIMIT)
     for name in range(12):
         harness.add(new_sequence(name, num_prompt=4 + 3 * name, max_tokens=16))
     given: set[int] = set()
     while harness.engine.table.num_live:
-        given.update(submitted(harness).table_delta.block_id.tolist())
+        given.update(harness.submitted().table_delta.block_id.tolist())
         harness.land()
     harness.judge()
     assert given == set(range(LIMIT))
@@ -127,8 +116,7 @@ def test_a_limit_that_a_sequence_would_outgrow_is_refused_and_changes_nothing() 
     limit(harness, 15)
     harness.step()
     assert harness.engine.blocks.is_within_limit
-    harness.drain()
-    harness.judge()
+    harness.finish()
     assert harness.engine.totals.num_preemptions == 0
 
 
@@ -138,39 +126,36 @@ def test_a_block_that_two_rows_share_moves_once_and_both_follow() -> None:
     harness.step()
     assert held(harness, 2)[:9] == held(harness, 1)[:9]
     limit(harness, 20)
-    batch = submitted(harness)
+    batch = harness.submitted()
     assert np.unique(batch.copies.source).size == batch.copies.source.size
     limit(harness, 18)
     harness.land()
-    batch = submitted(harness)
+    batch = harness.submitted()
     assert batch.copies.source.tolist() == [18, 19]
     assert held(harness, 2)[:9] == held(harness, 1)[:9]
-    harness.drain()
-    harness.judge()
+    harness.finish()
 
 
 def test_the_source_of_a_copy_on_write_moves_when_that_copy_is_made() -> None:
     """Sequence 1 has 38 prompt tokens, so its tenth block is not full, and sequence 2 gets a copy of it."""
-    config = engine_config(max_batch_tokens=200)
-    harness = EngineHarness(make_engine(num_blocks=24, config=config))
+    harness = make_harness(num_blocks=24, max_batch_tokens=200)
     harness.add(new_sequence(0, num_prompt=40, max_tokens=1))
     harness.add(new_sequence(1, num_prompt=38, max_tokens=20))
     harness.add(new_sequence(2, prompt=new_sequence(1, num_prompt=38).prompt.tolist(), max_tokens=20, fork_of=1))
     harness.step()
     assert held(harness, 1) == list(range(10, 20))
     limit(harness, LIMIT)
-    batch = submitted(harness)
+    batch = harness.submitted()
     assert batch.copies.source.tolist() == [19, 16, 17, 18]
     assert held(harness, 1)[:9] == held(harness, 2)[:9]
     entries = list(zip(batch.table_delta.row.tolist(), batch.table_delta.index.tolist(), strict=True))
     assert len(set(entries)) == len(entries), "an entry changes twice"
     assert max(batch.table_delta.block_id) < LIMIT
     harness.land()
-    assert submitted(harness).copies.source.tolist() == [19]
+    assert harness.submitted().copies.source.tolist() == [19]
     harness.land()
     assert harness.engine.blocks.is_within_limit
-    harness.drain()
-    harness.judge()
+    harness.finish()
 
 
 def test_a_pinned_block_stays_until_it_is_unpinned() -> None:
@@ -182,16 +167,14 @@ def test_a_pinned_block_stays_until_it_is_unpinned() -> None:
     assert not is_kept(harness)
     harness.unpin("reader")
     harness.settle()
-    assert submitted(harness).copies.source.tolist() == [16, 17, 18, 19]
+    assert harness.submitted().copies.source.tolist() == [16, 17, 18, 19]
     harness.land()
     assert is_kept(harness)
-    harness.drain()
-    harness.judge()
+    harness.finish()
 
 
 def test_a_pinned_block_that_nobody_holds_any_more_is_gone_when_it_is_unpinned() -> None:
-    harness = beyond()
-    limit(harness, LIMIT)
+    harness = beyond(limited=LIMIT)
     harness.pin_full_blocks("reader", 1)
     harness.cancel(harness.stories[1001])
     assert (harness.engine.blocks.is_within_limit, harness.engine.blocks.num_free) == (False, 6)
@@ -203,123 +186,97 @@ def test_a_pinned_block_that_nobody_holds_any_more_is_gone_when_it_is_unpinned()
 def test_a_batch_moves_so_many_blocks_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two sequences of 400 tokens; the first one ends, so 100 blocks of the other have to move."""
     monkeypatch.setattr(compaction, "MAX_MOVED_BLOCKS", 64)
-    config = engine_config(max_batch_tokens=1000, max_model_len=1000)
-    harness = EngineHarness(make_engine(num_blocks=300, config=config))
+    harness = make_harness(num_blocks=300, max_batch_tokens=1000, max_model_len=1000)
     harness.add(new_sequence(0, num_prompt=400, max_tokens=1))
     harness.add(new_sequence(1, num_prompt=400, max_tokens=20))
     harness.step()
     limit(harness, 105)
     sizes = []
     while not harness.engine.blocks.is_within_limit:
-        sizes.append(submitted(harness).copies.source.size)
+        sizes.append(harness.submitted().copies.source.size)
         harness.land()
     assert sizes == [64, 31]
-    harness.drain()
-    harness.judge()
+    harness.finish()
 
 
 def test_a_batch_that_fails_has_moved_its_blocks_all_the_same() -> None:
-    harness = beyond()
-    limit(harness, LIMIT)
-    submitted(harness)
+    harness = beyond(limited=LIMIT)
+    harness.submitted()
     harness.land("bad luck")
     assert harness.engine.blocks.is_within_limit
-    assert submitted(harness).copies.source.size == 0
-    harness.land()
-    harness.drain()
-    harness.judge()
+    assert harness.submitted().copies.source.size == 0
+    harness.finish()
 
 
 def test_a_retry_moves_blocks_too() -> None:
     harness = beyond()
-    submitted(harness)
+    harness.submitted()
     harness.land("bad luck")
     limit(harness, LIMIT)
-    assert submitted(harness).copies.source.size == 5
+    assert harness.submitted().copies.source.size == 5
     harness.land()
     assert harness.engine.blocks.is_within_limit
-    harness.drain()
-    harness.judge()
+    harness.finish()
 
 
 def test_blocks_that_a_batch_moves_are_nobody_elses_before_it_is_back() -> None:
     """The limit is lifted and sequence 1 cancelled; only then does the batch that copies 16 to 20 run."""
-    harness = beyond(depth=2)
-    limit(harness, LIMIT)
-    moves = submitted(harness).copies
+    harness = beyond(depth=2, limited=LIMIT)
+    moves = harness.submitted().copies
     limit(harness, None)
     harness.cancel(harness.stories[1001])
     assert harness.engine.blocks.is_within_limit
     assert harness.engine.blocks.num_free == 24 - 11 - 5
     harness.add(new_sequence(2, num_prompt=25, max_tokens=6))
-    given = submitted(harness).table_delta.block_id
+    given = harness.submitted().table_delta.block_id
     assert not np.isin(given, np.concatenate([moves.source, moves.target])).any()
     harness.land()
     assert harness.engine.blocks.num_free == 24 - given.size
-    harness.drain()
-    harness.judge()
+    harness.finish()
 
 
-def test_moved_blocks_are_found_by_name_and_lost_ones_are_not() -> None:
-    """Sequence 1 has moved, so its nine full blocks that another prompt may share are found. Block 21 held nothing."""
-    harness = beyond()
-    limit(harness, LIMIT)
-    harness.step()
-    harness.cancel(harness.stories[1001])
-    row = harness.add(new_sequence(2, prompt=new_sequence(1, num_prompt=40).prompt.tolist(), max_tokens=3))
-    assert isinstance(row, int)
-    assert harness.engine.sharing.cached(row).num_tokens == 36
-    harness.drain()
-    harness.judge()
-    assert harness.engine.totals.num_prefix_cache_hits == 36
-
-
-def test_free_blocks_beyond_lose_their_names() -> None:
-    """Sequence 1 has ended and left ten full blocks, 10 to 19; six of them are below 16."""
-    harness = beyond()
+@pytest.mark.parametrize(("has_moved", "num_found"), [(True, 36), (False, 6 * 4)])
+def test_moved_blocks_are_found_by_name_and_lost_ones_are_not(*, has_moved: bool, num_found: int) -> None:
+    """Of ten full blocks of sequence 1, 10 to 19, another prompt may share nine if they have moved, else six."""
+    harness = beyond(limited=LIMIT if has_moved else None)
+    if has_moved:
+        harness.step()
     harness.cancel(harness.stories[1001])
     limit(harness, LIMIT)
     row = harness.add(new_sequence(2, prompt=new_sequence(1, num_prompt=40).prompt.tolist(), max_tokens=3))
-    assert isinstance(row, int)
-    assert harness.engine.sharing.cached(row).num_tokens == 6 * 4
-    harness.drain()
-    harness.judge()
+    assert harness.engine.sharing.cached(row).num_tokens == num_found
+    harness.finish()
+    assert harness.engine.totals.num_prefix_cache_hits == num_found
 
 
 def test_a_lifted_limit_gives_back_all_blocks_blank() -> None:
-    harness = beyond()
-    limit(harness, LIMIT)
+    harness = beyond(limited=LIMIT)
     harness.step()
     limit(harness, None)
     assert (harness.engine.capacity_blocks, harness.engine.blocks.num_free) == (24, 13)
     harness.add(new_sequence(2, num_prompt=44, max_tokens=1))
-    assert submitted(harness).table_delta.block_id[:8].tolist() == list(range(16, 24))
-    harness.land()
-    harness.drain()
-    harness.judge()
+    assert harness.submitted().table_delta.block_id[:8].tolist() == list(range(16, 24))
+    harness.finish()
 
 
 def test_a_limit_may_change_before_it_is_kept() -> None:
     """From 18 to 22 to 16, with a batch on its way after each; what an earlier limit has moved stays where it is."""
-    harness = beyond(depth=2)
-    limit(harness, 18)
-    assert submitted(harness).copies.source.tolist() == [18, 19, 20]
+    harness = beyond(depth=2, limited=18)
+    assert harness.submitted().copies.source.tolist() == [18, 19, 20]
     limit(harness, 22)
     assert harness.engine.blocks.is_within_limit
     limit(harness, LIMIT)
     harness.land()
-    assert submitted(harness).copies.source.tolist() == [16, 17]
+    assert harness.submitted().copies.source.tolist() == [16, 17]
     harness.land()
     assert harness.engine.blocks.is_within_limit
-    harness.drain()
-    harness.judge()
+    harness.finish()
 
 
 @pytest.mark.parametrize("has_moved", [True, False])
 def test_another_executor_has_no_limit_and_gets_what_was_held_moved_or_not(*, has_moved: bool) -> None:
     """Of 41 tokens 40 are computed, so ten full blocks; if all have moved, the first six are where they were."""
-    harness = beyond()
-    limit(harness, LIMIT)
+    harness = beyond(limited=LIMIT)
     if has_moved:
         harness.step()
     kept = harness.engine.leave_executor(harness.now_s)
@@ -332,29 +289,24 @@ def test_another_executor_has_no_limit_and_gets_what_was_held_moved_or_not(*, ha
 
 def test_who_has_no_room_already_is_in_no_limits_way_and_goes_on_when_it_is_lifted() -> None:
     """60 + 20 - 1 tokens take 20 of 24 blocks."""
-    harness = EngineHarness(make_engine(num_blocks=24))
+    harness = make_harness(num_blocks=24)
     harness.add(new_sequence(0, num_prompt=60, max_tokens=20))
     harness.change_executor(18)
     limit(harness, LIMIT)
     harness.engine.memory.grow(18, 24)
     assert harness.submit() is None
     limit(harness, None)
-    harness.drain()
-    harness.judge()
+    harness.finish()
 
 
 @pytest.mark.parametrize("num_stages", [1, 3])
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("seed", range(6))
 def test_every_scheduler_gets_below_a_limit_in_a_few_steps_and_stays_there(
     scheduler: str, num_stages: int, seed: int
 ) -> None:
     """One step for each lane lets forks' copies end, and one more moves the last blocks: there are never 64."""
     random = np.random.default_rng([seed, num_stages])
-    config = engine_config(max_model_len=96, num_lanes=num_stages)
-    harness = EngineHarness(
-        make_engine(scheduler, num_blocks=48, config=config), depth=num_stages, num_stages=num_stages
-    )
+    harness = make_harness(scheduler, num_blocks=48, max_model_len=96, num_lanes=num_stages)
     for name in range(16):
         num_prompt, max_tokens = int(random.integers(1, 50)), int(random.integers(1, 40))
         fork_of = int(random.integers(name)) if name and random.random() < 0.3 else None
@@ -366,8 +318,7 @@ def test_every_scheduler_gets_below_a_limit_in_a_few_steps_and_stays_there(
     limit(harness, max(engine.blocks.num_used + int(random.integers(3)), 24))
     num_steps = 0
     while not engine.blocks.is_within_limit:
-        while harness.submit() is not None:
-            pass
+        harness.fill()
         harness.land()
         num_steps += 1
         assert num_steps <= 2 * num_stages + 1

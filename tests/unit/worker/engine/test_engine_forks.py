@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.worker.engine.config import AddRefusal
 from services.worker.engine.stats import take_stats
-from services.worker.scheduling.registry import SCHEDULERS
+from services.worker.sequences.config import AddRefusal
 from services.worker.sequences.table import Hold
 from shared.types import FinishReason
-from tests.support.engine_builders import engine_config, make_engine, new_sequence
-from tests.support.engine_harness import EngineHarness
+from tests.support.engine_builders import new_sequence
+from tests.support.engine_harness import EngineHarness, make_harness
 
 PROMPT = [(11 * i) % 97 + 2 for i in range(22)]
 
@@ -20,8 +19,9 @@ def harness_of(
     *, prefix_caching: bool = False, scheduler: str = "chunked", num_blocks: int = 64, depth: int = 1
 ) -> EngineHarness:
     """8 tokens a step, so that a prompt of 22 takes three."""
-    config = engine_config(max_batch_tokens=8, prefix_caching=prefix_caching)
-    return EngineHarness(make_engine(scheduler, num_blocks=num_blocks, config=config), depth=depth)
+    return make_harness(
+        scheduler, num_blocks=num_blocks, max_batch_tokens=8, prefix_caching=prefix_caching, depth=depth
+    )
 
 
 def add_family(harness: EngineHarness, num_children: int, *, num_prompt: int = 22, max_tokens: int = 6) -> list[int]:
@@ -52,7 +52,6 @@ def run_counting(harness: EngineHarness) -> int:
     return num_tokens
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize(("num_prompt", "copies"), [(1, 0), (4, 3), (5, 0), (20, 3), (21, 0), (22, 3)])
 def test_children_compute_one_prompt_token_and_copy_only_a_block_that_is_not_full(
@@ -110,8 +109,7 @@ def test_children_go_alone_when_their_parent_is_gone(end: str, num_steps: int, *
                 harness.land("broken" if rows[0] in batch.rows else None, blamed=(rows[0],))
     if end != "fail":
         assert [is_held(harness, row) for row in rows[1:]] == [end == "preempt" and not num_steps] * 2
-    harness.drain()
-    harness.judge()
+    harness.finish()
     ends = [story.finish for story in harness.stories.values()]
     lost = {"cancel": FinishReason.CANCELLED, "fail": FinishReason.ERROR, "preempt": FinishReason.LENGTH}
     assert ends == [lost[end], FinishReason.LENGTH, FinishReason.LENGTH]
@@ -129,7 +127,6 @@ def test_a_parent_that_ends_with_its_first_token_leaves_no_child_behind(depth: i
 def test_a_fork_of_nobody_runs_by_itself() -> None:
     harness = harness_of()
     row = harness.add(new_sequence(1, prompt=PROMPT, fork_of="gone"))
-    assert isinstance(row, int)
     assert not is_held(harness, row)
     assert run_counting(harness) == 22 + 3
 
@@ -140,8 +137,7 @@ def test_a_sibling_that_found_no_room_and_comes_later_shares_the_prompt_all_the_
     fork_of: int | None, *, parent_runs: bool
 ) -> None:
     """Blocks of 4: of 22 prompt tokens 20 are cached; as a fork of a parent that still runs it lacks one token only."""
-    config = engine_config(max_sequences=2, max_batch_tokens=32)
-    harness = EngineHarness(make_engine(num_blocks=64, config=config))
+    harness = make_harness(num_blocks=64, max_sequences=2, max_batch_tokens=32)
     harness.add(new_sequence(0, prompt=PROMPT, max_tokens=40 if parent_runs else 2))
     harness.add(new_sequence(1, num_prompt=3, max_tokens=3))
     sibling = new_sequence(2, prompt=PROMPT, max_tokens=2, seed=2, fork_of=fork_of)
@@ -150,18 +146,16 @@ def test_a_sibling_that_found_no_room_and_comes_later_shares_the_prompt_all_the_
     while harness.stories[1001].finish is FinishReason.NONE:
         harness.step()
     row = harness.add(sibling)
-    batch = harness.step()
-    assert batch is not None
+    batch = harness.stepped()
     assert batch.num_tokens[batch.rows == row].tolist() == [1 if parent_runs and fork_of == 0 else 2]
-    harness.drain()
-    harness.judge()
+    harness.finish()
 
 
 def test_a_fork_must_have_the_parents_prompt_and_salt() -> None:
     harness = harness_of()
     harness.add(new_sequence(0, prompt=PROMPT, salt="a"))
     for name, prompt, salt in ((1, PROMPT[:21], "a"), (2, [*PROMPT[:21], 5], "a"), (3, PROMPT, "")):
-        assert harness.add(new_sequence(name, prompt=prompt, salt=salt, fork_of=0)) is AddRefusal.INVALID
+        assert harness.offer(new_sequence(name, prompt=prompt, salt=salt, fork_of=0)) is AddRefusal.INVALID
     assert take_stats(harness.engine).num_waiting == 1
     run_counting(harness)
 
@@ -174,8 +168,7 @@ def test_a_child_that_waits_can_be_cancelled_and_one_can_have_children() -> None
     harness.step()
     assert is_held(harness, rows[1])
     harness.cancel(harness.stories[1001])
-    harness.drain()
-    harness.judge()
+    harness.finish()
 
 
 def test_a_child_goes_on_with_what_an_earlier_attempt_said() -> None:
@@ -197,12 +190,10 @@ def test_a_failed_step_does_not_undo_a_copy() -> None:
     add_family(harness, 2)
     for _ in range(3):
         harness.step()
-    batch = harness.submit()
-    assert batch is not None
+    batch = harness.submitted()
     assert batch.copies.source.size == 2
     harness.land("bad luck")
-    harness.drain()
-    harness.judge()
+    harness.finish()
     assert harness.num_copies == 2
 
 
@@ -218,16 +209,14 @@ def test_the_source_of_a_copy_stays_as_it_is_until_the_copy_is_made() -> None:
     batch = second if second is not None else first
     while not batch.copies.source.size:
         harness.land()
-        following = harness.submit()
-        assert following is not None
+        following = harness.submitted()
         batch = following
     source = int(batch.copies.source[0])
     harness.cancel(harness.stories[1000])
     while harness.flights and harness.flights[0] is not batch:
         harness.land()
     assert harness.engine.blocks.pins[source] == 1
-    harness.drain()
-    harness.judge()
+    harness.finish()
 
 
 def test_no_room_for_the_parent_lets_the_children_go() -> None:
@@ -245,7 +234,6 @@ def test_no_room_for_the_parent_lets_the_children_go() -> None:
     assert harness.stories[1000].finish is FinishReason.NONE
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_many_families_in_a_small_memory_all_finish(scheduler: str, *, prefix_caching: bool) -> None:
     """Each sequence alone needs up to 15 of the 18 blocks."""
@@ -261,8 +249,7 @@ def test_many_families_in_a_small_memory_all_finish(scheduler: str, *, prefix_ca
             seed=name,
             fork_of=first if name % 3 else None,
         )
-        assert not isinstance(harness.add(new), AddRefusal)
-    harness.drain()
-    harness.judge()
+        harness.add(new)
+    harness.finish()
     assert harness.engine.totals.num_preemptions > 0
     assert harness.num_copies > 0

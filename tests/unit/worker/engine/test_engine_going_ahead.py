@@ -6,18 +6,17 @@ import numpy as np
 import pytest
 
 from services.worker.contract.batch import OWN_SAMPLE
-from services.worker.engine.config import AddRefusal
+from services.worker.sequences.config import AddRefusal
 from services.worker.sequences.table import Hold
 from shared.types import FinishReason
-from tests.support.engine_builders import engine_config, make_engine, new_sequence
-from tests.support.engine_harness import EngineHarness, Story
+from tests.support.engine_builders import new_sequence
+from tests.support.engine_harness import EngineHarness, Story, make_harness
 
 
 def harness_of(
     *, scheduler: str = "chunked", num_blocks: int = 64, eos_token_ids: tuple[int, ...] = (), overlaps: bool = True
 ) -> EngineHarness:
-    config = engine_config(eos_token_ids=eos_token_ids, overlaps=overlaps)
-    return EngineHarness(make_engine(scheduler, num_blocks=num_blocks, config=config), depth=2)
+    return make_harness(scheduler, num_blocks=num_blocks, eos_token_ids=eos_token_ids, overlaps=overlaps, depth=2)
 
 
 def stop_of(harness: EngineHarness, name: int, count: int) -> int:
@@ -34,9 +33,7 @@ def story(harness: EngineHarness, name: int) -> Story:
 def test_a_decode_goes_ahead_of_the_prompt_that_samples_its_token_and_then_of_every_step() -> None:
     harness = harness_of()
     harness.add(new_sequence(0, num_prompt=5, max_tokens=9))
-    first, second = harness.submit(), harness.submit()
-    assert first is not None
-    assert second is not None
+    _, second = harness.submitted(), harness.submitted()
     assert (second.start.tolist(), second.tokens.tolist(), second.sample.tolist()) == ([5], [OWN_SAMPLE], [True])
     assert harness.submit() is None, "nobody knows what comes behind two steps that are not back"
     num_steps = 2
@@ -56,11 +53,9 @@ def test_who_ends_by_length_with_the_step_under_way_does_not_go_ahead() -> None:
     batches = [harness.submit(), harness.submit()]
     assert [len(batch.rows) for batch in batches if batch is not None] == [2, 2]
     harness.land()
-    third = harness.submit()
-    assert third is not None
+    third = harness.submitted()
     assert third.rows.tolist() == [1], "the other one has two tokens then"
-    harness.drain()
-    harness.judge()
+    harness.finish()
     assert harness.num_surplus == 0
 
 
@@ -72,8 +67,7 @@ def test_who_ends_by_a_token_says_so_at_once_and_keeps_its_blocks_until_the_step
     harness.add(new_sequence(1, max_tokens=6))
     engine = harness.engine
     for _ in range(3):
-        while harness.submit() is not None:
-            pass
+        harness.fill()
         harness.land()
     row = story(harness, 0).row
     assert story(harness, 0).finish is FinishReason.STOP
@@ -90,8 +84,7 @@ def test_who_ends_by_a_token_says_so_at_once_and_keeps_its_blocks_until_the_step
     harness.land()
     assert engine.table.held_blocks[row] == 0
     assert row not in np.flatnonzero(engine.table.status)
-    harness.drain()
-    harness.judge()
+    harness.finish()
     assert harness.num_surplus == 1
     assert len(story(harness, 0).text) == 3
 
@@ -100,14 +93,12 @@ def test_the_time_of_a_sequence_that_has_ended_is_not_over_once_more() -> None:
     plain, harness = harness_of(), harness_of()
     harness.add(new_sequence(0, max_tokens=30, stop_token_ids=(stop_of(plain, 0, 1),), expires_s=50.0))
     harness.add(new_sequence(1, max_tokens=30))
-    harness.submit()
-    harness.submit()
+    harness.fill()
     harness.land()
     assert story(harness, 0).finish is FinishReason.STOP
     harness.now_s = 60.0
     assert harness.submit() is not None
-    harness.drain()
-    harness.judge()
+    harness.finish()
     assert harness.engine.residents.num_cancelled == 0
 
 
@@ -115,8 +106,7 @@ def test_all_may_end_while_a_step_behind_them_is_under_way() -> None:
     plain = harness_of()
     harness = harness_of(eos_token_ids=(stop_of(plain, 0, 2),))
     harness.add(new_sequence(0, max_tokens=40))
-    harness.drain()
-    harness.judge()
+    harness.finish()
     assert (harness.num_surplus, story(harness, 0).finish) == (1, FinishReason.STOP)
 
 
@@ -135,8 +125,7 @@ def test_nobody_goes_ahead_where_there_is_something_to_decide(case: str) -> None
         harness.land("bad luck")
         assert harness.submit() is not None, "it is tried again"
     assert harness.submit() is None
-    harness.drain()
-    harness.judge()
+    harness.finish()
 
 
 def test_nobody_goes_ahead_of_who_has_given_way_and_could_run() -> None:
@@ -152,37 +141,31 @@ def test_nobody_goes_ahead_of_who_has_given_way_and_could_run() -> None:
     harness.land()
     assert harness.submit() is None
     harness.land()
-    both = harness.submit()
-    assert both is not None
+    both = harness.submitted()
     assert len(both.rows) == 2
-    harness.drain()
-    harness.judge()
+    harness.finish()
 
 
 def test_a_step_behind_one_that_failed_changes_nothing() -> None:
     harness = harness_of()
-    for name in range(3):
-        harness.add(new_sequence(name, max_tokens=8))
+    harness.add_all(3, max_tokens=8)
     harness.submit()
     assert harness.submit() is not None
     harness.land("bad luck")
     assert harness.num_ahead == 3
-    again = harness.submit()
-    assert again is not None
+    again = harness.submitted()
     assert (again.tokens >= 0).all()
     harness.land()
     assert harness.num_stale == 3
     assert not any(each.text for each in harness.stories.values())
-    harness.drain()
-    harness.judge()
+    harness.finish()
 
 
 def test_who_is_cancelled_ends_when_the_last_of_its_steps_is_back() -> None:
     harness = harness_of()
     new = new_sequence(0, max_tokens=9)
     harness.add(new)
-    harness.submit()
-    harness.submit()
+    harness.fill()
     assert harness.engine.residents.cancel(new.request_id, 1)
     harness.land()
     assert story(harness, 0).finish is FinishReason.NONE
@@ -199,16 +182,13 @@ def test_the_others_go_ahead_of_a_row_that_is_waited_for(how: str) -> None:
     new = new_sequence(0, max_tokens=30, stop_token_ids=(stop,))
     harness.add(new)
     harness.add(new_sequence(1, max_tokens=30))
-    harness.submit()
-    harness.submit()
+    harness.fill()
     if how == "cancelled":
         harness.engine.residents.cancel(new.request_id, 1)
     harness.land()
-    third = harness.submit()
-    assert third is not None
+    third = harness.submitted()
     assert (third.rows.tolist(), third.tokens.tolist()) == ([story(harness, 1).row], [OWN_SAMPLE])
-    harness.drain()
-    harness.judge()
+    harness.finish()
 
 
 def test_a_row_that_has_ended_is_not_counted_as_running_for_anybody_new() -> None:
@@ -217,14 +197,12 @@ def test_a_row_that_has_ended_is_not_counted_as_running_for_anybody_new() -> Non
     harness = harness_of(num_blocks=12)
     harness.add(new_sequence(0, max_tokens=30, stop_token_ids=(stop_of(plain, 0, 2),)))
     for _ in range(2):
-        while harness.submit() is not None:
-            pass
+        harness.fill()
         harness.land()
     assert story(harness, 0).finish is FinishReason.STOP
     harness.add(new_sequence(1, num_prompt=30, max_tokens=10))
     assert harness.submit() is None
-    harness.drain()
-    harness.judge()
+    harness.finish()
 
 
 def test_without_overlap_nothing_goes_ahead() -> None:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.assemble import decodes_first
-from services.worker.engine.events import NO_EVENTS, RowExtra, StepEvents
 from services.worker.engine.retry import RetryGroup, RetryQueue
+from services.worker.sequences.assemble import decodes_first
+from services.worker.sequences.events import NO_EVENTS, RowExtra, StepEvents
 from services.worker.sequences.rows import RowQueue
 from services.worker.sequences.sequence import FinishedStore
 from services.worker.sequences.stops import StopRules

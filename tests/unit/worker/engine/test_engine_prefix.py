@@ -9,15 +9,14 @@ from hypothesis import strategies as st
 
 from services.worker.blocks.prefix import PrefixIndex, following_names, root_name
 from services.worker.contract.arrays import I32
-from services.worker.contract.batch import Batch, BatchOutput
-from services.worker.engine.config import NewSequence
-from services.worker.engine.events import RowExtra
+from services.worker.contract.batch import BatchOutput
 from services.worker.engine.stats import take_stats
-from services.worker.scheduling.registry import SCHEDULERS
+from services.worker.sequences.config import NewSequence
+from services.worker.sequences.events import RowExtra
 from shared.stream_extras import TokenLogprob
 from shared.types import FinishReason
-from tests.support.engine_builders import engine_config, make_engine, new_sequence
-from tests.support.engine_harness import EngineHarness
+from tests.support.engine_builders import new_sequence
+from tests.support.engine_harness import EngineHarness, make_harness
 
 PROMPT = [(11 * i) % 97 + 2 for i in range(40)]
 
@@ -62,7 +61,7 @@ def test_the_index_finds_a_beginning_and_keeps_the_first_block_of_a_name() -> No
 
 @pytest.mark.parametrize(("num_prompt", "num_found"), [(3, 0), (4, 0), (5, 4), (20, 16), (21, 20), (40, 36)])
 def test_a_prompt_is_found_but_for_its_last_token(num_prompt: int, num_found: int) -> None:
-    harness = EngineHarness(make_engine())
+    harness = make_harness()
     assert first_batch_of(harness, new_sequence(0, prompt=PROMPT[:num_prompt])) == (0, min(num_prompt, 32))
     assert first_batch_of(harness, new_sequence(1, prompt=PROMPT[:num_prompt])) == (num_found, num_prompt - num_found)
     harness.judge()
@@ -71,7 +70,7 @@ def test_a_prompt_is_found_but_for_its_last_token(num_prompt: int, num_found: in
 
 
 def test_the_first_token_says_how_much_of_the_prompt_was_found() -> None:
-    harness = EngineHarness(make_engine())
+    harness = make_harness()
     first_batch_of(harness, new_sequence(0, prompt=PROMPT[:20]))
     harness.add(new_sequence(1, prompt=[5, *PROMPT[:9]]))
     harness.add(new_sequence(2, prompt=[*PROMPT[:17], 5]))
@@ -84,7 +83,7 @@ def test_the_first_token_says_how_much_of_the_prompt_was_found() -> None:
 
 
 def test_what_was_found_and_log_probabilities_come_in_one_extra() -> None:
-    harness = EngineHarness(make_engine())
+    harness = make_harness()
     first_batch_of(harness, new_sequence(0, prompt=PROMPT[:20]))
     for name, prompt in ((1, [5] * 6), (2, PROMPT[:20]), (3, PROMPT[:18])):
         harness.add(new_sequence(name, prompt=prompt, max_tokens=1))
@@ -97,7 +96,7 @@ def test_what_was_found_and_log_probabilities_come_in_one_extra() -> None:
 
 def test_the_next_turn_of_a_talk_finds_the_answer_too() -> None:
     """10 prompt tokens and 9 outputs: 18 tokens have KV, 4 full blocks; the next turn begins behind 16 tokens."""
-    harness = EngineHarness(make_engine())
+    harness = make_harness()
     first_batch_of(harness, new_sequence(0, prompt=PROMPT[:10], max_tokens=9))
     text = harness.stories[1000].text
     assert first_batch_of(harness, new_sequence(1, prompt=[*PROMPT[:10], *text, 7, 8])) == (16, 5)
@@ -105,7 +104,7 @@ def test_the_next_turn_of_a_talk_finds_the_answer_too() -> None:
 
 
 def test_salts_and_other_beginnings_keep_sequences_apart() -> None:
-    harness = EngineHarness(make_engine(num_blocks=128))
+    harness = make_harness(num_blocks=128)
     first_batch_of(harness, new_sequence(0, prompt=PROMPT[:20]))
     assert first_batch_of(harness, new_sequence(1, prompt=PROMPT[:20], salt="tenant")) == (0, 20)
     assert first_batch_of(harness, new_sequence(2, prompt=[5, *PROMPT[1:20]])) == (0, 20)
@@ -114,7 +113,7 @@ def test_salts_and_other_beginnings_keep_sequences_apart() -> None:
 
 
 def test_without_prefix_caching_nothing_is_found_or_counted() -> None:
-    harness = EngineHarness(make_engine(config=engine_config(prefix_caching=False)))
+    harness = make_harness(prefix_caching=False)
     for name in range(2):
         assert first_batch_of(harness, new_sequence(name, prompt=PROMPT[:20])) == (0, 20)
     stats = take_stats(harness.engine)
@@ -124,7 +123,7 @@ def test_without_prefix_caching_nothing_is_found_or_counted() -> None:
 
 def test_what_was_used_longest_ago_is_lost_first() -> None:
     """16 blocks. A and B leave 6 named blocks each (20 + 4 - 1 tokens: 5 full), A is used again; C takes 10."""
-    harness = EngineHarness(make_engine(num_blocks=16))
+    harness = make_harness(num_blocks=16)
     a, b = PROMPT[:20], [5, *PROMPT[:19]]
     first_batch_of(harness, new_sequence(0, prompt=a))
     first_batch_of(harness, new_sequence(1, prompt=b))
@@ -138,7 +137,7 @@ def test_what_was_used_longest_ago_is_lost_first() -> None:
 @pytest.mark.parametrize("num_good", [0, 1])
 def test_nothing_of_a_sequence_that_failed_is_found(num_good: int) -> None:
     """Chunks of 16 tokens; the first step or the second fails until the sequence is given up."""
-    harness = EngineHarness(make_engine(config=engine_config(max_batch_tokens=16)))
+    harness = make_harness(max_batch_tokens=16)
     harness.add(new_sequence(0, prompt=PROMPT))
     for _ in range(num_good):
         harness.step()
@@ -152,7 +151,7 @@ def test_nothing_of_a_sequence_that_failed_is_found(num_good: int) -> None:
 
 def test_a_failed_step_leaves_no_block_behind_that_others_find() -> None:
     """Tokens 0 to 15 are computed; the step of 16 to 31 fails, and the sequence is cancelled."""
-    harness = EngineHarness(make_engine(config=engine_config(max_batch_tokens=16)))
+    harness = make_harness(max_batch_tokens=16)
     harness.add(new_sequence(0, prompt=PROMPT))
     harness.step()
     harness.submit()
@@ -164,28 +163,24 @@ def test_a_failed_step_leaves_no_block_behind_that_others_find() -> None:
 
 def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
     """12 prompt tokens and 2 outputs are computed when it gives way: 3 full blocks."""
-    harness = EngineHarness(make_engine(num_blocks=16))
+    harness = make_harness(num_blocks=16)
     row = harness.add(new_sequence(0, prompt=PROMPT[:12], max_tokens=9))
-    assert isinstance(row, int)
     for _ in range(3):
         harness.step()
     assert harness.engine.table.num_computed[row] == 14
     harness.engine.pause(0)
     harness.engine.resume(0)
     harness.settle()
-    batch = harness.step()
-    assert isinstance(batch, Batch)
+    batch = harness.stepped()
     assert (batch.start.tolist(), batch.num_tokens.tolist()) == ([12], [3])
     assert harness.engine.totals.num_recomputed_tokens == 2
-    harness.drain()
-    harness.judge()
+    harness.finish()
 
 
 def test_a_pinned_block_of_an_ended_sequence_can_be_shared() -> None:
-    harness = EngineHarness(make_engine(num_blocks=16))
+    harness = make_harness(num_blocks=16)
     row = harness.add(new_sequence(0, prompt=PROMPT[:20], max_tokens=3))
     harness.step()
-    assert isinstance(row, int)
     harness.pin_full_blocks("transfer", row)
     harness.drain()
     assert harness.engine.blocks.num_free == 11
@@ -196,43 +191,36 @@ def test_a_pinned_block_of_an_ended_sequence_can_be_shared() -> None:
     harness.judge()
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("max_batch_tokens", [16, 256])
 def test_equal_prompts_at_the_same_time_are_computed_once(scheduler: str, max_batch_tokens: int) -> None:
     """40 tokens once, and 4 more for each of the others, which find 36."""
-    config = engine_config(max_batch_tokens=max_batch_tokens)
-    harness = EngineHarness(make_engine(scheduler, num_blocks=128, config=config))
+    harness = make_harness(scheduler, num_blocks=128, max_batch_tokens=max_batch_tokens)
     for name in range(6):
         harness.add(new_sequence(name, prompt=PROMPT, max_tokens=1, seed=name))
     num_tokens = 0
     while harness.engine.table.num_live:
-        batch = harness.step()
-        assert batch is not None
+        batch = harness.stepped()
         num_tokens += int(batch.num_tokens.sum())
     assert num_tokens == 40 + 5 * 4
     assert harness.engine.totals.num_prefix_cache_hits == 5 * 36
     harness.judge()
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_who_waits_for_a_block_lets_others_pass_and_is_next_when_it_is_there(scheduler: str) -> None:
     """B begins like A for 16 tokens, and waits for A's first steps; C has nothing in common and comes in meanwhile."""
-    harness = EngineHarness(make_engine(scheduler, config=engine_config(max_batch_tokens=64)))
+    harness = make_harness(scheduler, max_batch_tokens=64)
     for name, prompt in enumerate((PROMPT, [*PROMPT[:16], 5, 5], [7] * 10)):
         harness.add(new_sequence(name, prompt=prompt))
-    first, second = harness.step(), harness.step()
-    assert first is not None
-    assert second is not None
+    first, second = harness.stepped(), harness.stepped()
     assert first.rows.tolist() == [0, 2]
     assert (second.rows.tolist()[-1], second.start.tolist()[-1], second.num_tokens.tolist()[-1]) == (1, 16, 2)
-    harness.drain()
-    harness.judge()
+    harness.finish()
 
 
 @pytest.mark.parametrize("end", ["cancel", "fail", "no room"])
 def test_who_waits_for_a_block_goes_on_when_it_will_not_come(end: str) -> None:
     """A has computed 8 of 40 tokens and B waits for the third block. After a change A no longer fits, but B does."""
-    harness = EngineHarness(make_engine(num_blocks=16, config=engine_config(max_batch_tokens=8)))
+    harness = make_harness(num_blocks=16, max_batch_tokens=8)
     harness.add(new_sequence(0, prompt=PROMPT, max_tokens=4))
     harness.add(new_sequence(1, prompt=PROMPT[:14], max_tokens=2))
     harness.step()
@@ -245,8 +233,7 @@ def test_who_waits_for_a_block_goes_on_when_it_will_not_come(end: str) -> None:
             harness.land("broken")
     else:
         harness.change_executor(6)
-    batch = harness.step()
-    assert batch is not None
+    batch = harness.stepped()
     assert batch.rows.tolist() == [1]
     assert batch.start.tolist() == [8 if end == "cancel" else 0]
     while harness.stories[1001].finish is FinishReason.NONE:
@@ -254,19 +241,15 @@ def test_who_waits_for_a_block_goes_on_when_it_will_not_come(end: str) -> None:
     harness.judge()
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize(("prefix_caching", "num_running"), [(True, 4), (False, 1)])
 def test_sequences_that_share_their_prompt_share_its_memory(
     scheduler: str, num_running: int, *, prefix_caching: bool
 ) -> None:
     """16 blocks; each sequence needs 10 for its prompt and its next token, of which 9 are shared."""
-    config = engine_config(max_batch_tokens=64, prefix_caching=prefix_caching)
-    harness = EngineHarness(make_engine(scheduler, num_blocks=16, config=config))
-    for name in range(4):
-        harness.add(new_sequence(name, prompt=PROMPT[:39], max_tokens=2))
+    harness = make_harness(scheduler, num_blocks=16, max_batch_tokens=64, prefix_caching=prefix_caching)
+    harness.add_all(4, prompt=PROMPT[:39], max_tokens=2)
     harness.step()
     harness.step()
     assert harness.engine.totals.num_finished + take_stats(harness.engine).num_running >= num_running
     assert (take_stats(harness.engine).num_waiting == 0) == prefix_caching
-    harness.drain()
-    harness.judge()
+    harness.finish()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.worker.engine.config import AddRefusal, NewSequence
 from services.worker.engine.invariants import check_engine
 from services.worker.engine.stats import take_stats
-from services.worker.scheduling.registry import SCHEDULERS
+from services.worker.sequences.config import AddRefusal, NewSequence
 from shared.types import FinishReason, QoeTarget
-from tests.support.engine_builders import engine_config, make_engine, new_sequence
-from tests.support.engine_harness import STEP_S, EngineHarness
+from tests.support.engine_builders import make_engine, new_sequence
+from tests.support.engine_harness import STEP_S, make_harness
 
 
 @pytest.mark.parametrize(
@@ -43,7 +42,7 @@ def test_the_last_token_needs_no_kv(max_tokens: int, fits: bool) -> None:
 
 
 def test_a_full_table_refuses_and_takes_again_once_a_row_is_free() -> None:
-    engine = make_engine(config=engine_config(max_sequences=2))
+    engine = make_engine(max_sequences=2)
     first = new_sequence(0)
     engine.residents.add(first)
     engine.residents.add(new_sequence(1))
@@ -54,7 +53,7 @@ def test_a_full_table_refuses_and_takes_again_once_a_row_is_free() -> None:
 
 
 def test_a_repeated_submission_is_answered_alike_and_another_stream_is_a_duplicate() -> None:
-    harness = EngineHarness(make_engine())
+    harness = make_harness()
     new = new_sequence(0)
     row = harness.add(new)
     assert harness.engine.residents.add(new) == row
@@ -76,7 +75,7 @@ def test_a_repeated_submission_is_answered_alike_and_another_stream_is_a_duplica
 def test_a_takeover_of_a_complete_sequence_ends_at_once(
     generated: list[int], stop_token_ids: tuple[int, ...], finish: FinishReason
 ) -> None:
-    harness = EngineHarness(make_engine(config=engine_config(eos_token_ids=(1,))))
+    harness = make_harness(eos_token_ids=(1,))
     harness.add(new_sequence(0, generated=generated, max_tokens=4, stop_token_ids=stop_token_ids))
     [story] = harness.stories.values()
     assert (story.finish, story.text) == (finish, generated)
@@ -84,7 +83,7 @@ def test_a_takeover_of_a_complete_sequence_ends_at_once(
 
 
 def test_a_takeover_goes_on_as_if_it_had_never_stopped() -> None:
-    whole, rest = EngineHarness(make_engine()), EngineHarness(make_engine())
+    whole, rest = make_harness(), make_harness()
     whole.add(new_sequence(0, max_tokens=9))
     whole.drain()
     text = whole.stories[1000].text
@@ -94,7 +93,7 @@ def test_a_takeover_goes_on_as_if_it_had_never_stopped() -> None:
 
 
 def test_replay_returns_outputs_while_the_sequence_runs_and_after_its_end() -> None:
-    harness = EngineHarness(make_engine())
+    harness = make_harness()
     new = new_sequence(0, max_tokens=6, generated=[9, 8])
     harness.add(new)
     harness.step()
@@ -115,7 +114,7 @@ def test_replay_returns_outputs_while_the_sequence_runs_and_after_its_end() -> N
 
 
 def test_cancel_finds_only_what_is_there_and_counts_once() -> None:
-    harness = EngineHarness(make_engine())
+    harness = make_harness()
     new = new_sequence(0)
     harness.add(new)
     assert not harness.engine.residents.cancel(new.request_id, 2)
@@ -129,7 +128,7 @@ def test_cancel_finds_only_what_is_there_and_counts_once() -> None:
 
 
 def test_expired_sequences_end_as_cancelled_whether_they_run_or_wait() -> None:
-    harness = EngineHarness(make_engine(config=engine_config(max_batch_rows=1)))
+    harness = make_harness(max_batch_rows=1)
     harness.add(new_sequence(0, max_tokens=50, expires_s=0.12))
     harness.add(new_sequence(1, max_tokens=50, expires_s=0.12))
     harness.add(new_sequence(2, max_tokens=2))
@@ -139,9 +138,8 @@ def test_expired_sequences_end_as_cancelled_whether_they_run_or_wait() -> None:
     assert len(harness.stories[1000].text) == 3, "steps that began before 0.12 s: at 0, 0.05 and 0.10"
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_a_sequence_too_long_for_shrunk_memory_waits_without_blocking_others(scheduler: str) -> None:
-    harness = EngineHarness(make_engine(scheduler, num_blocks=16))
+    harness = make_harness(scheduler, num_blocks=16)
     harness.add(new_sequence(0, num_prompt=40, max_tokens=10))
     harness.step()
     harness.change_executor(8)
@@ -152,13 +150,12 @@ def test_a_sequence_too_long_for_shrunk_memory_waits_without_blocking_others(sch
     assert harness.stories[1001].finish is FinishReason.LENGTH
     assert harness.stories[1000].finish is FinishReason.NONE
     harness.change_executor(16)
-    harness.drain()
-    harness.judge()
+    harness.finish()
     assert len(harness.stories[1000].text) == 10
 
 
 def test_an_executor_that_changes_under_a_step_is_a_bug() -> None:
-    harness = EngineHarness(make_engine())
+    harness = make_harness()
     harness.add(new_sequence(0))
     harness.submit()
     with pytest.raises(AssertionError, match="nothing is in flight"):
@@ -167,7 +164,7 @@ def test_an_executor_that_changes_under_a_step_is_a_bug() -> None:
 
 def test_the_qoe_columns_follow_the_definition() -> None:
     """displayed[i] = max(ideal[i], delivered[i], displayed[i-1] + 1/speed); D sums displayed - ideal."""
-    harness = EngineHarness(make_engine())
+    harness = make_harness()
     ttft_s, speed = 0.08, 12.0
     harness.add(new_sequence(0, max_tokens=30, arrival_s=-0.02, qoe=QoeTarget(ttft_s=ttft_s, speed_tokens_per_s=speed)))
     harness.add(new_sequence(1, max_tokens=30))
@@ -187,7 +184,7 @@ def test_the_qoe_columns_follow_the_definition() -> None:
 
 def test_outputs_of_an_earlier_attempt_count_as_shown_on_schedule() -> None:
     """Two tokens at ttft 1 s and 1.25 s; the third, at 0.05 s, is shown at 1.5 s without delay."""
-    harness = EngineHarness(make_engine())
+    harness = make_harness()
     target = QoeTarget(ttft_s=1.0, speed_tokens_per_s=4.0)
     harness.add(new_sequence(0, max_tokens=9, generated=[4, 4], qoe=target))
     harness.step()
@@ -198,8 +195,7 @@ def test_outputs_of_an_earlier_attempt_count_as_shown_on_schedule() -> None:
 @pytest.mark.parametrize(("max_rows", "num_queued"), [(8, 2), (2, 1), (1, 0)])
 def test_stats_tell_who_waits_for_memory_and_who_for_a_place(max_rows: int, num_queued: int) -> None:
     """The first takes 8 of 10 blocks of 4 tokens; the next in line needs 3, the one behind it 1."""
-    config = engine_config(max_model_len=40, max_batch_rows=max_rows)
-    harness = EngineHarness(make_engine("fcfs", num_blocks=10, config=config))
+    harness = make_harness("fcfs", num_blocks=10, max_model_len=40, max_batch_rows=max_rows)
     harness.add(new_sequence(0, num_prompt=31, max_tokens=2))
     alone = take_stats(harness.engine)
     assert (alone.num_head_blocks, alone.num_queued_for_memory) == (8, 0)
@@ -218,7 +214,7 @@ def test_stats_tell_what_is_left_to_compute_of_prompts_that_run_and_that_wait() 
 
     The second prompt of 6 tokens, 2 blocks, waits behind it for two steps and goes along with the third one.
     """
-    harness = EngineHarness(make_engine("chunked"))
+    harness = make_harness("chunked")
     harness.add(new_sequence(0, num_prompt=70, max_tokens=9))
     harness.add(new_sequence(1, num_prompt=6, max_tokens=9))
     seen = [take_stats(harness.engine)]
@@ -239,9 +235,8 @@ def test_stats_tell_what_is_left_to_compute_of_prompts_that_run_and_that_wait() 
 
 
 def test_stats_count_what_happened() -> None:
-    harness = EngineHarness(make_engine(num_blocks=12, config=engine_config(max_model_len=40)))
-    for name in range(3):
-        harness.add(new_sequence(name, num_prompt=10, max_tokens=20))
+    harness = make_harness(num_blocks=12, max_model_len=40)
+    harness.add_all(3, num_prompt=10, max_tokens=20)
     before = take_stats(harness.engine)
     assert (before.num_waiting, before.num_demanded_blocks, before.num_used_blocks) == (3, 9, 0)
     harness.step()
@@ -257,13 +252,11 @@ def test_stats_count_what_happened() -> None:
 
 
 def test_admitted_rows_reach_the_executor_once_and_are_dropped_once() -> None:
-    harness = EngineHarness(make_engine(num_blocks=12, config=engine_config(max_model_len=40)))
+    harness = make_harness(num_blocks=12, max_model_len=40)
     admitted, dropped = [], []  # type: tuple[list[int], list[int]]
-    for name in range(4):
-        harness.add(new_sequence(name, num_prompt=10, max_tokens=20))
+    harness.add_all(4, num_prompt=10, max_tokens=20)
     while harness.engine.table.num_live:
-        batch = harness.step()
-        assert batch is not None
+        batch = harness.stepped()
         admitted += [init.row for init in batch.admits]
         dropped += batch.drops.tolist()
     assert harness.engine.totals.num_preemptions > 0
@@ -272,7 +265,7 @@ def test_admitted_rows_reach_the_executor_once_and_are_dropped_once() -> None:
 
 
 def test_a_row_that_is_paused_while_its_step_fails_is_still_paused_when_it_is_tried_again() -> None:
-    harness = EngineHarness(make_engine())
+    harness = make_harness()
     for name in range(2):
         harness.add(new_sequence(name, max_tokens=4, channel=name))
     harness.submit()
@@ -284,5 +277,4 @@ def test_a_row_that_is_paused_while_its_step_fails_is_still_paused_when_it_is_tr
     assert first.finish is FinishReason.LENGTH
     assert len(second.text) == 1, "the try that was under way counts, and no other step ran it"
     harness.engine.resume(1)
-    harness.drain()
-    harness.judge()
+    harness.finish()

@@ -8,17 +8,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.contract.batch import BatchOutput
+from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.contract.executor import BatchFailedError
-from services.worker.engine.config import AddRefusal, NewSequence
-from services.worker.engine.events import RowExtra
+from services.worker.engine.engine import Engine
+from services.worker.sequences.config import AddRefusal, NewSequence
+from services.worker.sequences.events import RowExtra
 from shared.stream_extras import TokenLogprob
 from shared.types import SamplingParams
-from tests.support.engine_builders import engine_config, make_engine, new_sequence
+from tests.support.engine_builders import make_engine, new_sequence
 
 
 def asking(name: int = 0, *, generated: list[int] | None = None, **values: Any) -> NewSequence:
     return replace(new_sequence(name, generated=generated), sampling=SamplingParams(max_tokens=50, **values))
+
+
+def made(engine: Engine, now_s: float) -> Batch:
+    batch = engine.next_batch(now_s)
+    assert batch is not None
+    return batch
 
 
 @pytest.mark.parametrize(
@@ -31,12 +38,12 @@ def asking(name: int = 0, *, generated: list[int] | None = None, **values: Any) 
     ],
 )
 def test_biased_ids_lie_in_the_vocabulary(values: dict[str, Any], refused: bool) -> None:
-    outcome = make_engine(config=engine_config(eos_token_ids=(1,))).residents.add(asking(**values))
+    outcome = make_engine(eos_token_ids=(1,)).residents.add(asking(**values))
     assert (outcome is AddRefusal.INVALID) is refused
 
 
 def test_a_sequence_whose_minimal_length_leaves_no_token_to_say_is_refused() -> None:
-    engine = make_engine(config=engine_config(vocab_size=5, eos_token_ids=(0, 1)))
+    engine = make_engine(vocab_size=5, eos_token_ids=(0, 1))
     small = replace(asking(min_tokens=1, stop_token_ids=(2, 3, 4)), prompt=np.array([1], dtype=np.uint32))
     assert engine.residents.add(small) is AddRefusal.INVALID
     assert engine.residents.add(replace(small, sampling=SamplingParams(max_tokens=9, stop_token_ids=(2, 3, 4)))) == 0
@@ -48,8 +55,7 @@ def test_the_executor_learns_the_known_tokens_of_rows_that_count_them() -> None:
     engine = make_engine()
     engine.residents.add(asking(0, generated=[7, 8], presence_penalty=0.5))
     engine.residents.add(asking(1, logit_bias=((3, 1.0),), min_tokens=2))
-    batch = engine.next_batch(0.0)
-    assert batch is not None
+    batch = made(engine, 0.0)
     first, second = batch.admits
     assert (first.num_prompt, first.tokens.tolist()[5:]) == (5, [7, 8])
     assert first.tokens[:5].tolist() == new_sequence(0).prompt.tolist()
@@ -63,20 +69,17 @@ def test_log_probabilities_go_with_their_events_and_stay_for_replays() -> None:
     for new in news:
         engine.residents.add(new)
     said = [TokenLogprob(-float(i), ((i, 0.0),)) for i in range(8)]
-    batch = engine.next_batch(0.0)
-    assert batch is not None
+    batch = made(engine, 0.0)
     engine.residents.cancel(news[1].request_id, 1)
     tokens = np.array([5, 6, 7], dtype=np.int32)
     events = engine.absorb(batch, BatchOutput(batch.step_id, tokens, 0.0, {2: said[2], 0: said[0], 1: said[1]}), 1.0)
     assert events.tokens.tolist() == [5, 7, -1]
     assert events.extras == (RowExtra(0, logprobs=(said[0],)), RowExtra(1, logprobs=(said[2],)))
 
-    batch = engine.next_batch(2.0)
-    assert batch is not None
+    batch = made(engine, 2.0)
     assert not len(engine.roll_back(batch, BatchFailedError(batch.step_id, "a bad step"), 3.0))
     for _ in range(2):  # the two halves of the failed batch
-        batch = engine.next_batch(4.0)
-        assert batch is not None
+        batch = made(engine, 4.0)
         row = int(batch.rows[0])
         events = engine.absorb(batch, BatchOutput(batch.step_id, tokens[:1], 0.0, {0: said[5 + row]}), 5.0)
         assert events.extras == (RowExtra(0, logprobs=(said[5 + row],)),)
@@ -91,7 +94,6 @@ def test_log_probabilities_go_with_their_events_and_stay_for_replays() -> None:
 def test_a_step_without_log_probabilities_has_no_extras() -> None:
     engine = make_engine()
     engine.residents.add(asking(0))
-    batch = engine.next_batch(0.0)
-    assert batch is not None
+    batch = made(engine, 0.0)
     events = engine.absorb(batch, BatchOutput(batch.step_id, np.array([5], dtype=np.int32), 0.0), 1.0)
     assert events.extras == ()

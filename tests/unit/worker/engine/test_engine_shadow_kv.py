@@ -177,20 +177,22 @@ def test_rows_must_be_admitted_before_use_and_dropped_before_they_are_admitted_a
         run(kv, batch([1], start=0, table=[1]))
 
 
-def test_the_cost_of_a_batch_counts_decodes_and_prefill_pairs() -> None:
-    """Decodes at 9 and 4: 15 KV tokens. Chunk of 3 after 10: 3 * 10 + (9 + 3) / 2 = 36 pairs. 5 tokens."""
-    step = Batch(0, i32(0, 1, 2), i32(1, 1, 3), i32(9, 4, 10), i32(1, 1, 1, 1, 1), np.ones(3, dtype=np.bool_))
+@pytest.mark.parametrize(
+    ("start", "num_tokens", "expected_s"),
+    [
+        ([9, 4, 10], [1, 1, 3], 1.0 + 0.5 + 0.15 + 0.036),
+        ([9, 4], [1, 1], 1.0 + 0.2 + 0.15),
+        ([9, 4, 0], [1, 1, 2], 1.0 + 0.4 + 0.15 + 0.003),
+    ],
+)
+def test_the_cost_of_a_batch_counts_decodes_and_prefill_pairs(
+    start: list[int], num_tokens: list[int], expected_s: float
+) -> None:
+    """Decodes at 9 and 4: 15 KV tokens. Chunk of 3 after 10: 3 * 10 + (9 + 3) / 2 = 36 pairs; of 2 at the front: 3."""
+    rows, tokens = np.arange(len(start), dtype=np.int32), np.ones(sum(num_tokens), dtype=np.int32)
+    step = Batch(0, rows, i32(*num_tokens), i32(*start), tokens, np.ones(rows.size, dtype=np.bool_))
     cost = CostModel(g0_s=1.0, b0_s=0.1, g1_s=0.0, b1_s=0.0, d_s=0.01, a_s=0.001)
-    assert step_s(cost, step) == pytest.approx(1.0 + 0.5 + 0.15 + 0.036)
-
-
-def test_a_step_of_decodes_costs_what_the_same_rows_cost_beside_a_chunk() -> None:
-    """The chunk of 2 at the front of its sequence adds 2 tokens and 3 pairs."""
-    cost = CostModel(g0_s=1.0, b0_s=0.1, g1_s=0.0, b1_s=0.0, d_s=0.01, a_s=0.001)
-    decodes = Batch(0, i32(0, 1), i32(1, 1), i32(9, 4), i32(1, 1), np.ones(2, dtype=np.bool_))
-    beside = Batch(0, i32(0, 1, 2), i32(1, 1, 2), i32(9, 4, 0), i32(1, 1, 1, 1), np.ones(3, dtype=np.bool_))
-    assert step_s(cost, decodes) == pytest.approx(1.0 + 0.2 + 0.15)
-    assert step_s(cost, beside) == pytest.approx(step_s(cost, decodes) + 0.2 + 0.003)
+    assert step_s(cost, step) == pytest.approx(expected_s)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.05, 0.4, 1.0])

@@ -13,16 +13,14 @@ from services.worker.blocks.host_blocks import HostBlocks
 from services.worker.engine.stats import take_stats
 from services.worker.sequences.table import Hold, Status
 from shared.types import FinishReason
-from tests.support.engine_builders import engine_config, make_engine, new_sequence, per_token
-from tests.support.engine_harness import EngineHarness
+from tests.support.engine_builders import new_sequence, per_token
+from tests.support.engine_harness import EngineHarness, make_harness
 
 
 def two_that_fit_once(*, num_host_blocks: int = 20, num_blocks: int = 9, prefix_caching: bool = True) -> EngineHarness:
     """Two sequences of 12 + 16 - 1 = 27 tokens, 7 blocks each, where 9 blocks are: the second has to go for a while."""
-    config = engine_config(prefix_caching=prefix_caching)
-    harness = EngineHarness(make_engine(num_blocks=num_blocks, config=config, num_host_blocks=num_host_blocks))
-    for name in range(2):
-        harness.add(new_sequence(name, num_prompt=12, max_tokens=16))
+    harness = make_harness(num_blocks=num_blocks, prefix_caching=prefix_caching, num_host_blocks=num_host_blocks)
+    harness.add_all(2, num_prompt=12, max_tokens=16)
     return harness
 
 
@@ -41,8 +39,7 @@ def until_copy(harness: EngineHarness, *, to_host: bool) -> int:
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_a_sequence_goes_to_the_host_and_comes_back_without_computing_anything_again(*, prefix_caching: bool) -> None:
     harness = two_that_fit_once(prefix_caching=prefix_caching)
-    harness.drain()
-    harness.judge()
+    harness.finish()
     stats = take_stats(harness.engine)
     assert (stats.totals.num_preemptions, stats.totals.num_swap_outs, stats.totals.num_swap_ins) == (1, 1, 1)
     assert stats.totals.num_recomputed_tokens == 0
@@ -79,12 +76,9 @@ def test_who_comes_back_runs_only_when_its_kv_is_there() -> None:
     harness.land_copy()
     assert table.num_computed[row] == table.num_known[row] - 1
     assert take_stats(harness.engine).num_used_host_blocks == 0
-    batch = harness.submit()
-    assert batch is not None
+    batch = harness.submitted()
     assert (batch.rows.tolist(), batch.num_tokens.tolist()) == ([row], [1])
-    harness.land()
-    harness.drain()
-    harness.judge()
+    harness.finish()
 
 
 @pytest.mark.parametrize("to_host", [True, False])
@@ -101,8 +95,7 @@ def test_a_cancel_in_the_middle_of_a_copy_keeps_its_blocks_until_it_is_done(*, t
     assert swapping.host.num_free == swapping.host.num_blocks - copy.host.size
     harness.add(new_sequence(7, num_prompt=4, max_tokens=3))  # it may get the row, and has nothing to do with the copy
     harness.land_copy()
-    harness.drain()
-    harness.judge()
+    harness.finish()
     harness.check_empty()
 
 
@@ -114,8 +107,7 @@ def test_after_a_copy_that_fails_the_kv_is_computed_again(*, to_host: bool) -> N
     harness.land_copy(done=False)
     assert harness.engine.table.host_tokens[row] == 0
     assert harness.engine.table.status[row] == Status.PREEMPTED
-    harness.drain()
-    harness.judge()
+    harness.finish()
     stats = take_stats(harness.engine)
     assert stats.totals.num_failed_copies == 1
     assert 0 < stats.totals.num_recomputed_tokens <= lost
@@ -123,16 +115,14 @@ def test_after_a_copy_that_fails_the_kv_is_computed_again(*, to_host: bool) -> N
 
 def test_a_full_host_leaves_recompute() -> None:
     harness = two_that_fit_once(num_host_blocks=2)
-    harness.drain()
-    harness.judge()
+    harness.finish()
     stats = take_stats(harness.engine)
     assert (stats.totals.num_swap_outs, stats.totals.num_preemptions) == (0, 1)
 
 
 def test_a_slow_link_leaves_recompute() -> None:
-    harness = EngineHarness(make_engine(num_blocks=9, num_host_blocks=20, block_copy_s=10.0, cost=per_token(0.001)))
-    for name in range(2):
-        harness.add(new_sequence(name, num_prompt=12, max_tokens=16))
+    harness = make_harness(num_blocks=9, num_host_blocks=20, block_copy_s=10.0, cost=per_token(0.001))
+    harness.add_all(2, num_prompt=12, max_tokens=16)
     harness.drain()
     assert (harness.engine.totals.num_swap_outs, harness.engine.totals.num_preemptions) == (0, 1)
 
@@ -148,8 +138,7 @@ def test_a_pause_in_the_middle_of_a_copy_takes_the_memory_when_it_is_done(*, to_
     assert harness.engine.table.held_blocks[row] == 0
     assert harness.submit() is None
     harness.engine.resume(0)
-    harness.drain()
-    harness.judge()
+    harness.finish()
 
 
 def test_a_child_waits_until_its_parents_prompt_is_back() -> None:
@@ -159,12 +148,10 @@ def test_a_child_waits_until_its_parents_prompt_is_back() -> None:
     parent = next(story.new for story in harness.stories.values() if story.row == row)
     child = replace(new_sequence(9, prompt=parent.prompt.tolist(), max_tokens=4), fork_of=parent.request_id)
     child_row = harness.add(child)
-    assert isinstance(child_row, int)
     assert harness.engine.table.hold[child_row] & Hold.FORK
     harness.land_copy()
     assert not harness.engine.table.hold[child_row] & Hold.FORK
-    harness.drain()
-    harness.judge()
+    harness.finish()
 
 
 def test_peaks_and_stalls_are_counted() -> None:

@@ -13,12 +13,8 @@ import pytest
 import torch
 
 from services.worker.contract.executor import CopyFailedError, HostCopy
-from services.worker.cost.estimate import CostEstimate
 from services.worker.engine.engine import Engine
-from services.worker.engine.events import StepEvents
-from services.worker.engine.gate import StepGate
 from services.worker.engine.invariants import check_engine
-from services.worker.engine.loop import StepLoop
 from services.worker.engine.stats import EngineStats, take_stats
 from services.worker.executor import model_runner
 from services.worker.executor.model_runner import ModelRunner
@@ -26,11 +22,12 @@ from services.worker.executor.thread import ThreadExecutor
 from services.worker.memory import host_kv
 from services.worker.memory.host_kv import STAGED_BLOCKS, HostKV
 from services.worker.memory.kv_cache import KVCache
-from services.worker.scheduling.registry import make_scheduler
+from services.worker.sequences.config import NewSequence
 from shared.errors import StartupError
 from tests.support.attention_cases import attention_spec
 from tests.support.checkpoints import CheckpointShape
-from tests.support.engine_builders import SLOW, engine_config, new_sequence
+from tests.support.engine_builders import engine_config, make_engine, new_sequence
+from tests.support.overlap import answers_of
 from tests.support.runner_driver import Driver
 from tests.support.runners import MIB, open_runner
 
@@ -118,15 +115,23 @@ def test_too_little_host_memory_is_refused_before_anything_is_loaded() -> None:
         open_runner(CheckpointShape(), host_memory_bytes=1)
 
 
+def engine_of(runner: ModelRunner, num_blocks: int) -> Engine:
+    host = runner.capacity.host
+    assert host is not None
+    limits = engine_config(max_batch_tokens=96, max_sequences=8, vocab_size=384, block_size=16, prefix_caching=False)
+    return make_engine(num_blocks=num_blocks, host=host, config=limits)
+
+
+def six() -> list[NewSequence]:
+    return [new_sequence(name, num_prompt=20 + 3 * name, max_tokens=40) for name in range(6)]
+
+
 def texts(num_blocks: int) -> tuple[dict[int, list[int]], EngineStats]:
     """Serve six prompts with so many KV blocks and some host memory; return the texts and the engine's counts."""
     runner = open_runner(CheckpointShape(), host_memory_bytes=MIB, deterministic=True)
-    host = runner.capacity.host
-    assert host is not None
-    config = engine_config(max_batch_tokens=96, max_sequences=8, vocab_size=384, block_size=16, prefix_caching=False)
-    engine = Engine(config, make_scheduler("chunked"), num_blocks, host, CostEstimate(SLOW))
-    for name in range(6):
-        engine.residents.add(new_sequence(name, num_prompt=20 + 3 * name, max_tokens=40))
+    engine = engine_of(runner, num_blocks)
+    for new in six():
+        engine.residents.add(new)
     said: dict[int, list[int]] = {1000 + name: [] for name in range(6)}
     while engine.table.num_live:
         batch = engine.next_batch(0.0)
@@ -170,7 +175,6 @@ def delayed(copy: Callable[..., None], random: np.random.Generator, *, spoils: b
 async def test_texts_are_the_same_when_copies_run_beside_the_steps(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: a thread each way, each copy some steps late. What is on its way has no numbers meanwhile."""
     random = np.random.default_rng(seed)
-
     monkeypatch.setattr(host_kv._Lane, "store", delayed(host_kv._Lane.store, random, spoils=False))
     monkeypatch.setattr(host_kv._Lane, "fetch", delayed(host_kv._Lane.fetch, random, spoils=True))
     monkeypatch.setattr(model_runner, "HostKV", partial(HostKV, staged=True))
@@ -178,32 +182,9 @@ async def test_texts_are_the_same_when_copies_run_beside_the_steps(seed: int, mo
     for num_blocks in (12, 60):
         runner = open_runner(CheckpointShape(), host_memory_bytes=MIB, deterministic=True)
         assert runner.copies_beside
-        host = runner.capacity.host
-        assert host is not None
-        config = engine_config(
-            max_batch_tokens=96, max_sequences=8, vocab_size=384, block_size=16, prefix_caching=False
-        )
-        engine = Engine(config, make_scheduler("chunked"), num_blocks, host, CostEstimate(SLOW))
-        texts: dict[int, list[int]] = {}
-
-        def say(events: StepEvents, texts: dict[int, list[int]] = texts) -> None:
-            for stream, token in zip(events.stream.tolist(), events.tokens.tolist(), strict=True):
-                if token >= 0:
-                    texts.setdefault(stream, []).append(token)
-
-        executor = ThreadExecutor(runner, asyncio.get_running_loop())
-        loop = StepLoop(engine, executor, say, asyncio.get_running_loop().time, StepGate())
-        for name in range(6):
-            engine.residents.add(new_sequence(name, num_prompt=20 + 3 * name, max_tokens=40))
-        task = asyncio.create_task(loop.run())
-        async with asyncio.timeout(60):
-            while sum(map(len, texts.values())) < 6 * 40 and not task.done():
-                await asyncio.sleep(0.002)
-        loop.close()
-        await task
+        engine, executor = engine_of(runner, num_blocks), ThreadExecutor(runner, asyncio.get_running_loop())
+        said.append(await answers_of(engine, executor, [six()], lambda _: None))
         await executor.close()
-        check_engine(engine)
         assert (engine.totals.num_swap_ins > 0) == (num_blocks == 12)
-        said.append(texts)
     assert said[0] == said[1]
-    assert all(len(text) == 40 for text in said[0].values())
+    assert all(len(text) == 40 for text, _, _ in said[0].values())

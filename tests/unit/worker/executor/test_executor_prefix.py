@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from services.worker.engine.config import AddRefusal, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.engine.invariants import check_engine
 from services.worker.executor.model_runner import ModelRunner
+from services.worker.sequences.config import AddRefusal, NewSequence
 from shared.types import SamplingParams
 from tests.support.checkpoints import CheckpointShape
-from tests.support.engine_builders import engine_config, make_engine, new_sequence
+from tests.support.engine_builders import make_engine, new_sequence
 from tests.support.runners import open_runner
 
 pytestmark = pytest.mark.kernels
@@ -29,10 +28,18 @@ def runner() -> ModelRunner:
     return open_runner(shape, deterministic=True, block_size=BLOCK_SIZE, max_rows=MAX_ROWS, max_batch_rows=MAX_ROWS)
 
 
-def engine_of(runner: ModelRunner, *, prefix_caching: bool, num_blocks: int = 400) -> Engine:
-    rows: dict[str, Any] = {"max_sequences": MAX_ROWS, "max_batch_rows": MAX_ROWS, "vocab_size": runner.info.vocab_size}
-    config = engine_config(max_batch_tokens=96, block_size=BLOCK_SIZE, prefix_caching=prefix_caching, **rows)
-    return make_engine(num_blocks=min(num_blocks, runner.capacity.num_blocks), config=config)
+def engine_for(runner: ModelRunner, *, prefix_caching: bool, num_blocks: int = 400) -> Engine:
+    return make_engine(
+        num_blocks=min(num_blocks, runner.capacity.num_blocks),
+        max_sequences=MAX_ROWS,
+        max_batch_tokens=96,
+        max_batch_rows=MAX_ROWS,
+        max_model_len=runner.info.max_model_len,
+        vocab_size=runner.info.vocab_size,
+        block_size=BLOCK_SIZE,
+        finished_kept=256,
+        prefix_caching=prefix_caching,
+    )
 
 
 def texts(engine: Engine, runner: ModelRunner, sequences: list[NewSequence]) -> dict[str, list[int]]:
@@ -62,8 +69,8 @@ def tokens(count: int, seed: int) -> list[int]:
 def test_forty_at_once_with_a_common_beginning_say_the_same_with_and_without_the_cache(runner: ModelRunner) -> None:
     beginning = tokens(43, 0)
     sequences = [sampled(i, beginning + tokens(i % 12, i), max_tokens=6) for i in range(40)]
-    plain = texts(engine_of(runner, prefix_caching=False), runner, sequences)
-    engine = engine_of(runner, prefix_caching=True)
+    plain = texts(engine_for(runner, prefix_caching=False), runner, sequences)
+    engine = engine_for(runner, prefix_caching=True)
     assert texts(engine, runner, sequences) == plain
     assert engine.totals.num_prefix_cache_hits >= 39 * 40, "all but the first find 5 blocks"
     assert len({tuple(text) for text in plain.values()}) > 20
@@ -74,11 +81,11 @@ def test_the_same_prompt_again_a_next_turn_and_a_small_memory_say_the_same(runne
     prompts = [tokens(30, 1), tokens(30, 1) + tokens(21, 2), tokens(57, 3)]
     sequences = [sampled(i, prompt, max_tokens=30) for i, prompt in enumerate(prompts)]
     again = [sampled(i + 3, prompt, max_tokens=30) for i, prompt in enumerate(prompts)]
-    plain = texts(engine_of(runner, prefix_caching=False), runner, sequences + again)
+    plain = texts(engine_for(runner, prefix_caching=False), runner, sequences + again)
     turn = sampled(9, prompts[0] + plain["r0"] + tokens(5, 4), max_tokens=20)
-    plain |= texts(engine_of(runner, prefix_caching=False), runner, [turn])
+    plain |= texts(engine_for(runner, prefix_caching=False), runner, [turn])
     for num_blocks in (400, 24):
-        engine = engine_of(runner, prefix_caching=True, num_blocks=num_blocks)
+        engine = engine_for(runner, prefix_caching=True, num_blocks=num_blocks)
         cached = texts(engine, runner, sequences) | texts(engine, runner, again)
         assert cached | texts(engine, runner, [turn]) == plain
         assert engine.totals.num_prefix_cache_hits > 0
@@ -91,8 +98,8 @@ def test_forks_say_what_they_say_alone(runner: ModelRunner, *, prefix_caching: b
     prompt = tokens(45, 5)
     alone = [sampled(i, prompt, max_tokens=12) for i in (1, 3, 5, 7)]
     family = [sampled(i, prompt, max_tokens=12, fork_of=None if i == 1 else 1) for i in (1, 3, 5, 7)]
-    plain = texts(engine_of(runner, prefix_caching=False), runner, alone)
-    engine = engine_of(runner, prefix_caching=prefix_caching)
+    plain = texts(engine_for(runner, prefix_caching=False), runner, alone)
+    engine = engine_for(runner, prefix_caching=prefix_caching)
     assert texts(engine, runner, family) == plain
     assert len({tuple(text) for text in plain.values()}) == 4
     assert engine.totals.num_steps == 12 + 1, "the prompt, a step in which the children begin, and the rest of theirs"

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from services.worker.contract.executor import BatchFailedError
-from services.worker.engine.config import AddRefusal, NewSequence
 from services.worker.engine.invariants import check_engine
 from services.worker.executor.model_runner import ModelRunner
+from services.worker.sequences.config import AddRefusal, NewSequence
 from shared.stream_extras import TokenLogprob
 from shared.types import SamplingParams
 from tests.support.checkpoints import CheckpointShape
-from tests.support.engine_builders import engine_config, make_engine, new_sequence
+from tests.support.engine_builders import make_engine, new_sequence
 from tests.support.runners import open_runner
 
 pytestmark = pytest.mark.kernels
@@ -42,9 +42,14 @@ class Run:
 
     def __init__(self, runner: ModelRunner, num_blocks: int, failures: random.Random | None = None) -> None:
         info = runner.info
-        model: dict[str, Any] = {"vocab_size": info.vocab_size, "eos_token_ids": info.eos_token_ids}
-        config = engine_config(max_batch_tokens=96, block_size=info.capacity.block_size, **model)
-        self.engine = make_engine(num_blocks=num_blocks, config=config)
+        self.engine = make_engine(
+            num_blocks=num_blocks,
+            max_batch_tokens=96,
+            vocab_size=info.vocab_size,
+            eos_token_ids=info.eos_token_ids,
+            block_size=info.capacity.block_size,
+            finished_kept=256,
+        )
         self.runner = runner
         self.failures = failures
         self.texts: dict[int, list[int]] = {}

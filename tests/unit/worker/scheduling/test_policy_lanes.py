@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.scheduling.registry import SCHEDULERS, make_scheduler
-from services.worker.scheduling.view import SchedulerOutput, SchedulerView
+from services.worker.scheduling.registry import SCHEDULERS
 from tests.support.engine_views import (
-    check_contract,
+    decide,
     decoding,
     in_lanes,
     make_view,
@@ -27,12 +26,6 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 PLAIN = sorted(set(SCHEDULERS) - {"lookahead"})
 """Those that share decodes evenly; `lookahead` forms microbatches by cost."""
-
-
-def decide(scheduler: str, view: SchedulerView) -> SchedulerOutput:
-    output = make_scheduler(scheduler).schedule(view)
-    check_contract(view, output)
-    return output
 
 
 @settings(deadline=None, max_examples=400)

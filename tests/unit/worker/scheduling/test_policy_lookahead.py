@@ -9,8 +9,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from services.worker.cost.estimate import CostEstimate
-from services.worker.engine.config import NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.engine.invariants import check_engine
 from services.worker.engine.stats import take_stats
@@ -19,13 +17,14 @@ from services.worker.scheduling.lookahead import LookaheadScheduler
 from services.worker.scheduling.registry import make_scheduler
 from services.worker.scheduling.shares import Line, Room, Shares
 from services.worker.scheduling.view import Limits, Scheduler, SchedulerOutput
+from services.worker.sequences.config import NewSequence
 from shared.cost import CostModel, load_profile
 from sim.workload.lengths import find_lengths
-from tests.support.engine_builders import engine_config, make_engine, new_sequence, per_token
-from tests.support.engine_chaos import Chaos, UnrulyScheduler
-from tests.support.engine_harness import EngineHarness
+from tests.support.engine_builders import make_engine, new_sequence, per_token
+from tests.support.engine_chaos import make_chaos
 from tests.support.engine_views import (
     check_contract,
+    chosen,
     decoding,
     in_lanes,
     make_view,
@@ -37,10 +36,6 @@ from tests.support.engine_views import (
 from tests.support.toy_pipeline import ToyPipeline
 
 COST = load_profile("qwen2.5-14b-tp1-a800").cost
-
-
-def chosen(output: SchedulerOutput) -> list[tuple[int, int]]:
-    return list(zip(output.rows.tolist(), output.num_tokens.tolist(), strict=True))
 
 
 def same(one: SchedulerOutput, other: SchedulerOutput) -> bool:
@@ -141,7 +136,10 @@ def test_lanes_share_decodes_by_what_they_read() -> None:
 def engine_of(
     scheduler: Scheduler, num_lanes: int, *, num_blocks: int = 40_000, max_batch_tokens: int = 2048
 ) -> Engine:
-    config = engine_config(
+    return make_engine(
+        scheduler,
+        num_blocks=num_blocks,
+        cost=COST,
         max_sequences=2048,
         max_batch_tokens=max_batch_tokens,
         max_batch_rows=512,
@@ -149,8 +147,8 @@ def engine_of(
         vocab_size=1000,
         block_size=16,
         prefix_caching=False,
+        num_lanes=num_lanes,
     )
-    return Engine(replace(config, num_lanes=num_lanes), scheduler, num_blocks, cost=CostEstimate(COST))
 
 
 def sequences(prompts: list[int], outputs: list[int], arrivals_s: list[float]) -> list[NewSequence]:
@@ -196,7 +194,7 @@ def test_an_engine_hands_out_what_was_formed_ahead(seed: int, num_lanes: int) ->
     formed = formed_ahead(prompts, Limits(256, 512, num_lanes))
     assume(all(prefix + size != prompts[prompt] - 1 for chunks in formed for prompt, prefix, size in chunks))
     expected = [[(prompt, size) for prompt, _, size in chunks] for chunks in formed]
-    assert [sorted(batch) for batch in pipeline.chunks_by_name()] == expected
+    assert [sorted(batch) for batch in pipeline.chunks_by_name] == expected
     works = [sum(COST.chunk_s(prefix, size) for _, prefix, size in chunks) for chunks in formed]
     assert max(works) - min(works) <= 2 * COST.chunk_s(max(prompts), 1) + 1e-9
 
@@ -227,23 +225,16 @@ def test_under_queueing_the_stages_stand_idle_for_less_than_a_fiftieth(num_lanes
 @pytest.mark.parametrize("num_host_blocks", [0, 12])
 def test_texts_survive_any_order_of_operations(seed: int, num_lanes: int, num_host_blocks: int) -> None:
     """Several batches in flight while sequences come, go, fail, lose memory and get it back."""
-    random = np.random.default_rng([seed, num_lanes, num_host_blocks])
-    unruly = UnrulyScheduler(LookaheadScheduler(), random)
-    config = engine_config(max_batch_tokens=24, max_batch_rows=6, max_model_len=80, vocab_size=50, eos_token_ids=(1, 2))
-    engine = make_engine(
-        unruly,
-        num_blocks=int(random.integers(20, 40)),
-        config=replace(config, num_lanes=num_lanes),
+    chaos = make_chaos(
+        LookaheadScheduler(),
+        [seed, num_lanes, num_host_blocks],
+        num_lanes=num_lanes,
+        num_stages=1,
         num_host_blocks=num_host_blocks,
         cost=per_token(1.0, pair_s=0.1),
     )
-    chaos = Chaos(EngineHarness(engine, depth=num_lanes), random)
-    unruly.is_calm = bool(seed % 2)
-    chaos.run(300)
-    unruly.is_calm = True
-    chaos.calm_down()
-    chaos.harness.judge()
-    chaos.harness.check_empty()
+    chaos.unruly.is_calm = bool(seed % 2)
+    chaos.live_through(300)
 
 
 def test_lanes_do_not_starve_when_memory_is_short() -> None:

@@ -7,12 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.config import AddRefusal
 from services.worker.scheduling.view import F64, I32, Bool, SchedulerView
 from shared.types import FinishReason, QoeTarget
-from tests.support.engine_builders import engine_config, make_engine, new_sequence
-from tests.support.engine_chaos import Chaos, UnrulyScheduler
-from tests.support.engine_harness import EngineHarness
+from tests.support.engine_builders import new_sequence
+from tests.support.engine_chaos import make_chaos
+from tests.support.engine_harness import make_harness
 from tests.support.engine_views import (
     check_contract,
     decoding,
@@ -82,37 +81,32 @@ def test_who_waits_comes_in_by_priority_and_those_with_less_give_way_for_it() ->
 def test_who_has_text_to_read_pauses_and_keeps_its_kv() -> None:
     """10 tokens are said in 0.5 s; at 2 per second they are read until 1 + 9 / 2 = 5.5 s after they were asked for."""
     scheduler = PriorityScheduler(weight_by_name, readers_with_text(lead_s=1.0))
-    harness = EngineHarness(make_engine(scheduler))
+    harness = make_harness(scheduler)
     slow = harness.add(new_sequence(0, max_tokens=16, arrival_s=0.0, qoe=QoeTarget(ttft_s=1.0, speed_tokens_per_s=2)))
     fast = harness.add(new_sequence(1, max_tokens=60, arrival_s=0.0, qoe=QoeTarget(ttft_s=0.1, speed_tokens_per_s=500)))
-    assert isinstance(slow, int)
     assert isinstance(fast, int)
     table, paused = harness.engine.table, 0
     while harness.stories[1001].finish is FinishReason.NONE:
         before, held = int(table.num_computed[slow]), int(table.held_blocks[slow])
-        batch = harness.step()
-        assert batch is not None
+        batch = harness.stepped()
         assert fast in batch.rows
         if slow not in batch.rows:
             paused += 1
             assert (int(table.num_computed[slow]), int(table.held_blocks[slow])) == (before, held)
     assert paused > 30
-    harness.drain()
-    harness.judge()
+    harness.finish()
     assert harness.engine.totals.num_preemptions == 0
 
 
 def test_a_prompt_is_left_half_done_for_one_with_more_priority_and_goes_on_where_it_was() -> None:
     """16 tokens a step: 16 of 40 are computed when the other one comes, which takes two steps for its 30."""
-    config = engine_config(max_batch_tokens=16)
-    harness = EngineHarness(make_engine(PriorityScheduler(by_order(1, 2), nobody), config=config))
+    harness = make_harness(PriorityScheduler(by_order(1, 2), nobody), max_batch_tokens=16)
     low = harness.add(new_sequence(0, num_prompt=40, max_tokens=2))
     harness.step()
     high = harness.add(new_sequence(1, num_prompt=30, max_tokens=1))
     chunks = []
     while harness.engine.table.num_live:
-        batch = harness.step()
-        assert batch is not None
+        batch = harness.stepped()
         chunks += [*zip(batch.rows.tolist(), batch.start.tolist(), batch.num_tokens.tolist(), strict=True)]
     assert chunks == [(high, 0, 16), (high, 16, 14), (low, 16, 16), (low, 32, 8), (low, 40, 1)]
     harness.judge()
@@ -125,37 +119,25 @@ def test_a_prompt_is_left_half_done_for_one_with_more_priority_and_goes_on_where
 def test_texts_survive_any_order_of_operations(
     depth: int, num_stages: int, seed: int, num_host_blocks: int, *, overlaps: bool
 ) -> None:
-    random = np.random.default_rng([seed, depth, num_host_blocks])
-    unruly = UnrulyScheduler(PriorityScheduler(weight_by_name, Whimsical()), random, whims=0.1)
-    config = engine_config(
-        max_batch_tokens=24,
+    make_chaos(
+        PriorityScheduler(weight_by_name, Whimsical()),
+        [seed, depth, num_host_blocks],
+        whims=0.1,
+        num_blocks=30,
         max_batch_rows=4,
-        max_model_len=80,
-        vocab_size=50,
-        eos_token_ids=(1, 2),
         num_lanes=num_stages,
+        depth=depth,
         overlaps=overlaps,
-    )
-    engine = make_engine(unruly, num_blocks=30, config=config, num_host_blocks=num_host_blocks)
-    chaos = Chaos(EngineHarness(engine, depth=depth, num_stages=num_stages), random)
-    chaos.run(400)
-    unruly.is_calm = True
-    chaos.calm_down()
-    chaos.harness.judge()
-    chaos.harness.check_empty()
-    assert all(story.finish is not FinishReason.NONE for story in chaos.harness.stories.values())
+        num_host_blocks=num_host_blocks,
+    ).live_through()
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 40])
 @pytest.mark.parametrize("num_stages", [1, 3])
 def test_everything_finishes_with_kv_for_only_one_request(num_stages: int, num_host_blocks: int) -> None:
     """9 blocks of 4 slots; each sequence needs KV for 20 + 16 - 1 = 35 tokens, so 9 blocks: all of them."""
-    config = engine_config(num_lanes=num_stages)
     scheduler = PriorityScheduler(weight_by_name, Whimsical())
-    engine = make_engine(scheduler, num_blocks=9, num_host_blocks=num_host_blocks, config=config)
-    harness = EngineHarness(engine, depth=num_stages, num_stages=num_stages)
-    for name in range(8):
-        assert not isinstance(harness.add(new_sequence(name, num_prompt=20, max_tokens=16)), AddRefusal)
-    harness.drain(max_steps=8 * 60)
-    harness.judge()
+    harness = make_harness(scheduler, num_blocks=9, num_host_blocks=num_host_blocks, num_lanes=num_stages)
+    harness.add_all(8, num_prompt=20, max_tokens=16)
+    harness.finish(max_steps=8 * 60)
     assert {story.finish for story in harness.stories.values()} == {FinishReason.LENGTH}

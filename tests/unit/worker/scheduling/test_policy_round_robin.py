@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.worker.engine.config import AddRefusal
 from services.worker.scheduling.round_robin import TURN_TOKENS, RoundRobinScheduler
 from services.worker.scheduling.view import PreemptHow, SchedulerOutput, SchedulerView
-from tests.support.engine_builders import engine_config, make_engine, new_sequence
-from tests.support.engine_harness import EngineHarness
+from services.worker.sequences.config import AddRefusal
+from tests.support.engine_builders import new_sequence
+from tests.support.engine_harness import make_harness
 from tests.support.engine_views import check_contract, decoding, host_view, make_view, parked, prefilling
 
 
@@ -81,13 +81,9 @@ def test_with_a_host_turns_are_taken_by_swapping_and_nobody_else_waits_for_the_c
 
 def served_by_turns(num_sequences: int, *, num_host_blocks: int = 0) -> list[int]:
     """Return who says a token, in order. All come at once; 10 blocks of 4 hold two of them; turns of 4 tokens."""
-    engine = make_engine(
-        RoundRobinScheduler(turn_tokens=4),
-        num_blocks=10,
-        config=engine_config(prefix_caching=False),
-        num_host_blocks=num_host_blocks,
+    harness = make_harness(
+        RoundRobinScheduler(turn_tokens=4), num_blocks=10, prefix_caching=False, num_host_blocks=num_host_blocks
     )
-    harness = EngineHarness(engine)
     for name in range(num_sequences):
         added = harness.add(new_sequence(name, num_prompt=8, max_tokens=12, arrival_s=0.0))
         assert not isinstance(added, AddRefusal)
@@ -121,10 +117,7 @@ def test_turns_go_round_in_order_of_arrival() -> None:
 
 def test_nobody_starves_while_others_keep_coming() -> None:
     """A new sequence every third step, more than fit: each that came in the first half ends before the stream does."""
-    engine = make_engine(
-        RoundRobinScheduler(turn_tokens=4), num_blocks=16, config=engine_config(max_sequences=400, max_batch_rows=4)
-    )
-    harness = EngineHarness(engine)
+    harness = make_harness(RoundRobinScheduler(turn_tokens=4), num_blocks=16, max_sequences=400, max_batch_rows=4)
     for step in range(600):
         if step % 3 == 0 and step < 300:
             harness.add(new_sequence(step, num_prompt=6, max_tokens=9, arrival_s=harness.now_s))

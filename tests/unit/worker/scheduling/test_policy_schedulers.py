@@ -16,19 +16,19 @@ from hypothesis import strategies as st
 from services.worker.scheduling import chunked, fcfs, round_robin
 from services.worker.scheduling.plain import plain_decode
 from services.worker.scheduling.registry import SCHEDULERS, make_scheduler
-from services.worker.scheduling.view import CachedPrefix, Limits, PreemptHow, SchedulerOutput, SchedulerView
+from services.worker.scheduling.view import CachedPrefix, Limits, PreemptHow, SchedulerView
 from shared.systems import SYSTEMS
-from tests.support.engine_views import check_contract, decoding, host_view, make_view, parked, prefilling, random_view
-
-
-def decide(scheduler: str, view: SchedulerView) -> SchedulerOutput:
-    output = make_scheduler(scheduler).schedule(view)
-    check_contract(view, output)
-    return output
-
-
-def chosen(output: SchedulerOutput) -> list[tuple[int, int]]:
-    return list(zip(output.rows.tolist(), output.num_tokens.tolist(), strict=True))
+from tests.support.engine_views import (
+    check_contract,
+    chosen,
+    decide,
+    decoding,
+    host_view,
+    make_view,
+    parked,
+    prefilling,
+    random_view,
+)
 
 
 @settings(deadline=None, max_examples=400)
@@ -110,20 +110,17 @@ def test_fcfs_does_not_cut_a_prompt_that_fits_a_step_of_its_own() -> None:
     assert chosen(decide("fcfs", view)) == [(0, 20)]
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_preempted_rows_come_before_waiting_ones_and_order_is_kept(scheduler: str) -> None:
     view = make_view(preempted=[parked(6), parked(7)], waiting=[parked(3)])
     assert chosen(decide(scheduler, view)) == [(0, 6), (1, 7), (2, 3)]
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_nobody_overtakes_a_row_that_does_not_fit(scheduler: str) -> None:
     """Room for 8 blocks, one of them headroom for the row that runs; the first needs ceil(31 / 4) = 8."""
     view = make_view(running=[decoding(5)], waiting=[parked(30), parked(3)], free_blocks=8)
     assert chosen(decide(scheduler, view)) == [(0, 1)]
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_a_row_is_admitted_only_if_all_its_known_tokens_fit(scheduler: str) -> None:
     """A step of 8 tokens; 27 known tokens and the next need 7 blocks, and the running row keeps one free."""
     for free_blocks, admitted in ((7, False), (8, True)):
@@ -131,7 +128,6 @@ def test_a_row_is_admitted_only_if_all_its_known_tokens_fit(scheduler: str) -> N
         assert (1 in decide(scheduler, view).rows) is admitted
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_blocks_promised_to_a_prefill_under_way_are_not_given_to_others(scheduler: str) -> None:
     """The prefill holds 2 blocks and needs 8 more for its 40 tokens; 12 free leave 4, less 1: the new row needs 4."""
     view = make_view(running=[prefilling(40, 8)], waiting=[parked(12)], free_blocks=12, max_batch_tokens=64)
@@ -140,7 +136,6 @@ def test_blocks_promised_to_a_prefill_under_way_are_not_given_to_others(schedule
     assert 1 in decide(scheduler, view).rows
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_a_row_alone_may_use_every_block(scheduler: str) -> None:
     """28 known tokens fill 7 blocks; nobody runs, so no headroom is kept."""
     assert chosen(decide(scheduler, make_view(waiting=[parked(28)], free_blocks=7))) == [(0, 28)]
@@ -148,7 +143,6 @@ def test_a_row_alone_may_use_every_block(scheduler: str) -> None:
     assert not decide(scheduler, view).rows.size
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_only_as_many_give_way_as_needed_and_the_newest_first(scheduler: str) -> None:
     """Rows 0, 1, 2 stand at a block border and no block is free; row 3 gives 1, row 2 gives 2: three for two."""
     view = make_view(running=[decoding(8), decoding(4), decoding(8), decoding(3)], free_blocks=0)
@@ -157,14 +151,12 @@ def test_only_as_many_give_way_as_needed_and_the_newest_first(scheduler: str) ->
     assert chosen(output) == [(0, 1), (1, 1)]
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_pinned_blocks_do_not_count_as_freed(scheduler: str) -> None:
     """Row 0 needs a block; row 2's only block is pinned, so row 1 gives way too."""
     view = make_view(running=[decoding(8), decoding(3), decoding(3)], free_blocks=0, pinned={2: 1})
     assert decide(scheduler, view).preempt.tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_the_first_prefill_is_rescued_when_others_hold_all_blocks(scheduler: str) -> None:
     """Row 0 needs 3 blocks for the 12 tokens left; of the others row 2 gives 2 and row 1 two more."""
     view = make_view(running=[prefilling(20, 8), prefilling(20, 8), prefilling(20, 8)], free_blocks=0)
@@ -173,7 +165,6 @@ def test_the_first_prefill_is_rescued_when_others_hold_all_blocks(scheduler: str
     assert chosen(output) == [(0, 12)]
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_a_decode_that_gives_way_is_not_forgotten_when_the_first_prefill_is_rescued(scheduler: str) -> None:
     """Row 1 needs a second block, none is free, so it gives its own; that one becomes row 0's third."""
     view = make_view(running=[prefilling(20, 8), decoding(4)], free_blocks=0)
@@ -182,21 +173,18 @@ def test_a_decode_that_gives_way_is_not_forgotten_when_the_first_prefill_is_resc
     assert chosen(output) == [(0, 4)]
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_nothing_is_done_while_blocks_in_flight_are_all_that_could_help(scheduler: str) -> None:
     view = make_view(running=[decoding(8)], free_blocks=0, num_in_flight=3)
     output = decide(scheduler, view)
     assert (output.rows.size, output.preempt.size, output.reason) == (0, 0, "nothing")
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_no_more_rows_run_than_fit_a_step(scheduler: str) -> None:
     view = make_view(running=[decoding(5)] * 3, waiting=[parked(2)] * 3, max_batch_rows=4)
     output = decide(scheduler, view)
     assert [row for row in output.rows.tolist() if row >= 3] == [3]
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_who_is_passed_over_takes_nobodys_place(scheduler: str) -> None:
     """One place is left in a step of 4 rows; two rows wait for what others compute, the third may come in."""
     coming = CachedPrefix(num_tokens=4, next_block=b"a", is_coming=True)
@@ -206,7 +194,6 @@ def test_who_is_passed_over_takes_nobodys_place(scheduler: str) -> None:
     assert [row for row in decide(scheduler, view).rows.tolist() if row >= 3] == [5]
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_who_does_not_fit_lets_nobody_pass(scheduler: str) -> None:
     """First come, first served: 5 free blocks, the first needs 6, the second would need 1."""
     view = make_view(running=[prefilling(9, 8)], waiting=[parked(20), parked(2)], free_blocks=6)

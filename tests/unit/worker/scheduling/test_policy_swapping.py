@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.scheduling.giving_way import Leaving
-from services.worker.scheduling.registry import make_scheduler
-from services.worker.scheduling.view import HostView, PreemptHow, SchedulerOutput, SchedulerView
+from services.worker.scheduling.view import HostView, PreemptHow
 from tests.support.engine_builders import per_token
 from tests.support.engine_views import (
-    check_contract,
+    chosen,
+    decide,
     decoding,
     host_view,
     make_view,
@@ -26,14 +26,9 @@ from tests.support.engine_views import (
 SWAPPING = ("chunked", "fcfs", "round-robin")
 
 
-def decide(scheduler: str, view: SchedulerView) -> SchedulerOutput:
-    output = make_scheduler(scheduler).schedule(view)
-    check_contract(view, output)
-    return output
-
-
-def chosen(output: SchedulerOutput) -> list[tuple[int, int]]:
-    return list(zip(output.rows.tolist(), output.num_tokens.tolist(), strict=True))
+@pytest.fixture(params=SWAPPING)
+def scheduler(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 def leaving(block_copy_s: float, *, free_blocks: int = 1000, num_queued: int = 0) -> Leaving:
@@ -109,7 +104,6 @@ def test_without_room_on_the_host_all_is_as_without_a_host(scheduler: str, seed:
     assert (chosen(one), one.preempt.tolist(), one.reason) == (chosen(other), other.preempt.tolist(), other.reason)
 
 
-@pytest.mark.parametrize("scheduler", SWAPPING)
 def test_the_newest_is_sent_one_step_before_the_blocks_run_out(scheduler: str) -> None:
     """Rows 0 and 1 need no block now and one each in the next step; one is free. Row 2 has 2 blocks."""
     rows = [decoding(7), decoding(7), decoding(6)]
@@ -120,7 +114,6 @@ def test_the_newest_is_sent_one_step_before_the_blocks_run_out(scheduler: str) -
     assert not decide(scheduler, make_view(running=rows, free_blocks=1)).preempt.size, "no host: not ahead of time"
 
 
-@pytest.mark.parametrize("scheduler", SWAPPING)
 def test_nobody_else_is_sent_while_blocks_are_coming(scheduler: str) -> None:
     """Row 1 lacks a block and sits the step out: two will be free when the copy under way is done."""
     rows = [decoding(7), decoding(8), decoding(6)]
@@ -130,7 +123,6 @@ def test_nobody_else_is_sent_while_blocks_are_coming(scheduler: str) -> None:
     assert not output.preempt.size
 
 
-@pytest.mark.parametrize("scheduler", SWAPPING)
 def test_kv_is_dropped_where_moving_it_is_dearer(scheduler: str) -> None:
     """A slow link: nothing is done ahead of time, and in need row 2 is computed again; its 2 blocks serve two rows."""
     slow = host_view(block_copy_s=100.0)
@@ -142,7 +134,6 @@ def test_kv_is_dropped_where_moving_it_is_dearer(scheduler: str) -> None:
     assert chosen(output) == [(0, 1), (1, 1)]
 
 
-@pytest.mark.parametrize("scheduler", SWAPPING)
 def test_a_full_host_falls_back_to_recompute(scheduler: str) -> None:
     """Three rows at a border, nothing free. Row 2 (2 blocks) fits the host, row 1 does not any more.
 
@@ -157,7 +148,6 @@ def test_a_full_host_falls_back_to_recompute(scheduler: str) -> None:
     assert chosen(output) == [(0, 1), (1, 1)]
 
 
-@pytest.mark.parametrize("scheduler", SWAPPING)
 def test_who_is_on_the_host_comes_back_first_and_is_not_computed(scheduler: str) -> None:
     """Row 1 has KV for 9 of 10 tokens, 3 blocks, and needs 3 and headroom; row 2 waits. 7 blocks are free, then 3."""
     view = partial(
@@ -171,7 +161,6 @@ def test_who_is_on_the_host_comes_back_first_and_is_not_computed(scheduler: str)
     assert (output.resume.size, chosen(output)) == (0, [(0, 1)]), "nobody passes it, small or not"
 
 
-@pytest.mark.parametrize("scheduler", SWAPPING)
 def test_a_row_on_its_way_back_counts_as_running(scheduler: str) -> None:
     """Row 1 comes back. It takes one of two places; of 3 blocks two are headroom, one short of what row 2 needs."""
     view = partial(make_view, running=[decoding(5), decoding(6)], waiting=[parked(3)], host=host_view(arriving=(1,)))
@@ -180,7 +169,6 @@ def test_a_row_on_its_way_back_counts_as_running(scheduler: str) -> None:
     assert 2 in decide(scheduler, view(free_blocks=3)).rows
 
 
-@pytest.mark.parametrize("scheduler", SWAPPING)
 def test_the_first_prefill_waits_for_a_copy_and_else_sends_others(scheduler: str) -> None:
     """Row 0 needs 3 more blocks, none is free: row 1 gives 2 and row 2 two, but only when they have been copied."""
     rows = [prefilling(20, 8), prefilling(20, 8), prefilling(20, 8)]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from services.worker.contract.arrays import EMPTY_I32, I32
+from services.worker.contract.arrays import EMPTY_I32, I32, Rows
 from services.worker.contract.batch import OWN_SAMPLE, RowInit
 from services.worker.sequences.table import SequenceTable
 from services.worker.sequences.token_log import TokenLog
 
-Rows = NDArray[np.intp]
 _ONE = np.array(1, dtype=np.int32)  # without a dimension: an operation with it takes half as long as with a scalar
 
 

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
+from services.worker.contract.arrays import I32, U8, U16, U32
 from shared.hot import hot_dataclass
 from shared.stream_extras import TokenLogprob
-
-I32 = NDArray[np.int32]
-U8 = NDArray[np.uint8]
-U16 = NDArray[np.uint16]
-U32 = NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +53,9 @@ class StepEvents:
         filled = [part for part in parts if part.tokens.size]
         if len(filled) <= 1:
             return filled[0] if filled else NO_EVENTS
-        return cls(
-            channel=np.concatenate([part.channel for part in filled]),
-            stream=np.concatenate([part.stream for part in filled]),
-            attempt=np.concatenate([part.attempt for part in filled]),
-            first_index=np.concatenate([part.first_index for part in filled]),
-            tokens=np.concatenate([part.tokens for part in filled]),
-            finish=np.concatenate([part.finish for part in filled]),
-            extras=_join_extras(filled),
-        )
+        names = [field.name for field in fields(cls) if field.name != "extras"]
+        columns = {name: np.concatenate([getattr(part, name) for part in filled]) for name in names}
+        return cls(**columns, extras=_join_extras(filled))
 
 
 def _join_extras(parts: list[StepEvents]) -> tuple[RowExtra, ...]:

@@ -6,12 +6,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
-from numpy.typing import NDArray
 
+from services.worker.contract.arrays import U32
 from shared.ids import RequestId, StreamId
 from shared.types import QoeTarget, RequestClass, SamplingParams
-
-U32 = NDArray[np.uint32]
 
 EMPTY_U32: U32 = np.zeros(0, dtype=np.uint32)
 EMPTY_U32.flags.writeable = False
@@ -54,7 +52,7 @@ class EngineConfig:
 
 
 class AddRefusal(Enum):
-    """Why `Residents.add` did not take a sequence; nothing of it is left in the engine."""
+    """Why `Residents.add` did not take a sequence, as `RefusalReason` has it; nothing of it is left in the engine."""
 
     FULL = "full"  # no free row of the table
     TOO_LONG = "too_long"  # prompt + max_tokens can never fit the KV memory or the context

@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from services.worker.blocks.manager import BlockManager
 from services.worker.blocks.sharing import Sharing
-from services.worker.contract.arrays import I32, Bool
-from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence, check_new, max_outputs
-from services.worker.engine.events import NO_EVENTS, RowExtra, StepEvents
+from services.worker.contract.arrays import I32, Bool, Rows
+from services.worker.sequences.config import AddRefusal, EngineConfig, NewSequence, check_new, max_outputs
+from services.worker.sequences.events import NO_EVENTS, RowExtra, StepEvents
 from services.worker.sequences.sequence import FinishedStore, SequenceKey
 from services.worker.sequences.stops import StopRules
 from services.worker.sequences.table import Hold, SequenceTable, Status
@@ -20,7 +19,6 @@ from services.worker.sequences.token_log import TokenLog
 from shared.ids import RequestId
 from shared.types import FinishReason
 
-Rows = NDArray[np.intp]
 _CANCELLED_IN_FLIGHT = Hold.CANCELLED | Hold.IN_FLIGHT
 
 

@@ -1,0 +1,13 @@
+"""What tests of the worker's rooms share."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.worker.scheduling.registry import SCHEDULERS
+
+
+@pytest.fixture(params=SCHEDULERS)
+def scheduler(request: pytest.FixtureRequest) -> str:
+    """Each of them by name."""
+    return str(request.param)
