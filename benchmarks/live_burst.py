@@ -29,7 +29,8 @@ from benchmarks.fidelity.loads import sequential
 from benchmarks.live_cluster import LiveCluster
 from benchmarks.peers_load import wait_idle
 from benchmarks.peers_model import make_checkpoint
-from cli.replay.records import lateness_p99_s, records_of
+from cli.bench.report import lateness_p99_s
+from cli.replay.records import records_of
 from cli.replay.sender import Sender
 from shared.cluster_views import ViewFeed
 from shared.messages.report import ClusterView, WorkerReport

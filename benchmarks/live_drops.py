@@ -144,7 +144,7 @@ def main() -> None:
     shape = Shape(num_workers=arguments.workers, env=ENV, flags=FLAGS)
     with (
         tempfile.TemporaryDirectory() as folder,
-        running(Path(folder), shape) as cluster,
+        running(Cluster(Path(folder), shape)) as cluster,
     ):
         asyncio.run(measure(cluster, arguments.rounds, arguments.streams))
 

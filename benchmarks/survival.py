@@ -21,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.harness import machine, print_table
-from tests.support.fault_cluster import NATS, Cluster, running
+from tests.support.fault_cluster import NATS, Cluster, Shape, running
 from tests.support.fault_streams import CHAT, Ask, Reader, answers, ask, reading, seen, undisturbed
 
 NUM_BEFORE = 15
@@ -132,7 +132,7 @@ def main() -> None:
     options = parser.parse_args()
     load = [ask(f"animal {n}", CHAT, seed=n, temperature=0.8, max_tokens=900) for n in range(options.streams)]
     print(machine())
-    with tempfile.TemporaryDirectory() as folder, running(Path(folder)) as cluster:
+    with tempfile.TemporaryDirectory() as folder, running(Cluster(Path(folder), Shape())) as cluster:
         asyncio.run(measure(cluster, load, options.rounds))
 
 

@@ -11,8 +11,9 @@ from benchmarks.fidelity.loads import sequential
 from benchmarks.fidelity.measurement import LiveRun, Measurement, WorkerFacts
 from benchmarks.live_cluster import LiveCluster
 from benchmarks.peers_load import wait_idle
+from cli.bench.report import lateness_p99_s
 from cli.profile.driver import find_worker, read_steps
-from cli.replay.records import lateness_p99_s, records_of
+from cli.replay.records import records_of
 from shared.ids import WorkerId
 from shared.messages.report import WorkerReport
 from shared.messages.steps import StepRecord
