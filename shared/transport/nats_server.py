@@ -1,4 +1,4 @@
-"""A nats-server of our own, as a child process: for `sluice up`, `sluice demo` and the tests."""
+"""A nats-server of our own, as a child process: by `sluice up` and `sluice demo`, benchmarks and tests."""
 
 from __future__ import annotations
 

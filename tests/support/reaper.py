@@ -1,0 +1,43 @@
+"""Ends what a test run has started when the run is killed: brokers and services lead sessions of their own.
+
+pytest ──stdin──► reaper        pytest dies ─► end of file ─► every process with the run's mark in its environment
+ └─ starts ─► broker, services …  (they inherit the mark)                                        is killed
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from uuid import uuid4
+
+MARK = "SLUICE_TEST_RUN"
+"""Variable that tells processes of one run from all others."""
+_started: list[subprocess.Popen[bytes]] = []
+
+
+def mark_this_process() -> None:
+    """From now on whatever this process starts ends with it, however it ends; it may be called again."""
+    mark = uuid4().hex
+    command = [sys.executable, "-I", "-S", __file__, mark]
+    _started.append(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))
+    os.environ[MARK] = mark
+
+
+def kill_marked(mark: str) -> None:
+    """Kill every process that was started with this mark."""
+    wanted = f"{MARK}={mark}".encode()
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                os.kill(int(entry.name), signal.SIGKILL)
+        except OSError:
+            continue  # it has ended, or is another user's
+
+
+if __name__ == "__main__":
+    while os.read(0, 4096):
+        pass
+    kill_marked(sys.argv[1])
