@@ -11,8 +11,8 @@ import pytest
 from hypothesis import settings
 
 from shared.process.log import flush_log
-from tests.support.reaper import mark_this_process
 from sim.virtual_time import run
+from tests.support.reaper import mark_this_process
 
 # Examples come from the test's own text, so that a run repeats; a slow machine is not a failure.
 settings.register_profile("sluice", deadline=None, derandomize=True)
