@@ -392,12 +392,12 @@ class PlanCluster:
         self._tasks: list[asyncio.Task[None]] = []
         self._num_processes = 0
         for number in range(num_workers):
-            self._make(WorkerId(f"w{number}"))
+            self._make(WorkerId(f"w{number}"), Load())
 
-    def _make(self, worker_id: WorkerId) -> PlanWorker:
+    def _make(self, worker_id: WorkerId, load: Load) -> PlanWorker:
         self._num_processes += 1
-        bus = self.broker.connect(worker_id)
-        worker = PlanWorker(self, worker_id, bus, Incarnation(self._num_processes), loads_beside=self._loads_beside)
+        bus, incarnation = self.broker.connect(worker_id), Incarnation(self._num_processes)
+        worker = PlanWorker(self, worker_id, bus, incarnation, load, loads_beside=self._loads_beside)
         self.workers[worker_id] = worker
         return worker
 
@@ -415,10 +415,7 @@ class PlanCluster:
 
     async def restart(self, worker_id: WorkerId) -> None:
         """Put a new process in the place of a dead worker."""
-        load = self.workers[worker_id].load
-        worker = self._make(worker_id)
-        worker.load = load
-        await self._start(worker)
+        await self._start(self._make(worker_id, self.workers[worker_id].load))
 
     def start_planner(self, name: str = "p") -> PlannerNode:
         """Start a planner, or start it again."""

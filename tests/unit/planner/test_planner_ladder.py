@@ -45,24 +45,20 @@ def test_an_empty_ladder_does_nothing_and_says_why(
     assert decide(PARAMS, (), snapshot) == Decision("none", situation, reason)
 
 
-def test_the_cheapest_lever_is_pulled_and_the_others_prices_are_told() -> None:
-    levers = (FakeLever("preempt", 0.4), FakeLever("move", 0.1), FakeLever("drop", None))
-    decision = decide(PARAMS, levers, make_snapshot(90, 20))
-    assert decision.lever == "move"
-    assert decision.reason == (
-        "110 of 100 KV blocks wanted on 1 workers; move helps 1, at 0.10 s, against preempt 0.40 s"
-    )
-
-
-def test_the_earlier_rung_wins_a_tie() -> None:
-    levers = (FakeLever("drop", None), FakeLever("preempt", 0.1), FakeLever("move", 0.1))
-    assert decide(PARAMS, levers, make_snapshot(90, 20)).lever == "preempt"
-
-
-def test_no_lever_is_pulled_when_none_helps() -> None:
-    decision = decide(PARAMS, (FakeLever("drop", None),), make_snapshot(90, 20))
-    assert decision.lever == "none"
-    assert decision.reason.endswith("none of drop can help now")
+@pytest.mark.parametrize(
+    ("levers", "pulled", "said"),
+    [
+        ({"preempt": 0.4, "move": 0.1, "drop": None}, "move", "; move helps 1, at 0.10 s, against preempt 0.40 s"),
+        ({"drop": None, "preempt": 0.1, "move": 0.1}, "preempt", "; preempt helps 1, at 0.10 s, against move 0.10 s"),
+        ({"drop": None}, "none", "; none of drop can help now"),
+    ],
+    ids=["the cheapest", "the earlier rung wins a tie", "none that helps"],
+)
+def test_the_lever_that_is_pulled_and_the_others_prices_are_told(
+    levers: dict[str, float | None], pulled: str, said: str
+) -> None:
+    decision = decide(PARAMS, [FakeLever(*lever) for lever in levers.items()], make_snapshot(90, 20))
+    assert (decision.lever, decision.reason) == (pulled, f"110 of 100 KV blocks wanted on 1 workers{said}")
 
 
 @given(

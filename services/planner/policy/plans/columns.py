@@ -50,6 +50,9 @@ class InstanceColumns:
     token_s: F64
 
 
+_COUNTS = ("num_pages", "used_tokens", "demanded_tokens", "growth_tokens", "num_running", "num_queued", "throttled")
+
+
 def instance_columns(instances: Sequence[InstanceFacts]) -> InstanceColumns:
     """Return the columns of these instances."""
 
@@ -60,13 +63,7 @@ def instance_columns(instances: Sequence[InstanceFacts]) -> InstanceColumns:
     numbers = {host: number for number, host in enumerate(sorted(set(hosts)))}
     limits = [UNLIMITED_BLOCKS if each.max_blocks is None else each.max_blocks for each in instances]
     return InstanceColumns(
-        num_pages=column("num_pages"),
-        used_tokens=column("used_tokens"),
-        demanded_tokens=column("demanded_tokens"),
-        growth_tokens=column("growth_tokens"),
-        num_running=column("num_running"),
-        num_queued=column("num_queued"),
-        throttled=column("throttled"),
+        **{name: column(name) for name in _COUNTS},
         first=column("layers.first"),
         end=column("layers.end"),
         max_blocks=np.array(limits, dtype=np.int64),
