@@ -16,7 +16,6 @@ import json
 import resource
 import time
 import urllib.request
-from dataclasses import dataclass, field
 
 import numpy as np
 import uvloop
@@ -43,31 +42,6 @@ async def open_idle(port: int, count: int) -> list[asyncio.StreamWriter]:
     return await asyncio.gather(*(open_one() for _ in range(count)))
 
 
-@dataclass
-class Phase:
-    """One row of the table."""
-
-    name: str
-    pid: int
-    port: int
-    num_streams: int
-    num_tokens: int
-    texts: list[str] = field(default_factory=list)
-
-    async def run(self) -> list[str]:
-        """Read all streams, and return the row."""
-        cpu_before, started_s = cpu_s(self.pid), time.monotonic()
-        asking = (read_stream(self.port, PROMPT, self.num_tokens, seed=seed) for seed in range(self.num_streams))
-        readings = await asyncio.gather(*asking)
-        share = (cpu_s(self.pid) - cpu_before) / (time.monotonic() - started_s)
-        if not all(reading.done for reading in readings):
-            raise RuntimeError("a stream broke off")
-        self.texts = [reading.text for reading in readings]
-        gaps = np.concatenate([np.diff(reading.arrivals_s) for reading in readings]).tolist()
-        memory = f"{rss_bytes(self.pid) / 2**20:.0f}"
-        return [self.name, percentiles(gaps, scale=1e3), f"{max(gaps) * 1e3:.1f}", f"{100 * share:.1f}", memory]
-
-
 def count_open(port: int) -> int:
     """Return the dispatcher's own count of open connections."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/cluster", timeout=10) as answer:
@@ -80,22 +54,32 @@ async def measure(pid: int, port: int, chosen: argparse.Namespace) -> list[list[
     Raises:
         RuntimeError: a text changed, or the connections were not there.
     """
-    phases = [
-        Phase(name, pid, port, chosen.streams, chosen.tokens)
-        for name in ("alone", "while they are opened", f"beside {chosen.connections} idle connections")
-    ]
-    await Phase("warm-up", pid, port, chosen.streams, chosen.tokens).run()
-    rows = [await phases[0].run()]
-    row, idle = await asyncio.gather(phases[1].run(), open_idle(port, chosen.connections))
-    rows += [row, await phases[2].run()]
+    texts: list[list[str]] = []
+
+    async def row_of(name: str) -> list[str]:
+        cpu_before, started_s = cpu_s(pid), time.monotonic()
+        asking = (read_stream(port, PROMPT, chosen.tokens, seed=seed) for seed in range(chosen.streams))
+        readings = await asyncio.gather(*asking)
+        share = (cpu_s(pid) - cpu_before) / (time.monotonic() - started_s)
+        if not all(reading.done for reading in readings):
+            raise RuntimeError("a stream broke off")
+        texts.append([reading.text for reading in readings])
+        gaps = np.concatenate([np.diff(reading.arrivals_s) for reading in readings]).tolist()
+        memory = f"{rss_bytes(pid) / 2**20:.0f}"
+        return [name, percentiles(gaps, scale=1e3), f"{max(gaps) * 1e3:.1f}", f"{100 * share:.1f}", memory]
+
+    await row_of("warm-up")
+    alone = await row_of("alone")
+    meanwhile, idle = await asyncio.gather(row_of("while they are opened"), open_idle(port, chosen.connections))
+    beside = await row_of(f"beside {chosen.connections} idle connections")
     num_open = await asyncio.to_thread(count_open, port)
     for writer in idle:
         writer.close()
     if num_open < chosen.connections:
         raise RuntimeError(f"only {num_open} connections were open")
-    if any(phase.texts != phases[0].texts for phase in phases):
+    if any(said != texts[0] for said in texts):
         raise RuntimeError("a text changed")
-    return rows
+    return [alone, meanwhile, beside]
 
 
 async def main() -> None:

@@ -12,11 +12,10 @@ import argparse
 import asyncio
 import gc
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness import print_table
+from benchmarks.harness import ROOT, print_table
 from shared.cost import load_profile
 from shared.process.log import only_from
 from sim.cluster import ClusterParams, SimCluster
@@ -26,7 +25,6 @@ from sim.worker import SimWorkerParams
 
 AT_A_TIME = 100
 NUM_LINES = 8
-ROOT = Path(__file__).parents[1]
 
 
 async def take_snapshots(num_rounds: int, num_requests: int) -> list[tracemalloc.Snapshot]:

@@ -8,7 +8,6 @@ interface; tests are no part of it. Assigning to a field does not reach it, nor 
 
 from __future__ import annotations
 
-import argparse
 import ast
 import sys
 from collections import defaultdict
@@ -94,13 +93,10 @@ def judge(graph: Graph, roots: set[str], allowed: Iterable[str]) -> tuple[list[D
 
 def main() -> int:
     """Print what is not reached, and what is allowed without need; return 1 if there is any of either."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--without", nargs="*", default=[], metavar="MODULE", help="leave these modules out")
-    apart = APART | set(parser.parse_args().without)
     sources = {
         source.module: Path(source.path)
         for source in process_options([])[0]
-        if source.path and source.path.endswith(".py") and not {source.module, source.module.split(".")[0]} & apart
+        if source.path and source.path.endswith(".py") and source.module.split(".")[0] not in APART
     }
     sources |= SCRIPTS
     graph = UseGraph(sources, process_options([])[1])

@@ -116,17 +116,13 @@ class Packer:
         """Take a document; return a batch of the documents before it if there is no room left for it."""
         length = len(document.ids)
         full = None
-        row = self._row_for(length)
+        row = next((row for row, free in enumerate(self._free) if free >= length), None)
         if row is None:
             full, row = self._batch(), 0
             self._clear()
         self._rows[row].append(document)
         self._free[row] -= length
         return full
-
-    def _row_for(self, length: int) -> int | None:
-        """Return the first row with room, or None."""
-        return next((row for row, free in enumerate(self._free) if free >= length), None)
 
     def _batch(self) -> Rows:
         shape = (len(self._rows), self.row_tokens)
