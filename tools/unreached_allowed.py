@@ -52,7 +52,6 @@ ALLOWED: dict[str, str] = {
     "sim.catalog.instance.InstanceFacts.memory_bytes": _SOURCE,
     "sim.catalog.instance.InstanceFacts.provenance": _SOURCE,
     "sim.cluster.SimCluster.undisturbed": "the oracle to which tests hold the texts of a simulated cluster",
-    "sim.devices.modelled_exchange.Exchange.took_s": _TESTS,
     "sim.devices.modelled_network.ModelledNetwork.num_remote_steps": _TESTS,
     "sim.experiment.result.Samples.num_running": _TESTS,
     "sim.experiment.result.Samples.num_waiting": _TESTS,
