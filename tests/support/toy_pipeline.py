@@ -37,6 +37,8 @@ class ToyPipeline:
     arrivals: deque[NewSequence] = field(default_factory=deque)
     """To come, in order of `arrival_s`."""
     _flights: deque[tuple[Batch, float]] = field(default_factory=deque)
+    first_token_s: dict[int, float] = field(default_factory=dict)
+    """By stream."""
     chunks_by_name: list[list[tuple[int, int]]] = field(default_factory=list)
     """Of each batch: sequences in order of their coming (0 is the first), and their tokens in it."""
 
@@ -57,6 +59,11 @@ class ToyPipeline:
             self.now_s = min(times)
             self._land()
         raise AssertionError(f"not done after {max_steps} events")
+
+    @property
+    def next_s(self) -> float:
+        """When the oldest batch in flight is done; infinite if there is none."""
+        return self._flights[0][1] if self._flights else np.inf
 
     def idle_ratio(self, begin_s: float, end_s: float) -> float:
         """Return the share of all stages' time from begin to end in which they stood idle."""
@@ -88,4 +95,7 @@ class ToyPipeline:
         while self._flights and self._flights[0][1] <= self.now_s:
             batch, _ = self._flights.popleft()
             tokens = np.where(batch.sample, np.int32(TOKEN), np.int32(-1))
-            self.engine.absorb(batch, BatchOutput(batch.step_id, tokens, 0.0), self.now_s)
+            events = self.engine.absorb(batch, BatchOutput(batch.step_id, tokens, 0.0), self.now_s)
+            for stream, first_index in zip(events.stream.tolist(), events.first_index.tolist(), strict=True):
+                if first_index == 0:
+                    self.first_token_s.setdefault(stream, self.now_s)
