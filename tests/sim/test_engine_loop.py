@@ -16,7 +16,7 @@ from services.worker.scheduling.registry import SCHEDULERS
 from shared.cost import CostModel
 from shared.types import FinishReason
 from sim.virtual_time import run
-from tests.support.engine_builders import engine_config, new_sequence
+from tests.support.engine_builders import new_sequence
 from tests.support.engine_live import STEP_S, live_engine
 from tests.support.traces import outputs_of
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.virtual_time
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 async def test_a_sequence_streams_one_token_per_step_and_ends_once(scheduler: str, *, overlaps: bool) -> None:
     """One prefill step and three decodes: tokens at 0.1, 0.2, 0.3, 0.4 s; a step behind another ends one step later."""
-    async with live_engine(scheduler=scheduler, config=engine_config(overlaps=overlaps)) as live:
+    async with live_engine(scheduler=scheduler, overlaps=overlaps) as live:
         new = live.add(new_sequence(0, num_prompt=9, max_tokens=4))
         await live.until_idle()
         assert [round(at_s, 6) for at_s in live.heard_s[new.stream]] == [0.1, 0.2, 0.3, 0.4]
@@ -42,8 +42,9 @@ def test_where_steps_overlap_texts_are_the_same_and_two_batches_are_in_flight(sc
     most_in_flight: dict[bool, int] = {}
 
     async def main(*, overlaps: bool) -> dict[int, tuple[list[int], FinishReason]]:
-        config = engine_config(eos_token_ids=(1, 2), max_model_len=48, overlaps=overlaps)
-        async with live_engine(scheduler=scheduler, num_blocks=num_blocks, config=config) as live:
+        async with live_engine(
+            scheduler=scheduler, num_blocks=num_blocks, eos_token_ids=(1, 2), max_model_len=48, overlaps=overlaps
+        ) as live:
             news = [new_sequence(name, num_prompt=3 + 4 * name % 9, max_tokens=20 + name) for name in range(7)]
             for new in news:
                 live.add(new)
@@ -67,8 +68,7 @@ async def test_an_idle_loop_wakes_for_a_sequence_that_comes_later() -> None:
 
 
 async def test_a_cancel_of_a_waiting_sequence_is_told_while_a_step_runs() -> None:
-    config = engine_config(max_batch_rows=1)
-    async with live_engine(config=config) as live:
+    async with live_engine(max_batch_rows=1) as live:
         first, second = new_sequence(0, max_tokens=9), new_sequence(1)
         live.add(first)
         live.add(second)
@@ -226,9 +226,7 @@ async def trace(seed: int) -> tuple[str, int]:
 
     random = np.random.default_rng(seed)
     cost = CostModel(g0_s=0.010, b0_s=0.0001, g1_s=0.005, b1_s=0.0002, d_s=1e-6, a_s=1e-8)
-    async with live_engine(
-        num_blocks=40, config=engine_config(max_model_len=96), cost=cost, failure=strike, verify_ratio=0.2
-    ) as live:
+    async with live_engine(num_blocks=40, max_model_len=96, cost=cost, failure=strike, verify_ratio=0.2) as live:
         for name in range(60):
             await asyncio.sleep(float(random.exponential(0.05)))
             num_prompt, max_tokens = int(random.integers(1, 40)), int(random.integers(1, 30))

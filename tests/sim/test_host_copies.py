@@ -19,7 +19,7 @@ from sim.cluster import ClusterParams, SimCluster
 from sim.requests import SimRequest
 from sim.virtual_time import run
 from sim.worker import SimWorkerParams
-from tests.support.engine_builders import engine_config, new_sequence
+from tests.support.engine_builders import new_sequence
 from tests.support.engine_live import LiveEngine, live_engine
 from tests.support.traces import outputs_of
 
@@ -65,7 +65,7 @@ async def test_each_direction_carries_one_block_after_the_other_by_itself(execut
 # The step loop
 
 
-small_engine = partial(live_engine, num_blocks=9, num_host_blocks=20, config=engine_config(prefix_caching=False))
+small_engine = partial(live_engine, num_blocks=9, num_host_blocks=20, prefix_caching=False)
 """Two sequences of 7 blocks each at their ends, 9 blocks: the second is away for a while."""
 
 

@@ -59,7 +59,7 @@ def make_engine(
 ) -> Engine:
     """With host blocks KV is swapped, as long as they last: moving costs next to nothing unless told otherwise.
 
-    `limits` are those of `engine_config` that are others.
+    `limits` are those of `engine_config` that are others, if there is no `config`.
     """
     chosen = make_scheduler(scheduler) if isinstance(scheduler, str) else scheduler
     if num_host_blocks:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -19,14 +20,14 @@ from services.worker.engine.loop import StepLoop
 from services.worker.modelled.executor import FailureInjector, ModelledExecutor
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw, expected_outputs
 from services.worker.pipeline.pipeline import PipelineExecutor
-from services.worker.sequences.config import AddRefusal, EngineConfig, NewSequence
+from services.worker.sequences.config import AddRefusal, NewSequence
 from services.worker.sequences.events import StepEvents
 from shared.cost import CostModel
 from shared.layers import even_split
 from shared.types import FinishReason
 from sim.devices.channel import ModelledLink
 from sim.devices.modelled_pipeline import ModelledStages, PipelineParams, modelled_stages
-from tests.support.engine_builders import engine_config, make_engine, per_token
+from tests.support.engine_builders import make_engine, per_token
 
 STEP_S = 0.1
 FLAT_COST = CostModel(g0_s=STEP_S, b0_s=0, g1_s=0, b1_s=0, d_s=0, a_s=0)
@@ -117,23 +118,15 @@ class LivePipeline(LiveEngine):
 
 @asynccontextmanager
 async def live_engine(
-    *,
-    scheduler: str = "chunked",
-    num_blocks: int = 64,
-    config: EngineConfig | None = None,
-    cost: CostModel = FLAT_COST,
-    failure: FailureInjector | None = None,
-    num_host_blocks: int = 0,
-    block_copy_s: float = 0.01,
-    verify_ratio: float = 1.0,
+    *, cost: CostModel = FLAT_COST, failure: FailureInjector | None = None, verify_ratio: float = 1.0, **engine: Any
 ) -> AsyncIterator[LiveEngine]:
-    """Run an engine inside the block; it is closed, and its loop awaited, at the end."""
-    config = config or engine_config()
-    engine, draw, host = _parts(scheduler, num_blocks, config, num_host_blocks, block_copy_s)
-    kv = ShadowKv(num_blocks, config.block_size, draw, num_host_blocks=num_host_blocks, verify_ratio=verify_ratio)
-    engine.blocks.on_lost = kv.poison
-    executor = ModelledExecutor(cost, kv, host=host, failure=failure, overlaps=config.overlaps)
-    live = LiveEngine(engine, executor, draw)
+    """Run an engine of `make_engine` inside the block; it is closed, and its loop awaited, at the end."""
+    made, draw, host = _parts(**engine)
+    num_blocks, num_host_blocks = made.blocks.num_usable, 0 if host is None else host.num_blocks
+    kv = ShadowKv(num_blocks, made.config.block_size, draw, num_host_blocks=num_host_blocks, verify_ratio=verify_ratio)
+    made.blocks.on_lost = kv.poison
+    executor = ModelledExecutor(cost, kv, host=host, failure=failure, overlaps=made.config.overlaps)
+    live = LiveEngine(made, executor, draw)
     try:
         yield live
     finally:
@@ -144,23 +137,20 @@ async def live_engine(
 async def live_pipeline(
     num_stages: int,
     *,
-    scheduler: str = "chunked",
     num_blocks: int = 200,
-    config: EngineConfig | None = None,
     cost: CostModel = FLAT_COST,
     link: ModelledLink | None = None,
     failures: Sequence[FailureInjector | None] = (),
-    num_host_blocks: int = 0,
+    **engine: Any,
 ) -> AsyncIterator[LivePipeline]:
     """Run an engine on a pipeline inside the block; it is closed, and its loop awaited, at the end."""
-    config = config or engine_config(num_lanes=num_stages)
-    engine, draw, host = _parts(scheduler, num_blocks, config, num_host_blocks, 0.01)
+    made, draw, host = _parts(num_blocks=num_blocks, num_lanes=num_stages, **engine)
     params = PipelineParams(
         cost=cost,
         num_layers=NUM_LAYERS,
         ranges=even_split(NUM_LAYERS, num_stages),
         num_blocks=num_blocks,
-        block_size=config.block_size,
+        block_size=made.config.block_size,
         draw=draw,
         link=link or ModelledLink(),
         host=host,
@@ -172,24 +162,15 @@ async def live_pipeline(
         for device in stages.devices:
             device.kv.poison(ids)
 
-    engine.blocks.on_lost = lose
-    live = LivePipeline(engine, PipelineExecutor(stages, asyncio.get_running_loop().time), draw, stages=stages)
+    made.blocks.on_lost = lose
+    live = LivePipeline(made, PipelineExecutor(stages, asyncio.get_running_loop().time), draw, stages=stages)
     try:
         yield live
     finally:
         await live.close()
 
 
-def _parts(
-    scheduler: str, num_blocks: int, config: EngineConfig, num_host_blocks: int, block_copy_s: float
-) -> tuple[Engine, TokenDraw, HostMemory | None]:
-    engine = make_engine(
-        scheduler,
-        num_blocks=num_blocks,
-        config=config,
-        num_host_blocks=num_host_blocks,
-        block_copy_s=block_copy_s,
-        cost=per_token(STEP_S),
-    )
-    host = HostMemory(num_host_blocks, 1024, block_copy_s) if num_host_blocks else None
-    return engine, TokenDraw.of_vocabulary(config.vocab_size, config.eos_token_ids), host
+def _parts(*, block_copy_s: float = 0.01, **engine: Any) -> tuple[Engine, TokenDraw, HostMemory | None]:
+    made = make_engine(block_copy_s=block_copy_s, cost=per_token(STEP_S), **engine)
+    draw = TokenDraw.of_vocabulary(made.config.vocab_size, made.config.eos_token_ids)
+    return made, draw, None if made.swapping is None else made.swapping._memory

@@ -294,3 +294,8 @@ def decide(scheduler: str, view: SchedulerView) -> SchedulerOutput:
 def chosen(output: SchedulerOutput) -> list[tuple[int, int]]:
     """Rows of a step, and how many tokens each computes."""
     return list(zip(output.rows.tolist(), output.num_tokens.tolist(), strict=True))
+
+
+def answer(output: SchedulerOutput) -> tuple[list[int], list[tuple[int, int]]]:
+    """Who gives way, and what is `chosen`."""
+    return output.preempt.tolist(), chosen(output)

@@ -14,7 +14,6 @@ from typing import Any
 
 from services.worker.cost.estimate import CostEstimate
 from services.worker.engine.stats import EngineStats
-from services.worker.engine.totals import Totals
 from services.worker.roles.residence import Resident
 from services.worker.roles.role import Role
 from shared.ids import Incarnation, WorkerId
@@ -181,9 +180,24 @@ class Reporter:
             return base
         stats = self._look()
         self._rates.update(now_s, stats)
-        numbers = _asked_for(stats) | _asked_for(stats.totals, "_total")
-        numbers |= {
+        numbers = {
+            "num_blocks": stats.num_blocks,
+            "num_used_blocks": stats.num_used_blocks,
+            "num_demanded_blocks": stats.num_demanded_blocks,
+            "num_uncomputed_blocks": stats.num_uncomputed_blocks,
+            "num_head_blocks": stats.num_head_blocks,
+            "num_queued_for_memory": stats.num_queued_for_memory,
+            "num_coming_blocks": stats.num_coming_blocks,
+            "num_running": stats.num_running,
+            "num_waiting": stats.num_waiting,
+            "num_preempted": stats.num_preempted,
             "num_steps": stats.totals.num_steps,
+            "num_preemptions_total": stats.totals.num_preemptions,
+            "num_prompt_tokens_total": stats.totals.num_prompt_tokens,
+            "num_generated_tokens_total": stats.totals.num_generated_tokens,
+            "num_finished_total": stats.totals.num_finished,
+            "num_prefix_cache_queries_total": stats.totals.num_prefix_cache_queries,
+            "num_prefix_cache_hits_total": stats.totals.num_prefix_cache_hits,
             "token_s": self._cost.token_s / self._num_lanes,
             "step_time_s": self._rates.step_time_s,
             "tokens_per_s": self._rates.tokens_per_s,
@@ -201,12 +215,6 @@ class Reporter:
         if self._moves is not None:
             found["moves"] = self._moves()
         return found
-
-
-def _asked_for(counts: EngineStats | Totals, suffix: str = "") -> dict[str, Any]:
-    """Return those counts that have a field in the report: under their own names, and what is behind them."""
-    values = {field.name + suffix: getattr(counts, field.name) for field in fields(counts)}
-    return {name: value for name, value in values.items() if name in WorkerReport.model_fields}
 
 
 def _place(role: Role | None) -> dict[str, Any]:

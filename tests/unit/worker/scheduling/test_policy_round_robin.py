@@ -6,18 +6,22 @@ import numpy as np
 import pytest
 
 from services.worker.scheduling.round_robin import TURN_TOKENS, RoundRobinScheduler
-from services.worker.scheduling.view import PreemptHow, SchedulerOutput, SchedulerView
+from services.worker.scheduling.view import PreemptHow, SchedulerView
 from services.worker.sequences.config import AddRefusal
 from tests.support.engine_builders import new_sequence
 from tests.support.engine_harness import make_harness
 from tests.support.engine_views import check_contract, decoding, host_view, make_view, parked, prefilling
 
 
-def decide(view: SchedulerView, turn_tokens: int = 5) -> SchedulerOutput:
-    """A row of `decoding(n)` has n outputs, all of them in its turn: the policy meets it running."""
-    output = RoundRobinScheduler(turn_tokens).schedule(view)
+def decide(view: SchedulerView, *, how: PreemptHow = PreemptHow.RECOMPUTE) -> tuple[list[int], list[int]]:
+    """Return who gives way, all in one way, and who is in the step; turns are of 5 tokens.
+
+    A row of `decoding(n)` has n outputs, all of them in its turn: the policy meets it running.
+    """
+    output = RoundRobinScheduler(5).schedule(view)
     check_contract(view, output)
-    return output
+    assert (output.preempt_how == how).all()
+    return output.preempt.tolist(), output.rows.tolist()
 
 
 def test_a_turn_is_as_long_as_in_the_source() -> None:
@@ -27,56 +31,43 @@ def test_a_turn_is_as_long_as_in_the_source() -> None:
 def test_who_had_its_turn_gives_way_and_the_first_in_line_comes_in() -> None:
     """Rows 0 and 2 are over their turn. Row 3 needs ceil(6 / 4) = 2 blocks beside headroom: row 0 gives 2."""
     view = make_view(running=[decoding(6), decoding(4), decoding(7)], waiting=[parked(5)], free_blocks=2)
-    output = decide(view)
-    assert (output.preempt.tolist(), output.preempt_how.tolist()) == ([0], [PreemptHow.RECOMPUTE])
-    assert output.rows.tolist() == [3]
+    assert decide(view, how=PreemptHow.RECOMPUTE) == ([0], [3])
 
 
 def test_as_few_as_make_it_fit_give_way() -> None:
     """Row 3 needs ceil(14 / 4) = 4 of 2 free blocks, less 3 for headroom: row 0 brings 2 + 1, row 1 the rest."""
     view = make_view(running=[decoding(6), decoding(6), decoding(6)], waiting=[parked(13)], free_blocks=2)
-    output = decide(view)
-    assert output.preempt.tolist() == [0, 1]
-    assert output.rows.tolist() == [3]
+    assert decide(view) == ([0, 1], [3])
 
 
 def test_nobody_gives_way_for_who_would_not_fit_even_then() -> None:
     """Only row 0 is over its turn, and 3 blocks more are not the 7 that row 2 needs."""
     view = make_view(running=[decoding(6), decoding(3)], waiting=[parked(25)], free_blocks=2)
-    output = decide(view)
-    assert not output.preempt.size
-    assert output.rows.tolist() == [0, 1]
+    assert decide(view) == ([], [0, 1])
 
 
 def test_nobody_gives_way_while_there_is_room_or_nobody_waits() -> None:
-    output = decide(make_view(running=[decoding(9), decoding(9)], waiting=[parked(3)]))
-    assert (output.preempt.size, output.rows.tolist()) == (0, [2])
-    output = decide(make_view(running=[decoding(9), decoding(9)], free_blocks=0))
-    assert (output.preempt.size, output.rows.tolist()) == (0, [0, 1])
+    assert decide(make_view(running=[decoding(9), decoding(9)], waiting=[parked(3)])) == ([], [2])
+    assert decide(make_view(running=[decoding(9), decoding(9)], free_blocks=0)) == ([], [0, 1])
 
 
 def test_nobody_gives_way_within_its_turn() -> None:
-    output = decide(make_view(running=[decoding(4), decoding(3)], waiting=[parked(5)], free_blocks=1))
-    assert (output.preempt.size, output.rows.tolist()) == (0, [0, 1])
+    assert decide(make_view(running=[decoding(4), decoding(3)], waiting=[parked(5)], free_blocks=1)) == ([], [0, 1])
 
 
 def test_a_place_in_the_batch_is_shared_by_turns_too() -> None:
     view = make_view(running=[decoding(6), decoding(6)], waiting=[parked(3)], max_batch_rows=2)
-    output = decide(view)
-    assert (output.preempt.tolist(), output.rows.tolist()) == ([0], [2])
+    assert decide(view) == ([0], [2])
 
 
 def test_a_prefill_under_way_is_not_interrupted() -> None:
     view = make_view(running=[prefilling(20, 8), decoding(9)], waiting=[parked(5)], free_blocks=3)
-    output = decide(view)
-    assert (output.preempt.size, output.rows.tolist()) == (0, [0])
+    assert decide(view) == ([], [0])
 
 
 def test_with_a_host_turns_are_taken_by_swapping_and_nobody_else_waits_for_the_copy() -> None:
     view = make_view(running=[decoding(6), decoding(4)], waiting=[parked(5)], free_blocks=2, host=host_view())
-    output = decide(view)
-    assert (output.preempt.tolist(), output.preempt_how.tolist()) == ([0], [PreemptHow.SWAP])
-    assert output.rows.tolist() == [1]
+    assert decide(view, how=PreemptHow.SWAP) == ([0], [1])
 
 
 def served_by_turns(num_sequences: int, *, num_host_blocks: int = 0) -> list[int]:

@@ -19,6 +19,7 @@ from services.worker.scheduling.registry import SCHEDULERS, make_scheduler
 from services.worker.scheduling.view import CachedPrefix, Limits, PreemptHow, SchedulerView
 from shared.systems import SYSTEMS
 from tests.support.engine_views import (
+    answer,
     check_contract,
     chosen,
     decide,
@@ -146,9 +147,7 @@ def test_a_row_alone_may_use_every_block(scheduler: str) -> None:
 def test_only_as_many_give_way_as_needed_and_the_newest_first(scheduler: str) -> None:
     """Rows 0, 1, 2 stand at a block border and no block is free; row 3 gives 1, row 2 gives 2: three for two."""
     view = make_view(running=[decoding(8), decoding(4), decoding(8), decoding(3)], free_blocks=0)
-    output = decide(scheduler, view)
-    assert output.preempt.tolist() == [2, 3]
-    assert chosen(output) == [(0, 1), (1, 1)]
+    assert answer(decide(scheduler, view)) == ([2, 3], [(0, 1), (1, 1)])
 
 
 def test_pinned_blocks_do_not_count_as_freed(scheduler: str) -> None:
@@ -160,17 +159,13 @@ def test_pinned_blocks_do_not_count_as_freed(scheduler: str) -> None:
 def test_the_first_prefill_is_rescued_when_others_hold_all_blocks(scheduler: str) -> None:
     """Row 0 needs 3 blocks for the 12 tokens left; of the others row 2 gives 2 and row 1 two more."""
     view = make_view(running=[prefilling(20, 8), prefilling(20, 8), prefilling(20, 8)], free_blocks=0)
-    output = decide(scheduler, view)
-    assert output.preempt.tolist() == [1, 2]
-    assert chosen(output) == [(0, 12)]
+    assert answer(decide(scheduler, view)) == ([1, 2], [(0, 12)])
 
 
 def test_a_decode_that_gives_way_is_not_forgotten_when_the_first_prefill_is_rescued(scheduler: str) -> None:
     """Row 1 needs a second block, none is free, so it gives its own; that one becomes row 0's third."""
     view = make_view(running=[prefilling(20, 8), decoding(4)], free_blocks=0)
-    output = decide(scheduler, view)
-    assert output.preempt.tolist() == [1]
-    assert chosen(output) == [(0, 4)]
+    assert answer(decide(scheduler, view)) == ([1], [(0, 4)])
 
 
 def test_nothing_is_done_while_blocks_in_flight_are_all_that_could_help(scheduler: str) -> None:
