@@ -103,7 +103,7 @@ class ClusterMetrics:
             ("tokens", counters.num_tokens),
             ("ignored_rows", counters.num_ignored),
             ("lost_messages", counters.num_lost_messages),
-            ("replays", sessions.num_replays),
+            ("replays", sessions.replays.num_asked),
         ):
             self._bus.follow(value, model_name=model, what=what)
         self._nats["reconnects"].follow(bus.stats.reconnects, model_name=model)

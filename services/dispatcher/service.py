@@ -129,7 +129,7 @@ class DispatcherService:
                 "num_tokens": counters.num_tokens,
                 "num_ignored_rows": counters.num_ignored,
                 "num_lost_messages": counters.num_lost_messages,
-                "num_replays": sessions.num_replays,
+                "num_replays": sessions.replays.num_asked,
                 "num_drops": sessions.num_drops,
                 "num_lost": dict(sessions.recovery.num_lost),
                 "num_recovered": sessions.recovery.num_recovered,

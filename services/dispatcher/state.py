@@ -57,18 +57,6 @@ class _Change:
         return self.num_tokens - int(self.num_grown * (reported_s - self.sent_s) / (self.at_s - self.sent_s))
 
 
-_NO_LOAD = WorkerLoad(
-    worker_id=WorkerId(""),
-    ready=False,
-    num_sequences=0,
-    max_sequences=0,
-    num_demanded_blocks=0,
-    waiting_s=0.0,
-    num_blocks=0,
-    max_request_tokens=0,
-)
-
-
 @dataclass(slots=True)
 class _Known:
     """One worker, between two views."""
@@ -76,13 +64,13 @@ class _Known:
     status: WorkerStatus
     reported_s: float
     """When its report was made, on this process's clock."""
+    load: WorkerLoad
+    """By its last report alone."""
     num_steps: int = -1
     stepped_s: float = 0.0
     """When its step counter last moved."""
     recent: deque[_Change] = field(default_factory=lambda: deque(maxlen=_MAX_RECENT))
     """Since the report, in order."""
-    load: WorkerLoad = _NO_LOAD
-    """By its last report alone."""
 
     @property
     def process(self) -> tuple[str, int, int]:
@@ -126,7 +114,7 @@ class ClusterState:
             report = status.report
             if report.model and report.model != self.model:
                 continue
-            worker = self._workers.get(report.worker_id) or _Known(status, now_s)
+            worker = self._workers.get(report.worker_id) or _Known(status, now_s, _load(status, ready=False))
             if worker.process != (report.host, report.pid, report.incarnation):
                 self.restarted.append(report.worker_id)
             worker.status, worker.reported_s = status, now_s - status.age_s

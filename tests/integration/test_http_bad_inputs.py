@@ -155,11 +155,6 @@ async def test_an_unknown_model_is_echoed_short_and_printable(served: Running, m
     assert body["error"]["message"].isprintable()
 
 
-async def test_a_model_must_be_named_by_a_string(served: Running) -> None:
-    for data, code in ((b"{}", "missing_required_parameter"), (b'{"model":3}', "invalid_type")):
-        assert await send(served.http, served.url, BadInput("4", 400, code, "model", data)) == (400, code, "model")
-
-
 async def test_a_wrong_method_is_told_the_right_ones(served: Running) -> None:
     """Row 5."""
     async with served.http.get(served.url + CHAT) as response:
@@ -190,14 +185,6 @@ async def test_what_is_strange_but_allowed_is_answered(served: Running, name: st
     assert status == 200, (name, body)
     assert body["choices"][0]["finish_reason"] == "stop"
     assert body["service_tier"] == "default"
-
-
-async def test_of_a_doubled_key_the_last_one_counts(served: Running) -> None:
-    """Row 15."""
-    messages = json.dumps(HELLO).encode()
-    data = b'{"model":"x","messages":%b,"n":1,"n":0,"model":"tiny"}' % messages
-    row = BadInput("15", 400, "integer_below_min_value", "n", data)
-    assert await send(served.http, served.url, row) == (400, "integer_below_min_value", "n")
 
 
 async def test_a_body_without_a_type_is_read_as_json(served: Running) -> None:

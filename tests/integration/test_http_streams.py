@@ -219,7 +219,7 @@ async def test_a_reader_that_does_not_read_or_for_whom_too_much_waits_is_cut_alo
     serve: Serve, limit: dict[str, Any]
 ) -> None:
     async with serve(**limit) as running:
-        worker = running.worker
+        worker, streams = running.worker, running.front.streams
         _, stuck = await connect_narrow(running.url, chat_bytes(stream=True, ignore_eos=True))
         await running.begun()
         good = asyncio.create_task(running.stream())
@@ -227,9 +227,10 @@ async def test_a_reader_that_does_not_read_or_for_whom_too_much_waits_is_cut_alo
         words = running.encode("The quick brown fox jumps over the lazy dog. ") * 400
         for _ in range(2000):
             await worker.emit(victim, words)
-            if worker.cancels or any(stream.num_unsent_bytes > 2**17 for stream in running.front.streams._open):
+            if streams.num_cut or any(stream.num_unsent_bytes > 2**17 for stream in streams._open):
                 break
             await asyncio.sleep(0)
+        assert streams.num_cut or "max_unsent" not in limit, "at once"
         await worker.wait_cancelled(limit_s=20.0)
         assert [cancel.request_id for cancel in worker.cancels] == [victim.submit.request_id]
         await running.end(healthy, "fine")

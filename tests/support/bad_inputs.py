@@ -86,6 +86,8 @@ def tool(name: str, **fields: Any) -> dict[str, Any]:
 DEEP: Final = b"[" * 100_000
 SURROGATE: Final = b'{"model":"tiny","messages":[{"role":"user","content":"a\\ud800"}]}'
 _BODIES: Final[list[tuple[str, bytes, str, str | None]]] = [
+    ("4 no model", b"{}", "missing_required_parameter", "model"),
+    ("4 model 3", b'{"model":3}', "invalid_type", "model"),
     ("7 empty", b"", "invalid_json", None),
     ("7 cut", b"{", "invalid_json", None),
     ("7 single quotes", b"{'model':'tiny'}", "invalid_json", None),
@@ -118,6 +120,12 @@ _BODIES: Final[list[tuple[str, bytes, str, str | None]]] = [
     ("13 half a pair", SURROGATE, "invalid_value", "messages.0.content"),
     ("13 the other half", SURROGATE.replace(b"ud800", b"udc00x"), "invalid_value", "messages.0.content"),
     ("16 a million arrays", b'{"model":"tiny","messages":[' + b"[]," * (MIB - 20) + b"[]]}", "request_too_large", None),
+    (
+        "15 of a doubled key the last one counts",
+        b'{"model":"x","messages":%b,"n":1,"n":0,"model":"tiny"}' % json.dumps(HELLO).encode(),
+        "integer_below_min_value",
+        "n",
+    ),
     (
         "16 300 000 names",
         b'{"x":{' + b",".join(b'"%06d":1' % i for i in range(300_000)) + b"}}",

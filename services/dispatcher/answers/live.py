@@ -154,8 +154,8 @@ class LiveCalls:
         name = call.retry.name
         self._forget_old()
         live, kept = self._by_key.get(name), self._kept.get(name)
-        known = call.retry.request_id if live is None and kept is None else _request_id(live, kept)
-        if known != call.retry.request_id:
+        known = live.call if live is not None else kept
+        if known is not None and known.request_id != call.retry.request_id:
             message = "This Idempotency-Key was used for another request. Use a new key for each request."
             raise ApiError(422, "idempotency_mismatch", message, headers={"x-should-retry": "false"})
         if live is not None:
@@ -190,13 +190,6 @@ class LiveCalls:
         kept = self._kept.pop(name, None)
         if kept is not None:
             self._num_kept_tokens -= kept.num_tokens
-
-
-def _request_id(live: _Live | None, kept: _Kept | None) -> RequestId:
-    if live is not None:
-        return live.call.request_id
-    assert kept is not None, "one of them is there"
-    return kept.request_id
 
 
 def _starts(live: _Live) -> list[Start]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Final
 
 from services.dispatcher.endpoints.call import Call, Prompt
@@ -32,10 +31,11 @@ def completion_call(arrival: Arrival, sender: Sender, body: dict[str, Any]) -> C
     check_model(front, fields)
     refuse_unsupported(body, COMPLETIONS)
     prompts = _prompts(body.get("prompt"), front.codec.vocab_size)
-    encode = partial(_encode, prompts, front.codec, echo=fields.boolean("echo"))
+    echo = fields.boolean("echo")
     params = parse_params(fields, front.rules_for(sender.grant), completion_logprobs(fields))
     _check_count(len(prompts), params.num_choices, front.rules.max_choices)
-    _check_echo(fields)
+    if echo and fields.values.get("logprobs") is not None:
+        raise unsupported("echo", "Log-probabilities of the prompt are not supported: 'echo' excludes 'logprobs'.")
     front.unknown_names.note(body, _KNOWN)
     retry = sender.retry("completions", body)
     return Call(
@@ -43,7 +43,7 @@ def completion_call(arrival: Arrival, sender: Sender, body: dict[str, Any]) -> C
         public_id=sender.public_id,
         is_chat=False,
         params=params,
-        encode=encode,
+        encode=lambda: [_encode(prompt, front.codec, echo=echo) for prompt in prompts],
         num_prompts=len(prompts),
         num_chars=max((len(prompt) for prompt in prompts if isinstance(prompt, str)), default=0),
         prompt_param="prompt",
@@ -57,22 +57,13 @@ def completion_call(arrival: Arrival, sender: Sender, body: dict[str, Any]) -> C
     )
 
 
-def _check_echo(fields: Fields) -> None:
-    if fields.boolean("echo") and fields.values.get("logprobs") is not None:
-        raise unsupported("echo", "Log-probabilities of the prompt are not supported: 'echo' excludes 'logprobs'.")
-
-
 def _check_count(num_prompts: int, num_choices: int, most: int) -> None:
     if num_prompts * num_choices > most:
         message = f"This server takes at most {most} choices in one request, over all prompts."
         raise invalid("array_above_max_length", "prompt", message)
 
 
-def _encode(prompts: Sequence[str | list[int]], codec: PromptCodec, *, echo: bool) -> list[Prompt]:
-    return [_encode_one(prompt, codec, echo=echo) for prompt in prompts]
-
-
-def _encode_one(prompt: str | list[int], codec: PromptCodec, *, echo: bool) -> Prompt:
+def _encode(prompt: str | list[int], codec: PromptCodec, *, echo: bool) -> Prompt:
     if isinstance(prompt, str):
         return Prompt(codec.encode_text(prompt), prompt if echo else "")
     return Prompt(prompt, codec.decode(prompt, skip_special_tokens=True) if echo else "")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from services.dispatcher.endpoints.fields import type_name
-from services.dispatcher.http.errors import ApiError, invalid, unsupported
+from services.dispatcher.http.errors import invalid, unsupported
 from services.dispatcher.text.template import MAX_MESSAGES
 
 MAX_PARTS: Final = 10_000
@@ -72,12 +72,9 @@ def _part(value: Any, path: str) -> str:
     if not isinstance(value, dict):
         raise invalid("invalid_type", path, f"'{path}' must be an object, not {type_name(value)}.")
     if value.get("type") != "text":
-        raise _not_text(path)
+        message = "Only parts of type 'text' are supported; nothing was fetched."
+        raise invalid("unsupported_content_type", path, message)
     text = value.get("text")
     if not isinstance(text, str):
         raise invalid("invalid_type", f"{path}.text", f"'{path}.text' must be a string, not {type_name(text)}.")
     return text
-
-
-def _not_text(path: str) -> ApiError:
-    return invalid("unsupported_content_type", path, "Only parts of type 'text' are supported; nothing was fetched.")

@@ -89,17 +89,12 @@ class Sessions:
             tasks=tasks,
         )
         self.recovery = Recovery(self._placing, self._leases, tasks)
-        self._replays = Replays(self.table, calls, limits.silence_s, now, tasks, self.recovery.lost)
+        self.replays = Replays(self.table, calls, limits.silence_s, now, tasks, self.recovery.lost)
 
     @property
     def num_queued(self) -> int:
         """Requests that wait for room."""
         return len(self._placing.waiting)
-
-    @property
-    def num_replays(self) -> int:
-        """Questions for lost tokens since the start."""
-        return self._replays.num_asked
 
     @property
     def num_drops(self) -> int:
@@ -256,12 +251,12 @@ class Sessions:
             if now_s - session.request.arrival_s > session.request.limit_s:
                 session.fail(FailureCode.TIMED_OUT)
             elif questions.is_suspect:
-                self._replays.ask(session)
-            elif now_s - max(session.progress_s, questions.asked_s) >= questions.silence_s and self._replays.ask(
+                self.replays.ask(session)
+            elif now_s - max(session.progress_s, questions.asked_s) >= questions.silence_s and self.replays.ask(
                 session
             ):
                 questions.slow_down(longest_s)
 
     def _on_gap(self, session: Session) -> None:
-        if not self._replays.ask(session):
+        if not self.replays.ask(session):
             session.questions.suspect()

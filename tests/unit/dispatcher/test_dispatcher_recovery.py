@@ -59,12 +59,9 @@ async def test_a_request_whose_worker_vanishes_goes_on_elsewhere_after_the_token
 async def test_a_worker_that_hangs_is_left_after_the_limit_and_told_what_it_lost_when_it_is_back(
     made: Cluster, /
 ) -> None:
-    first = await made.add("a")
+    first = await made.add("a", script=None)
     await made.add("b")
-    first.script = None
-    session = await made.admit()
-    taker = Taker()
-    session.attach(taker, 0.0)
+    session, taker = await run_on(made, "a", num_tokens=0)
     running = first.running["r", 1]
     await first.emit(running, ANSWER[:2])
     await asyncio.sleep(0.6)
@@ -82,8 +79,7 @@ async def test_a_worker_that_hangs_is_left_after_the_limit_and_told_what_it_lost
 
 @with_cluster()
 async def test_a_worker_that_was_lost_is_used_again_once_it_answers(made: Cluster, /) -> None:
-    first, second = await made.add("a"), await made.add("b")
-    first.script = None
+    first, second = await made.add("a", script=None), await made.add("b")
     session = await made.admit()
     first.answers = False
     await asyncio.sleep(5)
@@ -100,8 +96,7 @@ async def test_a_worker_that_was_lost_is_used_again_once_it_answers(made: Cluste
 
 @with_cluster(silence_s=3600.0)
 async def test_another_process_of_a_workers_name_has_none_of_its_requests(made: Cluster, /) -> None:
-    first, second = await made.add("a"), await made.add("b")
-    first.script = None
+    first, second = await made.add("a", script=None), await made.add("b")
     first.incarnation = Incarnation(1)
     session = await made.admit()
     await asyncio.sleep(0.6)
@@ -127,8 +122,7 @@ async def test_a_worker_that_says_that_it_stopped_is_left_at_once(made: Cluster,
 
 @with_cluster()
 async def test_a_worker_that_only_the_monitor_cannot_hear_keeps_its_requests(made: Cluster, /) -> None:
-    first, second = await made.add("a"), await made.add("b")
-    first.script = None
+    first, second = await made.add("a", script=None), await made.add("b")
     session = await made.admit()
     await asyncio.sleep(0.6)
     await made.view(make_status("a", liveness=Liveness.DEAD), make_status("b"))
@@ -142,11 +136,8 @@ async def test_a_worker_that_only_the_monitor_cannot_hear_keeps_its_requests(mad
 
 @with_cluster()
 async def test_requests_leave_a_draining_worker_only_if_another_one_takes_them(made: Cluster, /) -> None:
-    first, second = await made.add("a"), await made.add("b")
-    first.script = None
-    session = await made.admit()
-    taker = Taker()
-    session.attach(taker, 0.0)
+    first, second = await made.add("a", script=None), await made.add("b")
+    session, taker = await run_on(made, "a", num_tokens=0)
     await first.emit(first.running["r", 1], ANSWER[:2])
     second.refuse = RefusalReason.FULL
     await made.view(make_status("a", phase=WorkerPhase.DRAINING), make_status("b"))
@@ -266,7 +257,7 @@ async def test_a_worker_that_does_not_know_a_request_says_whether_it_is_the_proc
     await asyncio.sleep(0.001)
     worker.incarnation = Incarnation(incarnation)
     worker.running.clear()
-    made.sessions._replays.ask(session)
+    made.sessions.replays.ask(session)
     await asyncio.sleep(0.01)
     assert made.sessions.recovery.num_lost == {loss: 1}
     assert session.history.num_blames == (loss is Loss.RESTARTED)
