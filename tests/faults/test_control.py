@@ -6,6 +6,7 @@ Rows 12, 13, 26, 34, 35, 36.
 from __future__ import annotations
 
 import asyncio
+import shutil
 import subprocess
 import sys
 import time
@@ -155,9 +156,7 @@ async def test_fields_of_a_newer_minor_version_are_ignored(tmp_path: Path) -> No
 
 def damaged_model(folder: Path, damage: str) -> Path:
     """Return a copy of the demo model whose weights are not as they should be."""
-    folder.mkdir()
-    for file in DEMO_MODEL.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(DEMO_MODEL, folder)
     weights = folder / "model.safetensors"
     if damage == "missing":
         weights.unlink()
