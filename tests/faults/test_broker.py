@@ -17,7 +17,7 @@ from shared.transport.bus import BusError, Message
 from shared.transport.nats_bus import NatsBus
 from tests.faults.conftest import SMALL_STEPS
 from tests.support.fault_checks import StagedCluster, staged
-from tests.support.fault_cluster import DEMO_MODEL, NATS, Cluster, Shape, running, until, until_async
+from tests.support.fault_cluster import DEMO_MODEL, NATS, Cluster, Shape, running, until
 from tests.support.fault_streams import (
     CHAT,
     COMPLETIONS,
@@ -76,7 +76,7 @@ async def test_without_a_broker_new_requests_wait_and_are_refused_after_a_bound(
     shape = Shape(env={**SMALL_STEPS, "SLUICE_DISPATCHER_QUEUE_LIMIT_S": f"{QUEUE_LIMIT_S:g}"})
     with staged(tmp_path, shape) as cluster:
         cluster.kill(NATS)
-        await until_async(lambda: _is_unready(cluster), "it is not ready", 10)
+        await until(lambda: _is_unready(cluster), "it is not ready", 10)
         started_s = time.monotonic()
         async with reading(cluster, mixed_load()[:2]) as readers:
             await all_read(readers)

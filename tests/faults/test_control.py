@@ -18,7 +18,7 @@ from shared.messages.base import PROTOCOL_VERSION
 from shared.transport.bus import BusError, KeyValue
 from tests.faults.conftest import SMALL_STEPS
 from tests.support.fault_checks import StagedCluster, assert_no_errors, staged
-from tests.support.fault_cluster import DEMO_MODEL, ROOT, Cluster, Shape, until, until_async
+from tests.support.fault_cluster import DEMO_MODEL, ROOT, Cluster, Shape, until
 from tests.support.fault_streams import CHAT, all_read, ask, long_prompts, mixed_load, reading
 from tests.support.group_changes import service_answers
 from tests.support.wall_clock import WallClock
@@ -133,7 +133,7 @@ async def test_a_worker_of_another_major_version_is_shown_and_not_used(tmp_path:
     """Row 36."""
     shape = Shape(env={**SMALL_STEPS, "ODD_WORKER": "other-major"}, modules={"worker-1": "tests.support.odd_worker"})
     with staged(tmp_path, shape, ready=["worker-0"]) as cluster:
-        await until_async(lambda: _is_shown_as_incompatible(cluster), "the view says so")
+        await until(lambda: _is_shown_as_incompatible(cluster), "the view says so")
         await cluster.check_answers()
         async with cluster.bus() as bus:
             assert (await cluster.dump(bus, "worker-0"))["sequences"] == []
