@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from shared.transport.bus import BusError, Message
 from shared.transport.nats_bus import NatsBus
 from tests.faults.conftest import SMALL_STEPS
 from tests.support.fault_checks import StagedCluster, staged
-from tests.support.fault_cluster import DEMO_MODEL, NATS, Cluster, Shape, running, until, until_async
+from tests.support.fault_cluster import DEMO_MODEL, NATS, Cluster, Shape, running, until
 from tests.support.fault_streams import (
     CHAT,
     COMPLETIONS,
@@ -75,7 +76,7 @@ async def test_without_a_broker_new_requests_wait_and_are_refused_after_a_bound(
     shape = Shape(env={**SMALL_STEPS, "SLUICE_DISPATCHER_QUEUE_LIMIT_S": f"{QUEUE_LIMIT_S:g}"})
     with staged(tmp_path, shape) as cluster:
         cluster.kill(NATS)
-        await until_async(lambda: _is_unready(cluster), "it is not ready", 10)
+        await until(lambda: _is_unready(cluster), "it is not ready", 10)
         started_s = time.monotonic()
         async with reading(cluster, mixed_load()[:2]) as readers:
             await all_read(readers)
@@ -242,14 +243,12 @@ async def test_a_dispatcher_that_the_broker_cuts_as_too_slow_loses_no_token(tmp_
         async with cluster.unchanged(), reading(cluster, load) as readers:
             await seen(readers, 10)
             cluster.proxies["dispatcher-0"].slow(bytes_per_s=1000)
-            await until_async(lambda: _was_cut(cluster), "the broker has cut the dispatcher", 30)
+            await until(
+                lambda: "Slow Consumer Detected" in cluster.log_of(NATS), "the broker has cut the dispatcher", 30
+            )
             cluster.proxies["dispatcher-0"].heal()
             await all_read(readers)
             assert {reader.asked.name: reader.told.texts for reader in readers} == texts
-
-
-async def _was_cut(cluster: Cluster) -> bool:
-    return "Slow Consumer Detected" in cluster.log_of(NATS)
 
 
 PROFILE = """\
@@ -268,9 +267,7 @@ a = 0.0
 
 def long_context_model(folder: Path, num_tokens: int) -> Path:
     """Return a folder with the demo model's text side that claims a long context; for workers without tensors."""
-    folder.mkdir()
-    for file in DEMO_MODEL.glob("*.json"):
-        (folder / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(DEMO_MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": num_tokens}))
     return folder

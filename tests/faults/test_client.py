@@ -9,7 +9,7 @@ import pytest
 
 from tests.faults.conftest import SMALL_STEPS
 from tests.support.fault_checks import StagedCluster
-from tests.support.fault_cluster import Cluster, Shape, until_async
+from tests.support.fault_cluster import Cluster, Shape, until
 from tests.support.fault_proxy import FaultProxy
 from tests.support.fault_streams import Ask, all_read, long_prompts, mixed_load, reading, seen
 
@@ -75,13 +75,13 @@ async def test_a_client_that_does_not_read_is_cut_alone(cluster: StagedCluster) 
         reader, writer = await asyncio.open_connection("127.0.0.1", cluster.http_ports["dispatcher-0"], limit=1024)
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         writer.write(head(wide, body) + body)
-        await until_async(lambda: _was_cut(cluster), "the reader was cut", WRITE_LIMIT_S + 40)
+
+        def was_cut() -> bool:
+            return any("slow" in event.get("event", "") for event in cluster.events("dispatcher-0"))
+
+        await until(was_cut, "the reader was cut", WRITE_LIMIT_S + 40)
         writer.transport.abort()
         del reader
-
-
-async def _was_cut(cluster: Cluster) -> bool:
-    return any("slow" in event.get("event", "") for event in cluster.events("dispatcher-0"))
 
 
 async def test_idle_connections_and_slow_headers_do_not_matter(cluster: StagedCluster) -> None:

@@ -6,6 +6,7 @@ Rows 12, 13, 26, 34, 35, 36.
 from __future__ import annotations
 
 import asyncio
+import shutil
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from shared.messages.base import PROTOCOL_VERSION
 from shared.transport.bus import BusError, KeyValue
 from tests.faults.conftest import SMALL_STEPS
 from tests.support.fault_checks import StagedCluster, assert_no_errors, staged
-from tests.support.fault_cluster import DEMO_MODEL, ROOT, Cluster, Shape, until, until_async
+from tests.support.fault_cluster import DEMO_MODEL, ROOT, Cluster, Shape, until
 from tests.support.fault_streams import CHAT, all_read, ask, long_prompts, mixed_load, reading
 from tests.support.group_changes import service_answers
 from tests.support.wall_clock import WallClock
@@ -132,7 +133,7 @@ async def test_a_worker_of_another_major_version_is_shown_and_not_used(tmp_path:
     """Row 36."""
     shape = Shape(env={**SMALL_STEPS, "ODD_WORKER": "other-major"}, modules={"worker-1": "tests.support.odd_worker"})
     with staged(tmp_path, shape, ready=["worker-0"]) as cluster:
-        await until_async(lambda: _is_shown_as_incompatible(cluster), "the view says so")
+        await until(lambda: _is_shown_as_incompatible(cluster), "the view says so")
         await cluster.check_answers()
         async with cluster.bus() as bus:
             assert (await cluster.dump(bus, "worker-0"))["sequences"] == []
@@ -155,9 +156,7 @@ async def test_fields_of_a_newer_minor_version_are_ignored(tmp_path: Path) -> No
 
 def damaged_model(folder: Path, damage: str) -> Path:
     """Return a copy of the demo model whose weights are not as they should be."""
-    folder.mkdir()
-    for file in DEMO_MODEL.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(DEMO_MODEL, folder)
     weights = folder / "model.safetensors"
     if damage == "missing":
         weights.unlink()

@@ -6,7 +6,7 @@ import pytest
 
 from tests.faults.conftest import SMALL_STEPS
 from tests.support.fault_checks import StagedCluster
-from tests.support.fault_cluster import Cluster, Shape, until_async
+from tests.support.fault_cluster import Cluster, Shape, until
 from tests.support.fault_streams import CHAT, Ask, all_read, ask, mixed_load, reading, seen, undisturbed
 from tests.support.waiting import rounds
 
@@ -33,7 +33,7 @@ async def test_a_killed_dispatcher_breaks_its_own_streams_only_and_workers_forge
         if all(reader.told.broken_by for reader in own if reader.asked.is_streamed):
             break
     await cluster.assert_nothing_left(LEASE_S + ORPHAN_S + 10)
-    await until_async(lambda: _has_no_lease(cluster), "no worker has a lease any more", ORPHAN_S + 10)
+    await until(lambda: _has_no_lease(cluster), "no worker has a lease any more", ORPHAN_S + 10)
 
 
 async def _has_no_lease(cluster: Cluster) -> bool:
@@ -72,7 +72,7 @@ async def test_a_dispatcher_told_to_stop_refuses_new_requests_and_finishes_its_o
         for worker in cluster.workers:
             cluster.freeze(worker)
         cluster.terminate(name)
-        await until_async(lambda: _is_draining(cluster, name), "it drains")
+        await until(lambda: _is_draining(cluster, name), "it drains")
         async with reading(cluster, [ask("late", CHAT)], dispatcher=name) as (late,):
             await late.task
         assert late.told.status == 503

@@ -18,7 +18,7 @@ import pytest
 
 from shared.messages.plan import FormGroup
 from shared.transport.nats_bus import NatsBus
-from tests.support.fault_cluster import MODEL_NAME, Cluster, Shape, http_session, running, until_async
+from tests.support.fault_cluster import MODEL_NAME, Cluster, Shape, http_session, running, until
 from tests.support.fault_streams import COMPLETIONS
 from tests.support.group_changes import SYSTEM, change_until_done, group_env, plan_now
 
@@ -82,7 +82,7 @@ async def stream_at_once(cluster: Cluster, bus: NatsBus, lengths: Sequence[int],
         cluster.freeze(last)
         try:
             asking = tasks.create_task(stream(cluster, lengths, num_output))
-            await until_async(is_placed, "the leader has all prompts", PLACE_LIMIT_S)
+            await until(is_placed, "the leader has all prompts", PLACE_LIMIT_S)
         finally:
             cluster.thaw(last)
     return asking.result()
@@ -110,7 +110,7 @@ async def leader_of(cluster: Cluster, bus: NatsBus) -> tuple[int, dict[str, Any]
         found.update(reports[group.stages[0].worker_id])
         return bool(found["num_stages"] == 2 and not found["num_used_blocks"])
 
-    await until_async(is_shown, "the leader reports an empty group")
+    await until(is_shown, "the leader reports an empty group")
     return group.num_blocks, found
 
 

@@ -17,7 +17,7 @@ from shared.messages.plan import CommitPlan, Plan, PlanAnswer, PlanState
 from shared.transport.nats_bus import NatsBus
 from shared.wire import decode_json, encode_json
 from tests.support.fault_checks import StagedCluster, staged
-from tests.support.fault_cluster import Cluster, until, until_async
+from tests.support.fault_cluster import Cluster, until
 from tests.support.fault_streams import Ask, long_prompts, mixed_load, reading, seen
 from tests.support.group_changes import (
     HALF_BYTES,
@@ -170,12 +170,12 @@ async def test_a_group_whose_kv_has_no_room_elsewhere_stays_what_it_is_or_comput
             async def is_full() -> bool:
                 return (await reports_of(cluster))[leader].num_used_blocks > room
 
-            await until_async(is_full, "the group holds more than both have room for", 60.0)
+            await until(is_full, "the group holds more than both have room for", 60.0)
             answer = await change(cluster, bus, "restore")
             assert not answer["done"]
             assert "not all would surely find a place" in answer["reason"]
             await until(lambda: any(answer["reason"] in event.reason for event in events), "the refusal is an event")
-            await until_async(lambda: _leads(cluster, leader), "the group stands")
+            await until(lambda: _leads(cluster, leader), "the group stands")
             await restore_all_the_same(bus, await plan_now(cluster, bus))
             for reader in crowded:
                 reader.task.cancel()

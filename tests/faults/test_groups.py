@@ -19,7 +19,7 @@ from shared.messages.plan import Plan, PlanPhase
 from shared.messages.report import WorkerReport
 from shared.transport.nats_bus import NatsBus
 from tests.support.fault_checks import StagedCluster, staged
-from tests.support.fault_cluster import Cluster, Shape, run_apart, running, until, until_async
+from tests.support.fault_cluster import Cluster, Shape, run_apart, running, until
 from tests.support.fault_streams import (
     Ask,
     always_reading,
@@ -94,9 +94,22 @@ async def check_pages(cluster: Cluster, num_stages: int) -> None:
         reports[:] = (await reports_of(cluster)).values()
         return all(report.num_stages == num_stages for report in reports)
 
-    await until_async(is_told, f"all are in groups of {num_stages}")
+    await until(is_told, f"all are in groups of {num_stages}")
     mapped = [check_process(report) for report in reports]
     assert len(set.union(*mapped)) == sum(map(len, mapped)), "two workers use the same page"
+
+
+async def there_and_back(
+    cluster: StagedCluster, bus: NatsBus, rng: np.random.Generator, tap: StageTap | None = None
+) -> bool:
+    """Drop among prompts, and restore, with looks at pages; with a tap readers leave meanwhile: have they?"""
+    has_left = await drop_among_prompts(cluster, bus, tap)
+    await check_pages(cluster, num_stages=2)
+    await asyncio.sleep(float(rng.uniform(0.05, 0.5)))
+    await change_until_done(cluster, bus, "restore")
+    await check_pages(cluster, num_stages=1)
+    await asyncio.sleep(float(rng.uniform(0.05, 0.5)))
+    return has_left
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -112,12 +125,7 @@ async def test_texts_are_those_of_an_undisturbed_run_through_drops_and_restores(
             has_left, met = False, set[str]()
             for number in rounds(f"drops have met {MET} and a reader that leaves"):
                 round_tap = None if has_left else tap
-                has_left = await drop_among_prompts(cluster, bus, round_tap) or has_left
-                await check_pages(cluster, num_stages=2)
-                await asyncio.sleep(float(rng.uniform(0.05, 0.5)))
-                await change_until_done(cluster, bus, "restore")
-                await check_pages(cluster, num_stages=1)
-                await asyncio.sleep(float(rng.uniform(0.05, 0.5)))
+                has_left = await there_and_back(cluster, bus, rng, round_tap) or has_left
                 changes = cluster.told("role_changed")
                 met = {kind for kind in MET if any(event[kind] for event in changes if event["group"])}
                 met |= {"tokens" for event in released(cluster) if event["tokens"] > 0}
@@ -197,7 +205,7 @@ async def copy_and_dissolve(
     driver.epoch = plan.plan_id
     names = [worker.worker_id for worker in plan.steps[0].workers]
     await until(lambda: all(driver.reports[name].num_stages == 2 for name in names), "reports show the group")
-    await until_async(lambda: _decode_or_end(cluster, bus, names[0], num_answers), "who was released is there")
+    await until(lambda: _decode_or_end(cluster, bus, names[0], num_answers), "who was released is there")
     assert states(await driver.load(names, num_blocks)) == ["done"] * 2
     assert states(await driver.restore(names)) == ["done"] * 2
     return names[0], int(cluster.told("role_changed", names[0])[-1]["num_decodes"])
@@ -258,8 +266,8 @@ async def test_a_planner_that_dies_while_it_carries_a_plan_out_leaves_nothing_ha
                     left = await kill_planner_amid_drop(cluster, bus, phase)
                     met.append(left.phase)
                     cluster.start("planner")
-                    await until_async(lambda left=left: _is_over(cluster, bus, left), "the plan is over", 20.0)
-                    await until_async(lambda: _agree(cluster), "the workers agree on their group", 20.0)
+                    await until(lambda left=left: _is_over(cluster, bus, left), "the plan is over", 20.0)
+                    await until(lambda: _agree(cluster), "the workers agree on their group", 20.0)
                     await until(lambda left=left: all(ends_of(cluster, left)), "each worker has ended it", 20.0)
                     if left.phase is PlanPhase.PREPARING:
                         assert ends_of(cluster, left) == [["plan_not_done"]] * 2
@@ -296,7 +304,7 @@ async def test_a_static_pipeline_forms_by_itself_and_says_what_one_worker_says_a
     with running(Cluster(folders[0], Shape(num_workers=1, env=group_env()))) as cluster:
         expected = run_apart(undisturbed(cluster, asks))
     with running(Cluster(folders[1], Shape(env=group_env(), flags=flags))) as cluster:
-        await until_async(lambda: _is_joined(cluster), "both workers are one pipeline", 20.0)
+        await until(lambda: _is_joined(cluster), "both workers are one pipeline", 20.0)
         table = await run_status(cluster.url(), as_json=False)
         assert sorted(line.split("  ")[-3].strip() for line in table.splitlines()[1:3]) == ["1 of 2", "2 of 2"], table
         async with reading(cluster, asks) as readers:
@@ -305,7 +313,7 @@ async def test_a_static_pipeline_forms_by_itself_and_says_what_one_worker_says_a
             await seen(readers, 3)
             cluster.kill("worker-1")
             cluster.start("worker-1")
-            await until_async(lambda: _is_joined(cluster), "they are one pipeline again", 30.0)
+            await until(lambda: _is_joined(cluster), "they are one pipeline again", 30.0)
             assert await answers(readers) == expected
 
 

@@ -5,16 +5,15 @@ On the CPU that is main memory; it is on by itself only on a GPU.
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.faults.test_groups import check_pages, drop_among_prompts, load
+from tests.faults.test_groups import load, there_and_back
 from tests.support.fault_checks import staged
 from tests.support.fault_cluster import Shape
-from tests.support.group_changes import FLAGS, change, change_until_done, group_env, until_whole
+from tests.support.group_changes import FLAGS, change, group_env, until_whole
 from tests.support.mapped_pages import check_process
 from tests.support.waiting import rounds
 
@@ -35,12 +34,7 @@ async def test_texts_are_those_of_an_undisturbed_run(seed: int, tmp_path: Path) 
         async with cluster.bus() as bus, cluster.unchanged(1 + int(rng.integers(3))):
             for _ in rounds("both stages of three groups have handed over pages", 10):
                 num_told = len(cluster.told("kv_handed_over"))
-                await drop_among_prompts(cluster, bus)
-                await check_pages(cluster, num_stages=2)
-                await asyncio.sleep(float(rng.uniform(0.05, 0.5)))
-                await change_until_done(cluster, bus, "restore")
-                await check_pages(cluster, num_stages=1)
-                await asyncio.sleep(float(rng.uniform(0.05, 0.5)))
+                await there_and_back(cluster, bus, rng)
                 told = cluster.told("kv_handed_over")
                 assert len(told) - num_told in (0, 2), "both stages of a group, or none"
                 if len(told) >= 6:

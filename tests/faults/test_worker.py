@@ -13,7 +13,7 @@ from shared.transport.bus import BusError
 from shared.transport.nats_bus import NatsBus
 from tests.faults.conftest import SMALL_STEPS
 from tests.support.fault_checks import StagedCluster, staged
-from tests.support.fault_cluster import Cluster, Shape, until_async
+from tests.support.fault_cluster import Cluster, Shape, until
 from tests.support.fault_streams import COMPLETIONS, all_read, ask, longest_gap_s, mixed_load, reading
 from tests.support.odd_worker import POISON
 from tests.support.waiting import rounds
@@ -147,7 +147,7 @@ async def test_a_step_that_never_ends_moves_the_requests(tmp_path: Path) -> None
             async with cluster.bus() as bus, cluster.unchanged(15) as readers:
                 file.touch()
                 await all_read(readers)
-                await until_async(partial(is_idle_or_gone, cluster, bus), "nothing else can free such a device", 20.0)
+                await until(partial(is_idle_or_gone, cluster, bus), "nothing else can free such a device", 20.0)
                 code = cluster.processes[VICTIM].poll()
                 file.unlink()
             assert longest_gap_s(readers) < 3 + 5

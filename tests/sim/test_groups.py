@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -34,6 +35,14 @@ from tests.support.group_room import (
 from tests.support.hand_planner import states
 
 LINK_BYTES_PER_S = 1e6
+
+
+async def ask_eight(room: Room, lengths: Iterable[int], num_output: int) -> None:
+    """Let eight requests, with prompts of these lengths, be under way."""
+    rng = np.random.default_rng(9)
+    prompts = [rng.integers(300, 30_000, length) for length in lengths]
+    room.ask(*(SimRequest(f"r{i}", prompt, num_output, seed=i) for i, prompt in enumerate(prompts)))
+    await asyncio.sleep(0.4)
 
 
 @room_test(group_params())
@@ -121,9 +130,7 @@ async def test_four_workers_form_two_groups_and_then_one_to_which_the_kv_of_both
 @room_test(group_params(num_pages=900))
 async def test_kv_goes_along_so_that_little_is_computed_again(room: Room) -> None:
     """Of each sequence at most the last block, which is not full."""
-    rng = np.random.default_rng(9)
-    room.ask(*(SimRequest(f"r{i}", rng.integers(300, 30_000, 150 + i), 90, seed=i) for i in range(8)))
-    await asyncio.sleep(0.4)
+    await ask_eight(room, range(150, 158), 90)
     engines = [worker.service.engine for worker in room.cluster.workers]
     assert [take_stats(engine).num_running for engine in engines] == [4, 4]
     assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
@@ -180,9 +187,7 @@ def test_kv_comes_while_the_group_serves_the_reader_first_who_runs_out_first(num
 
 @room_test(group_params(num_pages=900))
 async def test_sequences_and_their_kv_are_shared_out_when_a_group_dissolves(room: Room) -> None:
-    rng = np.random.default_rng(9)
-    room.ask(*(SimRequest(f"r{i}", rng.integers(300, 30_000, 150 + i), 120, seed=i) for i in range(8)))
-    await asyncio.sleep(0.4)
+    await ask_eight(room, range(150, 158), 120)
     assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
     await asyncio.sleep(0.3)
     assert states(await room.driver.restore(BOTH)) == ["done"] * 2
@@ -224,9 +229,7 @@ async def test_when_the_connection_breaks_both_are_whole_again_and_go_on(room: R
 
 @room_test(replace(group_params(num_pages=900), link=ModelledLink(latency_s=0.3)))
 async def test_what_a_member_gives_up_is_heard_of_before_the_group_stands(room: Room) -> None:
-    rng = np.random.default_rng(9)
-    room.ask(*(SimRequest(f"r{i}", rng.integers(300, 30_000, 160), 90, seed=i) for i in range(8)))
-    await asyncio.sleep(0.4)
+    await ask_eight(room, [160] * 8, 90)
     changing = asyncio.ensure_future(room.driver.drop(BOTH, HALVES))
     num_lost = room.cluster.dispatcher.sessions.recovery.num_lost
     while not num_lost[Loss.RELEASED] and not changing.done():

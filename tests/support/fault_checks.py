@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from shared.transport.bus import BusError
 from shared.transport.nats_bus import NatsBus
-from tests.support.fault_cluster import Cluster, Shape, run_apart, running, until_async
+from tests.support.fault_cluster import Cluster, Shape, run_apart, running, until
 from tests.support.fault_streams import (
     Ask,
     Reader,
@@ -212,7 +212,7 @@ class StagedCluster(Cluster):
             return not found
 
         try:
-            await until_async(is_calm, "nothing is left", limit_s)
+            await until(is_calm, "nothing is left", limit_s)
         except AssertionError:
             raise AssertionError(f"left after {limit_s:g} s: {found}") from None
 
@@ -253,7 +253,7 @@ class StagedCluster(Cluster):
 
 async def _is_met_in(limit_s: float, is_met: Callable[[], Awaitable[bool]]) -> bool:
     try:
-        await until_async(is_met, "the state is met", limit_s)
+        await until(is_met, "the state is met", limit_s)
     except AssertionError:
         return False
     return True

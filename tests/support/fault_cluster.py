@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import json
 import os
 import signal
@@ -286,7 +287,7 @@ class Cluster:
             wanted = {self.pid(name) for name in names}
             return all(wanted <= pids for pids in views)
 
-        await until_async(ready, f"{names} are ready", START_LIMIT_S)
+        await until(ready, f"{names} are ready", START_LIMIT_S)
 
     async def _ready_pids(self, dispatcher: str) -> set[int]:
         """Return the workers that this dispatcher uses."""
@@ -367,25 +368,17 @@ def show_logs(cluster: Cluster) -> None:
 
 
 async def until(condition: Any, what: str, limit_s: float = 10.0) -> None:
-    """Return when the condition (a function) holds.
-
-    Raises:
-        AssertionError: it does not within the limit.
-    """
-
-    async def holds() -> bool:
-        return bool(condition())
-
-    await until_async(holds, what, limit_s)
-
-
-async def until_async(condition: Any, what: str, limit_s: float = 10.0) -> None:
-    """Return when the condition (a coroutine function) holds.
+    """Return when the condition (a function, or a coroutine function) holds.
 
     Raises:
         AssertionError: it does not within the limit.
     """
     deadline_s = time.monotonic() + limit_s
-    while not await condition():
+    while not await _result_of(condition):
         assert time.monotonic() < deadline_s, f"not within {limit_s:g} s: {what}"
         await asyncio.sleep(LOOK_S)
+
+
+async def _result_of(condition: Any) -> Any:
+    found = condition()
+    return await found if inspect.isawaitable(found) else found

@@ -121,15 +121,8 @@ class Told:
 
     def answer(self) -> dict[str, Any]:
         """Return everything that must not depend on what happened meanwhile."""
-        return {
-            "status": self.status,
-            "error": self.error,
-            "texts": self.texts,
-            "logprobs": self.logprobs,
-            "finish": self.finish,
-            "usage": self.usage,
-            "is_whole": self.is_whole,
-        }
+        names = ("status", "error", "texts", "logprobs", "finish", "usage", "is_whole")
+        return {name: getattr(self, name) for name in names}
 
 
 class Reader:

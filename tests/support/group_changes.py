@@ -15,7 +15,7 @@ from shared.messages.report import WorkerReport
 from shared.transport.bus import BusError, Message
 from shared.transport.nats_bus import NatsBus
 from shared.wire import decode_json
-from tests.support.fault_cluster import Cluster, Shape, until, until_async
+from tests.support.fault_cluster import Cluster, Shape, until
 from tests.support.fault_streams import Ask, Reader, long_prompts, seen
 from tests.support.stage_tap import StageTap
 
@@ -72,7 +72,7 @@ async def change(
         answer.update(json.loads(await bus.request(subject, question, timeout_s=ANSWER_S)))
         return answer["done"] or not any(words in answer["reason"] for words in NOT_NOW)
 
-    await until_async(is_judged, f"the planner can {verb}", 20.0)
+    await until(is_judged, f"the planner can {verb}", 20.0)
     return answer
 
 
@@ -87,7 +87,7 @@ async def change_until_done(
         return bool(answer["done"])
 
     try:
-        await until_async(is_done, "the planner has done it", 20.0)
+        await until(is_done, "the planner has done it", 20.0)
     except AssertionError:
         raise AssertionError(f"{verb} {list(names)}: {answer}") from None
     return answer
@@ -117,7 +117,7 @@ async def until_whole(cluster: Cluster, name: str) -> WorkerReport:
         reports.update(await reports_of(cluster))
         return reports[name].num_stages == 1 and reports[name].layers == (0, reports[name].num_layers)
 
-    await until_async(is_whole, f"{name} is whole again", 20.0)
+    await until(is_whole, f"{name} is whole again", 20.0)
     return reports[name]
 
 
@@ -133,7 +133,7 @@ async def be_whole(cluster: Cluster, bus: NatsBus) -> None:
         calm.append(asyncio.get_running_loop().time())
         return calm[-1] - calm[0] > VIEW_S
 
-    await until_async(is_whole, "all are whole", 20.0)
+    await until(is_whole, "all are whole", 20.0)
 
 
 async def num_asked(cluster: Cluster, bus: NatsBus, endpoint: str) -> int:
@@ -173,7 +173,7 @@ async def service_answers(cluster: Cluster, bus: NatsBus, name: str = "planner")
             return False
         return True
 
-    await until_async(is_up, f"{name} answers", 20.0)
+    await until(is_up, f"{name} answers", 20.0)
 
 
 async def kill_planner_amid_drop(cluster: Cluster, bus: NatsBus, phase: PlanPhase) -> Plan:
@@ -194,7 +194,7 @@ async def kill_planner_amid_drop(cluster: Cluster, bus: NatsBus, phase: PlanPhas
     asking = asyncio.ensure_future(change(cluster, bus, "drop"))
     try:
         if phase is PlanPhase.PREPARING:
-            await until_async(lambda: _has_answered(cluster, bus, num_before), "a worker is prepared")
+            await until(lambda: _has_answered(cluster, bus, num_before), "a worker is prepared")
         else:
             await asyncio.wait_for(is_committed.wait(), ANSWER_S)
         cluster.kill("planner")
@@ -237,7 +237,7 @@ async def change_while_readers_leave(
     is_struck = await struck(met, asking)
     if is_struck and verb == "drop":
         await asking
-        await until_async(lambda: _is_expected(cluster), "the leader waits for KV", 20.0)
+        await until(lambda: _is_expected(cluster), "the leader waits for KV", 20.0)
     num_before = await _settled_requests(cluster, bus)
     left = [leaver for leaver in leavers if not leaver.task.done()]
     for leaver in left:
@@ -251,7 +251,7 @@ async def change_while_readers_leave(
         is_heard = await num_asked(cluster, bus, "cancel") >= num_cancels + len(left)
         return is_heard and sum(map(len, (await held_requests(cluster, bus)).values())) <= num_before - len(left)
 
-    await until_async(is_cancelled, "the workers have given up what nobody reads")
+    await until(is_cancelled, "the workers have given up what nobody reads")
     assert verb == "drop" or not asking.done(), "KV is still on its way"
     assert len(cluster.told("kv_arrived")) == num_arrived, "KV is still on its way"
     tap.go_on()
@@ -286,5 +286,5 @@ async def _settled_requests(cluster: Cluster, bus: NatsBus) -> int:
         return len(counts) > 4 and len(set(counts[-4:])) == 1
 
     with contextlib.suppress(AssertionError):  # some end all the time: then it only becomes less
-        await until_async(is_settled, "the number of requests stands still", 3.0)
+        await until(is_settled, "the number of requests stands still", 3.0)
     return counts[-1]

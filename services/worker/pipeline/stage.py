@@ -194,10 +194,6 @@ class StageInbox:
             raise StageOrderError(f"step {upstream.step_id} of the stage before meets step {batch.step_id}")
         return Work(batch, upstream)
 
-    def __len__(self) -> int:
-        """Return how many batches wait here."""
-        return len(self._batches)
-
 
 def launch_step(device: StageDevice, work: Work) -> StageStep:
     """Launch a step on a device, or take it in if it has failed before; whatever goes wrong fails this step only.

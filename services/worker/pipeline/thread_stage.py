@@ -21,6 +21,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -262,10 +263,10 @@ class ThreadStages:
         self._on_message: Callable[[StageMessage], None] = lambda _: None
         self._on_lost: Callable[[str], None] = lambda _: None
         self._ended: asyncio.Future[None] = loop.create_future()
-        to_leader = _LoopSender(self._call, self._hear)
+        to_leader = _LoopSender(lambda message: self._call(self._hear, message))
         self._stage = StageThread(device, to_next, to_leader, members, lambda reason: self._call(self._end, reason))
         self._readers = [
-            _reader(channel, to_leader.send, lambda reason: self._call(self._lose, reason)) for channel in members
+            _reader(channel, to_leader.send, lambda reason: self._call(self.lose, reason)) for channel in members
         ]
 
     @property
@@ -297,18 +298,14 @@ class ThreadStages:
             reader.join()
 
     def lose(self, reason: str) -> None:
-        """Break the pipeline, as if a stage were gone; on the loop."""
-        self._lose(reason)
-
-    def _hear(self, message: StageMessage) -> None:
-        self._on_message(message)
-
-    def _lose(self, reason: str) -> None:
-        """A member is gone. After `close` that is as it should be."""
+        """Break the pipeline: a member is gone, or as if; on the loop. After `close` that is as it should be."""
         if not (self._closing or self._ended.done()):
             self._stage.lose(reason)
             self._break_channels()
             self._on_lost(reason)
+
+    def _hear(self, message: StageMessage) -> None:
+        self._on_message(message)
 
     def _end(self, reason: str | None) -> None:
         if reason is not None:
@@ -328,15 +325,11 @@ class ThreadStages:
             self._loop.call_soon_threadsafe(function, *args)
 
 
+@dataclass(frozen=True, slots=True)
 class _LoopSender:
     """The way from a thread to the leader's loop."""
 
-    def __init__(self, call: Callable[..., None], hear: Callable[[StageMessage], None]) -> None:
-        self._call = call
-        self._hear = hear
-
-    def send(self, message: StageMessage) -> None:
-        self._call(self._hear, message)
+    send: Callable[[StageMessage], None]
 
     def close(self) -> None:
         """Nothing to close: the loop hears of the end by `on_end`."""

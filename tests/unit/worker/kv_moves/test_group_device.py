@@ -51,7 +51,7 @@ from tests.support.live_groups import (
     texts_of,
     unheard,
 )
-from tests.support.peers import PASSWORD, identity
+from tests.support.peers import PASSWORD, identity, until_greeted
 from tests.support.runner_driver import Driver
 from tests.support.runners import KERNELS, MIB
 
@@ -217,8 +217,7 @@ async def test_early_callers_wait_for_a_member_that_joins_late() -> None:
     async with live_devices(2) as devices:
         own, ends = places(devices, HALVES), list[str | None]()
         leading = asyncio.create_task(devices[0].lead(own[0], unheard))
-        while len(devices[1]._peers._door._greeted) < 2:  # it and two callers
-            await asyncio.sleep(0.001)
+        await until_greeted(devices[1]._peers, 2)
         await devices[1].join(own[1], ends.append)
         executor = (await leading).executor
         assert await texts_of(executor) == await calm()
@@ -270,8 +269,7 @@ async def test_a_leader_that_is_gone_is_told_to_every_member() -> None:
 async def test_a_leader_that_is_cancelled_while_it_dials_can_be_whole_again() -> None:
     async with live_devices(2, limit_s=60) as devices:
         leading = asyncio.create_task(devices[0].lead(places(devices, HALVES)[0], unheard))
-        while len(devices[1]._peers._door._greeted) < 2:
-            await asyncio.sleep(0.001)
+        await until_greeted(devices[1]._peers, 2)
         leading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leading
@@ -387,16 +385,10 @@ async def test_a_worker_whose_system_drops_is_loaded_in_pages_with_its_device(mo
     told: list[float] = []
 
     def settings(system: str, **changes: object) -> WorkerSettings:
-        common: dict[str, object] = {
-            "memory": 8 * MIB,
-            "page_bytes": PAGE,
-            "max_batch_tokens": 96,
-            "max_sequences": 8,
-            "threads": 1,
-        }
-        common |= {"nats_user": "worker", "nats_password": PASSWORD}
-        more = {**common, "max_batch_rows": 8, "kernels": KernelKind(KERNELS), **changes}
-        return WorkerSettings(instance_id="w0", model=folder, system=system, **more)  # type: ignore[arg-type]
+        sizes = {"memory": 8 * MIB, "page_bytes": PAGE, "max_batch_tokens": 96, "max_batch_rows": 8, "max_sequences": 8}
+        more = {"threads": 1, "kernels": KernelKind(KERNELS), "nats_user": "worker", "nats_password": PASSWORD}
+        named = {"instance_id": "w0", "model": folder, "system": system}
+        return WorkerSettings.model_validate(named | sizes | more | changes)
 
     async def load(chosen: WorkerSettings) -> tuple[GroupDevice | None, Texts]:
         loaded = await load_executor(chosen, check_start(chosen), lambda done, _what: told.append(done))

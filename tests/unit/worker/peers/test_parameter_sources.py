@@ -41,8 +41,8 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def opened(shape: str = "llama", dtype: str = "float32") -> Iterator[ElasticModel]:
-    model = open_elastic_model(SHAPES[shape], dtype=dtype)
+def opened(dtype: str = "float32") -> Iterator[ElasticModel]:
+    model = open_elastic_model(SHAPES["llama"], dtype=dtype)
     try:
         yield model
     finally:
@@ -56,7 +56,7 @@ def bits_of(model: ElasticModel) -> dict[tuple[int | None, str], bytes]:
 class Copies:
     """A source that has copies of some parts, which may be wrong, and may end before all of a part has come."""
 
-    def __init__(self, weights: ModelWeights, layers: LayerRange, name: str = "copies") -> None:
+    def __init__(self, weights: ModelWeights, layers: LayerRange, name: str) -> None:
         self.name = name
         self.asked: list[int | None] = []
         self.num_left = 10**9
@@ -94,6 +94,17 @@ class Copies:
         self.is_closed = True
 
 
+@contextmanager
+def lacking(
+    *names: str, dtype: str = "float32"
+) -> Iterator[tuple[ElasticModel, dict[tuple[int | None, str], bytes], list[Copies]]]:
+    """A model that has kept two of its layers, its bits before that, and sources with copies of the others."""
+    with opened(dtype=dtype) as model:
+        bits, sources = bits_of(model), [Copies(model._opener.weights, LAST, name) for name in names]
+        model.keep(FIRST)
+        yield model, bits, sources
+
+
 def load_beside(model: ElasticModel, before: list[Copies], after: list[Copies]) -> None:
     """Load all layers beside the first two, and wait until that is over."""
     blocks = model.blocks_with(model.layers, WHOLE)
@@ -129,10 +140,7 @@ def test_wrong_parts_are_named() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_whoever_is_first_gives_what_it_has_and_the_next_one_the_rest(dtype: str) -> None:
-    with opened(dtype=dtype) as model:
-        bits = bits_of(model)
-        source, spare = (Copies(model._opener.weights, LAST, name) for name in ("first", "spare"))
-        model.keep(FIRST)
+    with lacking("first", "spare", dtype=dtype) as (model, bits, (source, spare)):
         model.open().close()
         load_beside(model, [source], [spare])
         assert (source.asked, spare.asked) == ([2, 3], []), "and what is outside of the layers from the checkpoint"
@@ -149,11 +157,8 @@ def test_whoever_is_first_gives_what_it_has_and_the_next_one_the_rest(dtype: str
 @pytest.mark.parametrize("num_pieces", [0, 1, 13, 20])
 @pytest.mark.parametrize("is_wrong", [False, True])
 def test_a_source_that_is_lost_halfway_or_wrong_is_replaced_by_the_next(num_pieces: int, is_wrong: bool) -> None:
-    with opened() as model:
-        bits = bits_of(model)
-        bad, good = (Copies(model._opener.weights, LAST, name) for name in ("bad", "good"))
+    with lacking("bad", "good") as (model, bits, (bad, good)):
         bad.num_left, bad.is_wrong = num_pieces, is_wrong
-        model.keep(FIRST)
         load_beside(model, [bad, good], [])
         assert good.asked[-1] == 3
         assert bad.asked == [2] if num_pieces < 2 else len(bad.asked) <= 2, "whoever is lost is not asked again"
@@ -164,10 +169,7 @@ def test_a_source_that_is_lost_halfway_or_wrong_is_replaced_by_the_next(num_piec
 
 
 def test_peers_have_what_the_checkpoint_does_not_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened() as model:
-        bits = bits_of(model)
-        copies = Copies(model._opener.weights, LAST)
-        model.keep(FIRST)
+    with lacking("copies") as (model, bits, (copies,)):
         with monkeypatch.context() as patch:
             patch.setattr(parameter_loading, "copy_pieces", unreadable)
             load_beside(model, [], [copies])
@@ -188,11 +190,8 @@ def unreadable(*_args: object) -> Iterator[tuple[str, int]]:
 
 
 def test_if_all_sources_are_wrong_nothing_counts_as_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened() as model:
-        bits = bits_of(model)
-        copies = Copies(model._opener.weights, LAST)
+    with lacking("copies") as (model, bits, (copies,)):
         copies.is_wrong = True
-        model.keep(FIRST)
         with monkeypatch.context() as patch:
             patch.setattr(parameter_loading, "copy_pieces", unreadable)
             load_beside(model, [copies], [])
@@ -213,8 +212,7 @@ def test_a_checkpoint_with_other_bytes_is_noticed(monkeypatch: pytest.MonkeyPatc
             buffers[0].storage[5] ^= 1
         buffers[0].storage[5] ^= 1
 
-    with opened() as model:
-        model.keep(FIRST)
+    with lacking() as (model, _, _):
         with monkeypatch.context() as patch:
             patch.setattr(parameter_loading, "copy_pieces", spoiled)
             with pytest.raises(StartupError, match="came with other bytes than were loaded first"):
@@ -232,9 +230,7 @@ def connect(lender: ParameterLender) -> socket.socket:
 
 def test_a_peer_lends_what_it_computes_with_and_nothing_else() -> None:
     before = whats_open()
-    with opened() as model, opened() as other:
-        bits = bits_of(other)
-        other.keep(FIRST)
+    with opened() as model, lacking() as (other, bits, _):
         model.keep(LAST)
         lender = ParameterLender(model.lendable, LinkTurns())
         names = other.outer_names(LAST)
@@ -274,9 +270,7 @@ def ask(source: PeerSource, layer: int | None, name: str) -> None:
 
 @pytest.mark.parametrize("num_pieces", [0, 1, 5])
 def test_a_lender_that_ends_lets_nobody_wait(num_pieces: int) -> None:
-    with opened() as model, opened() as other:
-        bits = bits_of(other)
-        other.keep(FIRST)
+    with opened() as model, lacking() as (other, bits, _):
         lender = ParameterLender(model.lendable, LinkTurns())
         source = PeerSource("w1", connect(lender), LAST, ())
         fill = source.fill
@@ -303,18 +297,14 @@ def test_a_lender_that_ends_lets_nobody_wait(num_pieces: int) -> None:
 def test_a_peer_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parameter_lending, "SILENCE_S", 0.05)
     here, there = socket.socketpair()
-    with there, opened() as model:
-        bits = bits_of(model)
-        model.keep(FIRST)
+    with there, lacking() as (model, bits, _):
         model.reside(WHOLE, model.blocks_with(FIRST, WHOLE), [PeerSource("w1", here, LAST, ())])
         wait_until_loaded(model)
         assert bits_of(model) == bits
 
 
 def test_a_load_that_is_stopped_leaves_its_peer_and_begins_anew() -> None:
-    with opened() as model, opened() as other:
-        bits = bits_of(other)
-        other.keep(FIRST)
+    with opened() as model, lacking() as (other, bits, _):
         lender = ParameterLender(model.lendable, LinkTurns())
         source = PeerSource("w1", connect(lender), LAST, ())
         fill, reached, go_on = source.fill, threading.Event(), threading.Event()

@@ -179,8 +179,17 @@ async def test_together_gives_all_results_in_order() -> None:
     assert await together({str(i): later(i) for i in range(5)}, 5) == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("fails", [True, False])
-async def test_together_ends_all_when_one_fails_or_is_late(fails: bool) -> None:
+@pytest.mark.parametrize(
+    ("how", "error", "reason"),
+    [
+        ("fails", GroupFailedError, "^no$"),
+        ("is late", GroupFailedError, "^b, c did not come within 0.02 s$"),
+        ("is cancelled", asyncio.CancelledError, "^$"),
+    ],
+)
+async def test_together_ends_all_when_one_fails_or_is_late_or_its_caller_is_cancelled(
+    how: str, error: type[BaseException], reason: str
+) -> None:
     ended: list[str] = []
 
     async def wait(name: str) -> None:
@@ -191,31 +200,18 @@ async def test_together_ends_all_when_one_fails_or_is_late(fails: bool) -> None:
             ended.append(name)
 
     async def fail() -> None:
-        if fails:
+        if how == "fails":
             raise GroupFailedError("no")
 
-    reason = "^no$" if fails else "^b, c did not come within 0.02 s$"
-    with pytest.raises(GroupFailedError, match=reason):
-        await together({"a": fail(), "b": wait("b"), "c": wait("c")}, 5 if fails else 0.02)
-    assert ended == ["b", "c"]
-
-
-async def test_together_ends_all_when_its_caller_is_cancelled() -> None:
-    ended: list[str] = []
-
-    async def wait() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append("it")
-
-    task = asyncio.create_task(together({"it": wait()}, 60))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
+    parts = {"a": fail(), "b": wait("b"), "c": wait("c")}
+    task = asyncio.create_task(together(parts, 0.02 if how == "is late" else 5))
+    if how == "is cancelled":
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+    with pytest.raises(error, match=reason):
         await task
-    assert ended == ["it"]
+    assert ended == ["b", "c"]
 
 
 # In a thread

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -107,19 +107,21 @@ async def test_an_end_in_order_is_told_once_and_passed_on() -> None:
     assert at.told == [None]
 
 
-@pytest.mark.parametrize("end", ["leader", "previous"])
-async def test_a_connection_that_breaks_is_told_with_the_reason(end: str) -> None:
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (lambda at: at.leader.close(), "the other end has closed the connection"),
+        (lambda at: at.previous.close(), "the other end has closed the connection"),
+        (lambda at: at.leader.sendall(b"x" * 64), "the header of a frame: the checksum is wrong"),
+    ],
+)
+async def test_a_connection_that_breaks_or_carries_nonsense_is_told_with_the_reason(
+    end: Callable[[Wired], None], reason: str
+) -> None:
     async with wired() as at:
-        getattr(at, end).close()
+        end(at)
         await at.hear_end()
-    assert at.told == ["the other end has closed the connection"]
-
-
-async def test_nonsense_ends_the_membership() -> None:
-    async with wired() as at:
-        at.leader.sendall(b"x" * 64)
-        await at.hear_end()
-    assert at.told == ["the header of a frame: the checksum is wrong"]
+    assert at.told == [reason]
 
 
 async def test_who_leaves_is_not_told() -> None:
