@@ -39,8 +39,6 @@ class ToyPipeline:
     arrivals: deque[NewSequence] = field(default_factory=deque)
     """To come, in order of `arrival_s`."""
     _flights: deque[tuple[Batch, float]] = field(default_factory=deque)
-    first_token_s: dict[int, float] = field(default_factory=dict)
-    """By stream."""
     chunks_by_name: list[list[tuple[int, int]]] = field(default_factory=list)
     """Of each batch: sequences in order of their coming (0 is the first), and their tokens in it."""
 
