@@ -190,8 +190,9 @@ class Contents:
         for layer, expected in self.parameters.items():
             assert torch.equal(memory.parameters(layer, facts.layer_bytes[layer]).cpu(), expected)
         outer, resident = memory.parameters(None, facts.outer_bytes), memory.resident_layers
-        of_first, of_last = (0, facts.first_stage_end), (facts.last_stage_begin, facts.outer_bytes)
-        for first, end in [of_first] * (0 in resident) + [of_last] * (facts.num_layers - 1 in resident):
+        last = facts.num_layers - 1
+        ends = ((0, 0, facts.first_stage_end), (last, facts.last_stage_begin, facts.outer_bytes))
+        for first, end in [(first, end) for layer, first, end in ends if layer in resident]:
             assert torch.equal(outer[first:end].cpu(), self.outer[first:end])
         for blocks_of in (self.kv, self.leaving):
             for layer, blocks in blocks_of.items():
