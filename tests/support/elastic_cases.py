@@ -189,8 +189,10 @@ class Contents:
         assert sorted(self.parameters) == list(memory.resident_layers)
         for layer, expected in self.parameters.items():
             assert torch.equal(memory.parameters(layer, facts.layer_bytes[layer]).cpu(), expected)
-        outer = memory.parameters(None, facts.outer_bytes)
-        for first, end in self.needed_outer():
+        outer, resident = memory.parameters(None, facts.outer_bytes), memory.resident_layers
+        last = facts.num_layers - 1
+        ends = ((0, 0, facts.first_stage_end), (last, facts.last_stage_begin, facts.outer_bytes))
+        for first, end in [(first, end) for layer, first, end in ends if layer in resident]:
             assert torch.equal(outer[first:end].cpu(), self.outer[first:end])
         for blocks_of in (self.kv, self.leaving):
             for layer, blocks in blocks_of.items():
@@ -201,15 +203,6 @@ class Contents:
                         assert torch.equal(pool.index_select(0, ids).cpu(), expected)
         assert self._addresses() == self.addresses
         assert list(memory.usable) == self.measured()
-
-    def needed_outer(self) -> list[tuple[int, int]]:
-        resident, facts = self.memory.resident_layers, self.facts
-        parts = []
-        if 0 in resident:
-            parts.append((0, facts.first_stage_end))
-        if facts.num_layers - 1 in resident:
-            parts.append((facts.last_stage_begin, facts.outer_bytes))
-        return parts
 
     def measured(self) -> list[int]:
         """Return the blocks of which every byte is backed, by looking at the ranges themselves."""

@@ -65,7 +65,8 @@ class ThreadExecutor:
         self._runner = runner
         self._loop = loop
         self._recent = RecentSteps()
-        self._closed = False
+        self.is_closed = False
+        """It takes no more steps."""
         self._ended: asyncio.Future[None] = loop.create_future()
         self._copiers = {True: _Thread("copies out"), False: _Thread("copies back")} if runner.copies_beside else {}
         self._lander = _Thread("step ends") if runner.overlaps else None
@@ -83,15 +84,10 @@ class ThreadExecutor:
         """How long a step with prompts took lately, seconds; 0 before the first one."""
         return self._recent.long_s
 
-    @property
-    def is_closed(self) -> bool:
-        """It takes no more steps."""
-        return self._closed
-
     def submit(self, batch: Batch) -> asyncio.Future[BatchOutput]:
         """Queue a step; see `Executor`. After `close` the future fails at once."""
         future: asyncio.Future[BatchOutput] = self._loop.create_future()
-        if self._closed:
+        if self.is_closed:
             future.set_exception(BatchFailedError(batch.step_id, "the executor is closed"))
         else:
             self._thread.put(lambda: self._run(batch, future))
@@ -100,7 +96,7 @@ class ThreadExecutor:
     def copy(self, copy: HostCopy) -> asyncio.Future[None]:
         """Queue a copy; see `Executor`. After `close` the future fails at once."""
         future: asyncio.Future[None] = self._loop.create_future()
-        if self._closed:
+        if self.is_closed:
             future.set_exception(CopyFailedError(copy.copy_id, "the executor is closed"))
         else:
             self._thread.put(lambda: self._begin_copy(copy, future))
@@ -108,8 +104,8 @@ class ThreadExecutor:
 
     async def close(self) -> None:
         """Finish what is queued, end the thread and close the runner. Idempotent."""
-        if not self._closed:
-            self._closed = True
+        if not self.is_closed:
+            self.is_closed = True
             self._thread.put(self._end)
             self._thread.put(None)
         await asyncio.shield(self._ended)

@@ -40,21 +40,22 @@ def test_the_library_computes_everything_where_it_can() -> None:
     assert chosen(PLAIN, "torch") == ("torch", [])
 
 
-@pytest.mark.parametrize(("spec", "reason"), [(NORMS_BEHIND, "behind its sums"), (PROJECTED, "is projected")])
-def test_layers_that_the_library_does_not_know_are_torchs(spec: ModelSpec, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("spec", "expected", "reason"),
+    [
+        (NORMS_BEHIND, f"attention {LEVEL_NAMES[0]}", "behind its sums"),
+        (PROJECTED, f"attention {LEVEL_NAMES[0]}", "is projected"),
+        (WIDE_GROUP, "torch", "65 query heads"),
+    ],
+)
+def test_layers_and_groups_that_the_library_does_not_know_are_torchs(
+    spec: ModelSpec, expected: str, reason: str
+) -> None:
     name, (said,) = chosen(spec)
-    assert name == f"attention {LEVEL_NAMES[0]}"
+    assert name == expected
     assert reason in said
     with pytest.raises(StartupError, match=reason):
         chosen(spec, "native")
-
-
-def test_a_group_that_is_too_wide_is_torchs() -> None:
-    name, (said,) = chosen(WIDE_GROUP)
-    assert name == "torch"
-    assert "65 query heads" in said
-    with pytest.raises(StartupError, match="65 query heads"):
-        chosen(WIDE_GROUP, "native")
 
 
 def test_without_a_library_everything_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,23 +42,18 @@ def test_copies_are_written_and_scattered_to_the_bit_and_nowhere_else(dtype: tor
     assert all(map(torch.equal, bits(pools), before))
 
 
-def test_bytes_that_do_not_go_with_the_blocks_are_not_scattered() -> None:
+def test_blocks_that_are_not_there_and_bytes_that_are_no_blocks_are_refused() -> None:
     cache = KVCache.over([torch.zeros((4, 2, 1, 2))], [torch.zeros((4, 2, 1, 2))], 4)
-    for ids, size, reason in (([1, 2], 16, "are not 2 blocks"), ([4], 16, "not all among the 4"), ([-1], 16, "among")):
-        with pytest.raises(ValueError, match=reason):
-            scatter_block_bytes(cache, 0, 0, np.array(ids, np.int32), memoryview(bytearray(size)))
-    assert not any(pool.any() for pool in cache.pools())
-
-
-def test_blocks_that_are_not_there_are_refused() -> None:
-    pools = [torch.zeros((4, 2, 1, 2)) for _ in range(2)]
-    cache = KVCache.over(pools[:1], pools[1:], 4)
     for ids in ([4], [-1, 2]):
         with pytest.raises(ValueError, match="are not all among 4"):
             copy_blocks(cache, np.array(ids, np.int32))
     for first, size in ((3, 32), (-1, 16), (0, 15)):
         with pytest.raises(ValueError, match="bytes are not blocks"):
             write_block_bytes(cache, 0, 0, first, memoryview(bytearray(size)))
+    for ids, size, reason in (([1, 2], 16, "are not 2 blocks"), ([4], 16, "not all among the 4"), ([-1], 16, "among")):
+        with pytest.raises(ValueError, match=reason):
+            scatter_block_bytes(cache, 0, 0, np.array(ids, np.int32), memoryview(bytearray(size)))
+    assert not any(pool.any() for pool in cache.pools())
 
 
 @pytest.mark.parametrize("seed", range(5))
