@@ -30,10 +30,12 @@ from benchmarks.fidelity.loads import sequential
 from benchmarks.peers_engines import START_LIMIT_S, EngineProcess
 from benchmarks.peers_load import Share, foreign_share, wait_idle
 from benchmarks.peers_model import make_checkpoint
+from cli.bench.load import Load
+from cli.bench.report import lateness_p99_s
 from cli.bench.running import load_session
 from cli.bench.server import Server
-from cli.replay.records import is_silent, lateness_p99_s, records_of
-from cli.replay.sender import Sender, token_prompts
+from cli.replay.records import is_silent, records_of
+from cli.replay.sender import replay_load, token_prompts
 from shared.cluster_views import ViewFeed
 from shared.messages.report import ClusterView, WorkerReport
 from shared.subjects import Subjects
@@ -121,25 +123,25 @@ class BurstCluster(EngineProcess):
                 raise RuntimeError(f"the workers are not at rest after {REST_LIMIT_S:g} s: {self._view}")
             await asyncio.sleep(REST_LOOK_S)
 
-    async def send(self, workload: Workload) -> tuple[Sender, Watched, float]:
-        """Send a load; return its sender, what views said, and the share of the machine that others used.
+    async def send(self, workload: Workload) -> tuple[Load, Watched, float]:
+        """Send a load; return the load as it was sent, what views said, and the share of the machine that others used.
 
         Raises:
             RuntimeError: an answer failed: then the figures are worth nothing.
         """
         async with load_session(ANSWER_LIMIT_S, "") as session:
             server = await Server.find(session, self.url, "", "completions")
-            sender = Sender(session, server, workload, token_prompts(workload))
+            load = replay_load(session, server, workload, token_prompts(workload))
             before, began_s = Share.take(self.pid), time.perf_counter()
             watch = self._watch = BurstWatch()
-            await sender.load.run()
+            await load.run()
             self._watch = None
             elapsed_s = time.perf_counter() - began_s
             foreign = foreign_share(before, Share.take(self.pid), elapsed_s, os.cpu_count() or 1)
-        failed = [outcome for outcome in sender.outcomes if outcome.failure and not is_silent(outcome)]
+        failed = [outcome for outcome in load.outcomes if outcome.failure and not is_silent(outcome)]
         if failed:
             raise RuntimeError(f"{len(failed)} answers failed, the first with {failed[0].failure}: {failed[0].detail}")
-        return sender, watch.figures(), foreign
+        return load, watch.figures(), foreign
 
 
 def _on_malformed(where: str, error: WireError) -> None:
@@ -187,9 +189,9 @@ async def measure(
 
 
 async def _run(cluster: BurstCluster, title: str, workload: Workload) -> Run:
-    sender, watched, foreign = await cluster.send(workload)
-    summary = summarise(records_of(workload, sender.outcomes), SystemFacts())
-    return Run(title, workload.seed, summary, watched, foreign, lateness_p99_s(sender.outcomes) or 0.0)
+    load, watched, foreign = await cluster.send(workload)
+    summary = summarise(records_of(workload, load.outcomes), SystemFacts())
+    return Run(title, workload.seed, summary, watched, foreign, lateness_p99_s(load.outcomes) or 0.0)
 
 
 def main() -> None:

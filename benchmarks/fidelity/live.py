@@ -15,11 +15,12 @@ from benchmarks.fidelity.loads import sequential
 from benchmarks.fidelity.measurement import LiveRun, Measurement, WorkerFacts
 from benchmarks.peers_engines import START_LIMIT_S, EngineProcess
 from benchmarks.peers_load import Share, foreign_share, wait_idle
+from cli.bench.report import lateness_p99_s
 from cli.bench.running import load_session
 from cli.bench.server import Server
 from cli.profile.driver import find_worker, read_steps
-from cli.replay.records import is_silent, lateness_p99_s, records_of
-from cli.replay.sender import Sender, token_prompts
+from cli.replay.records import is_silent, records_of
+from cli.replay.sender import replay_load, token_prompts
 from shared.ids import WorkerId
 from shared.messages.report import WorkerReport
 from shared.messages.steps import StepRecord
@@ -81,19 +82,19 @@ class LiveCluster(EngineProcess):
         """
         async with load_session(ANSWER_LIMIT_S, "") as session:
             server = await Server.find(session, self.url, "", "completions")
-            sender = Sender(session, server, workload, token_prompts(workload))
+            load = replay_load(session, server, workload, token_prompts(workload))
             _, first_step_id = await self._read_steps(0)
             before, began_s = Share.take(self.pid), time.perf_counter()
             async with asyncio.TaskGroup() as group:
-                sending = group.create_task(sender.load.run())
+                sending = group.create_task(load.run())
                 reading = group.create_task(self._collect(first_step_id, sending))
             elapsed_s = time.perf_counter() - began_s
             foreign = foreign_share(before, Share.take(self.pid), elapsed_s, os.cpu_count() or 1)
-        failed = [outcome for outcome in sender.outcomes if outcome.failure and not is_silent(outcome)]
+        failed = [outcome for outcome in load.outcomes if outcome.failure and not is_silent(outcome)]
         if failed:
             raise RuntimeError(f"{len(failed)} answers failed, the first with {failed[0].failure}: {failed[0].detail}")
-        records = records_of(workload, sender.outcomes)
-        return LiveRun(workload, records, tuple(reading.result()), foreign, lateness_p99_s(sender.outcomes) or 0.0)
+        records = records_of(workload, load.outcomes)
+        return LiveRun(workload, records, tuple(reading.result()), foreign, lateness_p99_s(load.outcomes) or 0.0)
 
     async def _collect(self, first_step_id: int, until: asyncio.Task[None]) -> list[StepRecord]:
         """Return the steps from an id on, read by period until the load has ended."""
