@@ -29,9 +29,9 @@ from benchmarks.fidelity.loads import sequential
 from benchmarks.live_cluster import LiveCluster
 from benchmarks.peers_load import wait_idle
 from benchmarks.peers_model import make_checkpoint
+from cli.bench.load import HttpLoad
 from cli.bench.report import lateness_p99_s
 from cli.replay.records import records_of
-from cli.replay.sender import Sender
 from shared.cluster_views import ViewFeed
 from shared.messages.report import ClusterView, WorkerReport
 from shared.systems import find_live_system
@@ -104,16 +104,16 @@ class BurstCluster(LiveCluster):
                 raise RuntimeError(f"the workers are not at rest after {REST_LIMIT_S:g} s: {self._view}")
             await asyncio.sleep(REST_LOOK_S)
 
-    async def watch(self, workload: Workload) -> tuple[Sender, Watched, float]:
-        """Send a load; return its sender, what views said, and the share of the machine that others used.
+    async def watch(self, workload: Workload) -> tuple[HttpLoad, Watched, float]:
+        """Send a load; return it when it has ended, what views said, and the share of the machine that others used.
 
         Raises:
             RuntimeError: see `send`.
         """
         watch = self._watch = BurstWatch()
-        sender, foreign = await self.send(workload)
+        load, foreign = await self.send(workload)
         self._watch = None
-        return sender, watch.figures(), foreign
+        return load, watch.figures(), foreign
 
 
 def _on_malformed(where: str, error: WireError) -> None:
@@ -161,9 +161,9 @@ async def measure(
 
 
 async def _run(cluster: BurstCluster, title: str, workload: Workload) -> Run:
-    sender, watched, foreign = await cluster.watch(workload)
-    summary = summarise(records_of(workload, sender.outcomes), SystemFacts())
-    return Run(title, workload.seed, summary, watched, foreign, lateness_p99_s(sender.outcomes) or 0.0)
+    load, watched, foreign = await cluster.watch(workload)
+    summary = summarise(records_of(workload, load.outcomes), SystemFacts())
+    return Run(title, workload.seed, summary, watched, foreign, lateness_p99_s(load.outcomes) or 0.0)
 
 
 def main() -> None:

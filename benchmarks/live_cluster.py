@@ -8,10 +8,11 @@ from typing import Final
 
 from benchmarks.peers_engines import EngineProcess
 from benchmarks.peers_load import Share, foreign_share
+from cli.bench.load import HttpLoad
 from cli.bench.running import load_session
 from cli.bench.server import Server
 from cli.replay.records import is_silent
-from cli.replay.sender import Sender, token_prompts
+from cli.replay.sender import replay_load, token_prompts
 from shared.subjects import Subjects
 from shared.transport.nats_bus import NatsBus
 from sim.workload.workload import Workload
@@ -47,19 +48,19 @@ class LiveCluster(EngineProcess):
             await self._bus.close()
         await super().stop()
 
-    async def send(self, workload: Workload) -> tuple[Sender, float]:
-        """Send a load; return its sender, and the share of the machine that others used.
+    async def send(self, workload: Workload) -> tuple[HttpLoad, float]:
+        """Send a load; return it when it has ended, and the share of the machine that others used.
 
         Raises:
             RuntimeError: an answer failed: then the figures are worth nothing.
         """
         async with load_session(ANSWER_LIMIT_S, "") as session:
             server = await Server.find(session, self.url, "", "completions")
-            sender = Sender(session, server, workload, token_prompts(workload))
+            load = replay_load(session, server, workload, token_prompts(workload))
             before = Share.take(self.pid)
-            await sender.load.run()
+            await load.run()
             foreign_ratio = foreign_share(before, Share.take(self.pid))
-        failed = [outcome for outcome in sender.outcomes if outcome.failure and not is_silent(outcome)]
+        failed = [outcome for outcome in load.outcomes if outcome.failure and not is_silent(outcome)]
         if failed:
             raise RuntimeError(f"{len(failed)} answers failed, the first with {failed[0].failure}: {failed[0].detail}")
-        return sender, foreign_ratio
+        return load, foreign_ratio

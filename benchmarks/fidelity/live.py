@@ -58,9 +58,9 @@ class FidelityCluster(LiveCluster):
         _, first_step_id = await self._read_steps(0)
         sending = asyncio.create_task(self.send(workload))
         steps = await self._collect(first_step_id, sending)
-        sender, foreign = await sending
-        records = records_of(workload, sender.outcomes)
-        return LiveRun(workload, records, tuple(steps), foreign, lateness_p99_s(sender.outcomes) or 0.0)
+        load, foreign = await sending
+        records = records_of(workload, load.outcomes)
+        return LiveRun(workload, records, tuple(steps), foreign, lateness_p99_s(load.outcomes) or 0.0)
 
     async def _collect(self, first_step_id: int, until: asyncio.Task[Any]) -> list[StepRecord]:
         """Return the steps from an id on, read by period until the load has ended."""

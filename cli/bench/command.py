@@ -12,12 +12,12 @@ import aiohttp
 import numpy as np
 
 from cli.bench.datasets import Sample, read_samples, read_trace
-from cli.bench.load import Load
+from cli.bench.load import HttpLoad, Load
 from cli.bench.prompts import PromptMaker, TokenScale
 from cli.bench.report import qoe_of, render, summarise
 from cli.bench.running import check_folder, load_session, run_shown, until_stopped
 from cli.bench.server import Server, measure_scale
-from cli.bench.stream import Outcome, stream_answer
+from cli.bench.stream import Outcome
 from cli.bench.workload import Planned, arrive_at, first, fit_context, synthetic, upscale
 from cli.console import Console
 from cli.exit_codes import DONE, FAILED, KILLED, CommandError
@@ -79,7 +79,6 @@ class Bench:
         self._session = session
         self._server = server
         self._rng = np.random.default_rng(settings.seed)
-        self._bodies: list[bytes] = []
         self.load: Load | None = None
         """The load, once it is made; its outcomes are those so far."""
 
@@ -96,8 +95,8 @@ class Bench:
                 cut = f"{num_cut} of {len(planned)} requests are cut to the model's context of {server.max_model_len}"
                 self._console.line(cut)
         maker = PromptMaker(self._rng, scale, vocab_size=settings.vocab, num_prefix=settings.prefix_len)
-        self._bodies = [self._body(request, maker) for request in planned]
-        self.load = Load(planned, self._send, settings.concurrency)
+        bodies = [self._body(request, maker) for request in planned]
+        self.load = HttpLoad(planned, bodies, self._session, server, settings.concurrency)
         await run_shown(self.load, self._console)
 
     def _samples(self) -> list[Sample]:
@@ -139,10 +138,6 @@ class Bench:
         if self._settings.ignore_eos and not request.text:
             fields["ignore_eos"] = True
         return json.dumps(fields).encode()
-
-    async def _send(self, index: int, outcome: Outcome) -> None:
-        assert self.load is not None, "running"
-        await stream_answer(self._session, self._server.endpoint_url, self._bodies[index], self.load.clock, outcome)
 
 
 def _with_output(request: Planned, num_output: int | None) -> Planned:

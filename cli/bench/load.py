@@ -6,7 +6,10 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from cli.bench.stream import Outcome
+import aiohttp
+
+from cli.bench.server import Server
+from cli.bench.stream import Outcome, stream_answer
 from cli.bench.workload import Planned
 
 Send = Callable[[int, Outcome], Awaitable[None]]
@@ -70,3 +73,31 @@ class Load:
             self._num_tokens += outcome.num_output
             self._num_failed += bool(outcome.failure)
             self._room.release()
+
+
+class HttpLoad(Load):
+    """A load of requests that are made ready before the first one is sent.
+
+    Args:
+        planned: when each is due.
+        bodies: of the requests.
+        session: with the time limit and the headers.
+        server: whom to ask.
+        max_in_flight: requests under way; None: no limit.
+    """
+
+    def __init__(
+        self,
+        planned: Sequence[Planned],
+        bodies: Sequence[bytes],
+        session: aiohttp.ClientSession,
+        server: Server,
+        max_in_flight: int | None = None,
+    ) -> None:
+        super().__init__(planned, self._post, max_in_flight)
+        self._bodies = bodies
+        self._session = session
+        self._server = server
+
+    async def _post(self, index: int, outcome: Outcome) -> None:
+        await stream_answer(self._session, self._server.endpoint_url, self._bodies[index], self.clock, outcome)

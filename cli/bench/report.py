@@ -14,7 +14,7 @@ from sluice_client.qoe import QoeTarget, final_qoe
 
 LATE_S = 0.01
 """Above this (99th percentile) the load's own lateness is worth a line."""
-_FIGURES = (("mean", None), ("p50", 50), ("p90", 90), ("p99", 99))
+_FIGURES = ("mean", "p50", "p90", "p99")
 _ROWS = (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("itl_s", "ITL"), ("e2e_s", "end to end"))
 
 
@@ -52,7 +52,7 @@ def summarise(outcomes: Sequence[Outcome], target: QoeTarget, *, is_held_back: b
         "tpot_s": _spread([tpot for o in complete if (tpot := _tpot(o)) is not None]),
         "itl_s": _spread([gap for o in complete for gap in _gaps(o)]),
         "e2e_s": _spread([o.end_s - o.sent_s for o in complete if o.end_s is not None]),
-        "qoe": _qoe_spread([qoe_of(o, target) for o in (*complete, *failed)]),
+        "qoe": _spread([qoe_of(o, target) for o in (*complete, *failed)], (50, 10, 1)),
         "lateness_p99_s": None if is_held_back else lateness_p99_s(outcomes),
     }
 
@@ -92,20 +92,11 @@ def _gaps(outcome: Outcome) -> list[float]:
     return [later - earlier for earlier, later in pairwise(times)]
 
 
-def _spread(values: Sequence[float]) -> dict[str, float] | None:
+def _spread(values: Sequence[float], ranks: tuple[int, ...] = (50, 90, 99)) -> dict[str, float] | None:
     if not values:
         return None
     array = np.asarray(values)
-    return {name: float(array.mean() if rank is None else np.percentile(array, rank)) for name, rank in _FIGURES}
-
-
-def _qoe_spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Return mean and low percentiles: of QoE, small is bad."""
-    if not values:
-        return None
-    array = np.asarray(values)
-    low = {f"p{rank}": float(np.percentile(array, rank)) for rank in (50, 10, 1)}
-    return {"mean": float(array.mean()), **low}
+    return {"mean": float(array.mean()), **{f"p{rank}": float(np.percentile(array, rank)) for rank in ranks}}
 
 
 def render(summary: dict[str, Any], target: QoeTarget) -> str:
@@ -118,7 +109,7 @@ def render(summary: dict[str, Any], target: QoeTarget) -> str:
         f"{'requests':<12}{counts} in {duration_s}, {rates[0]} per second",
         f"{'tokens':<12}{tokens}; per second {rates[1]} out, {rates[2]} in all",
         "",
-        f"{'ms':<12}" + "".join(f"{name:>10}" for name, _ in _FIGURES),
+        f"{'ms':<12}" + "".join(f"{name:>10}" for name in _FIGURES),
     ]
     lines += [_row(title, summary[name]) for name, title in _ROWS]
     lines += ["", _qoe_line(summary["qoe"], target)]
@@ -133,7 +124,7 @@ def _unfinished(summary: dict[str, Any]) -> str:
 
 
 def _row(title: str, spread: dict[str, float] | None) -> str:
-    cells = ("-" for _ in _FIGURES) if spread is None else (f"{1e3 * spread[name]:.2f}" for name, _ in _FIGURES)
+    cells = ("-" for _ in _FIGURES) if spread is None else (f"{1e3 * spread[name]:.2f}" for name in _FIGURES)
     return f"{title:<12}" + "".join(f"{cell:>10}" for cell in cells)
 
 

@@ -74,14 +74,8 @@ class ClusterPlan:
     def _worker(self, index: int, name: str) -> ChildSpec:
         settings = self.settings
         flags = ["--model", str(self.model.folder), "--served-model-name", self.model_name]
-        flags += [
-            "--device",
-            device_of(settings.device, index, num_devices()),
-            "--dtype",
-            settings.dtype,
-            "--memory",
-            str(settings.memory),
-        ]
+        flags += ["--device", device_of(settings.device, index, num_devices()), "--dtype", settings.dtype]
+        flags += ["--memory", str(settings.memory)]
         flags += ["--system", settings.system, "--max-model-len", str(settings.max_model_len)]
         flags += ["--drain-limit-s", str(settings.drain_limit_s)]
         flags += ["--threads", str(settings.threads_per_worker())]

@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from cli.bench.load import Load
 from cli.bench.prompts import PromptMaker
 from cli.bench.report import lateness_p99_s
 from cli.bench.running import check_folder, load_session, run_shown, until_stopped
@@ -21,7 +22,7 @@ from cli.exit_codes import DONE, FAILED, KILLED, CommandError
 from cli.replay.load import fit_context
 from cli.replay.records import records_of
 from cli.replay.remarks import remarks_on
-from cli.replay.sender import VOCAB_SIZE, Prompts, Sender, token_prompts
+from cli.replay.sender import VOCAB_SIZE, Prompts, replay_load, token_prompts
 from cli.replay.watch import ServerWatch
 from sim.experiment.compare import compare, to_json
 from sim.experiment.plots import check_matplotlib, write_plots
@@ -29,7 +30,7 @@ from sim.experiment.report import render
 from sim.experiment.result import RunResult
 from sim.experiment.summary import Slo, summarise
 from sim.scenarios.arrivals import TraceArrivals
-from sim.scenarios.load import Load
+from sim.scenarios.load import Load as Arrivals
 from sim.scenarios.parts import FixedReaders
 from sim.workload.workload import Workload
 
@@ -69,7 +70,7 @@ class ReplaySettings:
         Raises:
             StartupError: the file is no trace, there are no such lengths, or no request is left.
         """
-        load = Load(
+        load = Arrivals(
             name=self.trace.stem,
             arrivals=TraceArrivals(kind="trace", file=str(self.trace.absolute())),
             lengths=self.lengths or "trace",
@@ -108,13 +109,13 @@ class Replay:
         """Requests that were cut to the model's context."""
         self.has_token_ids = False
         """Whether prompts are token ids, of exactly the wanted length, and not words of about that length."""
-        self.sender: Sender | None = None
+        self.load: Load | None = None
         self.watch: ServerWatch | None = None
 
     @property
     def outcomes(self) -> list[Outcome]:
         """Of the requests that were sent so far."""
-        return [] if self.sender is None else list(self.sender.outcomes)
+        return [] if self.load is None else self.load.outcomes
 
     async def run(self) -> None:
         """Return when every request has ended.
@@ -124,11 +125,11 @@ class Replay:
         """
         prompts = await self._choose_prompts()
         self._say_what_is_sent()
-        self.sender = Sender(self._session, self.server, self.workload, prompts)
-        self.watch = ServerWatch(self._session, self.server.base_url, self.sender.load.clock)
+        self.load = replay_load(self._session, self.server, self.workload, prompts)
+        self.watch = ServerWatch(self._session, self.server.base_url, self.load.clock)
         watching = asyncio.create_task(self.watch.run(), name="watch")
         try:
-            await run_shown(self.sender.load, self._console)
+            await run_shown(self.load, self._console)
             await self.watch.look()
         finally:
             watching.cancel()

@@ -1,17 +1,16 @@
-"""Sends a workload to a server, each request when it is due, and keeps what came of it."""
+"""Makes a workload ready for a server. Pure."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
 import numpy as np
 
-from cli.bench.load import Load
+from cli.bench.load import HttpLoad
 from cli.bench.server import Server
-from cli.bench.stream import Outcome, stream_answer
 from cli.bench.workload import Planned
 from sim.scenarios.load import BEST_EFFORT
 from sim.workload.workload import Workload
@@ -31,37 +30,18 @@ def token_prompts(workload: Workload, vocab_size: int = VOCAB_SIZE) -> Prompts:
     return lambda index: workload.prompt(index, FIRST_TOKEN_ID, vocab_size).tolist()
 
 
-class Sender:
-    """One replay.
+def replay_load(session: aiohttp.ClientSession, server: Server, workload: Workload, prompts: Prompts) -> HttpLoad:
+    """Return the load of a replay, all of it made ready."""
+    bodies = [_body(server, workload, index, prompts(index)) for index in range(len(workload))]
+    return HttpLoad(_planned(workload), bodies, session, server)
 
-    Args:
-        session: with the time limit and the headers.
-        server: whom to ask.
-        workload: what is sent; all of it is made ready here, before the first request.
-        prompts: of its requests.
-    """
 
-    def __init__(self, session: aiohttp.ClientSession, server: Server, workload: Workload, prompts: Prompts) -> None:
-        self._session = session
-        self._server = server
-        self._bodies = [self._body(workload, i, prompts(i)) for i in range(len(workload))]
-        self.load = Load(_planned(workload), self._send)
-
-    @property
-    def outcomes(self) -> Sequence[Outcome]:
-        """Of every request that was sent so far, in order."""
-        return self.load.outcomes
-
-    def _body(self, workload: Workload, index: int, prompt: str | list[int]) -> bytes:
-        fields: dict[str, Any] = self._server.body(prompt, int(workload.num_output[index]))
-        fields |= {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0.0, "ignore_eos": True}
-        if self._server.owner == OWN:
-            fields |= _own_fields(workload, index)
-        return json.dumps(fields).encode()
-
-    async def _send(self, index: int, outcome: Outcome) -> None:
-        url = self._server.endpoint_url
-        await stream_answer(self._session, url, self._bodies[index], self.load.clock, outcome)
+def _body(server: Server, workload: Workload, index: int, prompt: str | list[int]) -> bytes:
+    fields: dict[str, Any] = server.body(prompt, int(workload.num_output[index]))
+    fields |= {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0.0, "ignore_eos": True}
+    if server.owner == OWN:
+        fields |= _own_fields(workload, index)
+    return json.dumps(fields).encode()
 
 
 def _own_fields(workload: Workload, index: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def qoe_case(seed: int) -> dict[str, Any]:
     instants = sorted(delivered[-1] + round(rng.uniform(0.0, 20.0), 6) for _ in range(4))
     return {
         "name": f"qoe-{seed}-{kind}",
-        "target": _target(target),
+        "target": asdict(target),
         "delivered_s": delivered,
         "displayed_s": displayed_times(target, delivered),
         "delay_s": delay_sum(target, delivered),
@@ -109,7 +110,7 @@ def strict_case(seed: int) -> dict[str, Any]:
     return {
         "name": f"strict-{seed}-{kind}",
         "mode": "strict",
-        "target": _target(target),
+        "target": asdict(target),
         "events": [["push", *event] for event in zip(times, texts, counts, strict=True)] + [["finish", times[-1]]],
         "shown": shown,
         "qoe": final_qoe(target, delivered),
@@ -138,7 +139,7 @@ def human_case(seed: int, name: str, kind: str) -> dict[str, Any]:
     return {
         "name": f"human-{seed}-{name}-{kind}",
         "mode": "human",
-        "target": _target(target),
+        "target": asdict(target),
         "events": events,
         "shown": [[item.text, item.at_s] for item in shown],
         "qoe": stats.qoe,
@@ -174,10 +175,6 @@ def build() -> dict[str, Any]:
         + [human_case(seed, name, kind) for seed, (name, kind) in enumerate(human)],
         "segments": [segment_case(seed, name) for seed, name in enumerate(TEXTS)],
     }
-
-
-def _target(target: QoeTarget) -> dict[str, float]:
-    return {"ttft_s": target.ttft_s, "speed_tokens_per_s": target.speed_tokens_per_s}
 
 
 def main() -> None:

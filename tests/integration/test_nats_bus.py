@@ -260,47 +260,32 @@ async def test_a_peer_that_never_speaks_is_given_up() -> None:
             await NatsBus.connect(f"nats://127.0.0.1:{silent.getsockname()[1]}", name="b", connect_timeout_s=0.3)
 
 
-AUTHORIZATION = """
-authorization {
-  users = [
-    {user: "worker", password: "good", permissions: {
-      publish: ["news", "_INBOX.worker.>"], subscribe: ["news", "_INBOX.worker.>"]}}
-  ]
-}
-"""
-
-
 @pytest.fixture
-def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A broker with one user who may do little."""
-    from shared.transport import nats_config
-
-    more = AUTHORIZATION.replace("{", "{{").replace("}", "}}")
-    monkeypatch.setattr(nats_config, "_HEAD", nats_config._HEAD + more)
+def guarded(tmp_path: Path) -> Iterator[tuple[str, str]]:
+    """A broker with users, and the password of the worker, who may do little."""
+    passwords = new_passwords()
     with EmbeddedNats() as server:
-        yield server.start(tmp_path)
+        yield server.start(tmp_path, passwords=passwords), passwords[Role.WORKER]
 
 
-async def test_credentials_are_used_and_refused_ones_are_an_error_at_the_start(guarded: str) -> None:
-    for url, credentials in (
-        (guarded, ("worker", "good")),
-        (guarded.replace("nats://", "nats://worker:good@"), None),
-    ):
-        bus = await NatsBus.connect(url, name="w", credentials=credentials, inbox_prefix="_INBOX.worker")
+async def test_credentials_are_used_and_refused_ones_are_an_error_at_the_start(guarded: tuple[str, str]) -> None:
+    url, password = guarded
+    with_login = url.replace("nats://", f"nats://worker:{password}@")
+    for where, credentials in ((url, ("worker", password)), (with_login, None)):
+        bus = await NatsBus.connect(where, name="w", credentials=credentials, inbox_prefix="_INBOX.worker")
         await bus.flush()
         await bus.close()
     for credentials in (("worker", "bad"), None):
         with pytest.raises(NoBrokerError, match="authorization violation"):
-            await NatsBus.connect(guarded, name="w", credentials=credentials, connect_timeout_s=2.0)
+            await NatsBus.connect(url, name="w", credentials=credentials, connect_timeout_s=2.0)
 
 
-async def test_a_refused_subject_is_reported_as_fatal(guarded: str) -> None:
+async def test_a_refused_subject_is_reported_as_fatal(guarded: tuple[str, str]) -> None:
     """Nothing else would tell: publish raises nothing."""
-    errors: list[BusError] = []
-    bus = await NatsBus.connect(
-        guarded, name="w", credentials=("worker", "good"), inbox_prefix="_INBOX.worker", on_fatal=errors.append
-    )
-    await bus.publish("news", b"")
+    (url, password), errors = guarded, list[BusError]()
+    login: dict[str, Any] = {"credentials": ("worker", password), "inbox_prefix": "_INBOX.worker"}
+    bus = await NatsBus.connect(url, name="w", **login, on_fatal=errors.append)
+    await bus.publish(Subjects().report(WorkerId("w")), b"")
     await bus.flush()
     assert errors == []
     await bus.publish("plans.apply", b"")
