@@ -20,7 +20,7 @@ from services.monitor.service import Monitor
 from services.planner.config import PlannerSettings
 from services.planner.service import Planner
 from shared.cost import load_profile
-from shared.ids import Incarnation, WorkerId
+from shared.ids import Incarnation
 from shared.messages.event import Event
 from shared.messages.plan import CommitPlan, PlanState
 from shared.messages.report import ClusterView, ElasticFacts, WorkerPhase, WorkerReport
@@ -31,6 +31,7 @@ from shared.wire import decode_json, encode_json
 from sim.worker import SimWorker, SimWorkerParams
 from tests.support.drop_builders import make_elastic
 from tests.support.hand_planner import HandPlanner
+from tests.support.statuses import make_report
 from tests.support.waiting import until
 
 LIMIT_S = 15.0
@@ -133,10 +134,8 @@ async def _tell(here: Room, reports: Sequence[WorkerReport]) -> None:
 
 def report(index: int, elastic: ElasticFacts, *, is_short: bool = False, **changes: object) -> WorkerReport:
     """A whole instance, which is full and has requests that wait for memory if it is short."""
-    return WorkerReport(
-        worker_id=WorkerId(f"w{index}"),
-        sequence_number=0,
-        phase=WorkerPhase.READY,
+    return make_report(
+        f"w{index}",
         incarnation=Incarnation(index + 1),
         host=f"host-{index}",
         model="m",
