@@ -45,6 +45,14 @@ class Gate:
         asyncio.get_running_loop().call_later(0.02, self.opened.set)
 
 
+async def heard_all(reader: Bus, writer: Bus) -> None:
+    """Return when the reader has been given all that the writer has published."""
+    marks: Seen[Message] = Seen()
+    await listen(reader, "mark", marks)
+    await writer.publish("mark", b"")
+    await marks.wait(1)
+
+
 # --- publish and subscribe ---
 
 
@@ -72,14 +80,13 @@ async def test_wildcards_match_one_token_or_the_rest(net: Net) -> None:
         "*.a": ["w.a"],
         "*.*.*": ["w.a.x"],
     }
-    bus, marks = await net.connect(), Seen[Message]()
+    bus = await net.connect()
     seen: dict[str, Seen[Message]] = {pattern: Seen() for pattern in expected}
     for pattern, handler in seen.items():
         await bus.subscribe(pattern, handler)
-    await listen(bus, "mark", marks)
-    for subject in ("w.a", "w.b", "w.a.x", "w.a.x.y", "v", "mark"):
+    for subject in ("w.a", "w.b", "w.a.x", "w.a.x.y", "v"):
         await bus.publish(subject, b"")
-    await marks.wait(1)
+    await heard_all(bus, bus)
     assert {pattern: [m.subject for m in handler.items] for pattern, handler in seen.items()} == expected
 
 
@@ -99,16 +106,14 @@ async def test_every_subscriber_gets_the_message_the_publisher_too(net: Net) -> 
 async def test_one_member_of_each_queue_group_gets_the_message(net: Net) -> None:
     publisher, reader = await net.connect("p"), await net.connect("r")
     group_a = [Seen[Message](), Seen[Message]()]
-    group_b, plain, marks = Seen[Message](), Seen[Message](), Seen[Message]()
+    group_b, plain = Seen[Message](), Seen[Message]()
     for member in group_a:
         await reader.subscribe("jobs", member, queue="a")
     await reader.subscribe("jobs", group_b, queue="b")
-    await reader.subscribe("jobs", plain)
-    await listen(reader, "mark", marks)
+    await listen(reader, "jobs", plain)
     for number in range(100):
         await publisher.publish("jobs", b"%d" % number)
-    await publisher.publish("mark", b"")
-    await marks.wait(1)
+    await heard_all(reader, publisher)
     everything = list(range(100))
     assert sorted(int(m.data) for member in group_a for m in member.items) == everything
     assert all(member.items for member in group_a)
@@ -135,13 +140,11 @@ async def test_a_raising_handler_is_counted_and_gets_the_next_message(net: Net) 
 @contract
 async def test_messages_over_the_pending_limit_are_dropped_and_counted(net: Net) -> None:
     """A burst of 500 into a queue of 10: the first ones arrive, the rest is counted, the subscription goes on."""
-    bus, writer, seen, marks = await net.connect(), await net.connect("w"), Seen[Message](), Seen[Message]()
-    await bus.subscribe("flood", seen, max_pending=10)
-    await listen(bus, "mark", marks)
+    bus, writer, seen = await net.connect(), await net.connect("w"), Seen[Message]()
+    await listen(bus, "flood", seen, max_pending=10)
     for number in range(500):
         await writer.publish("flood", b"%d" % number)
-    await writer.publish("mark", b"")
-    await marks.wait(1)
+    await heard_all(bus, writer)
     assert bus.stats.dropped_in > 0
     assert len(seen.items) + bus.stats.dropped_in == 500
     assert [int(m.data) for m in seen.items][:10] == list(range(10))
@@ -152,16 +155,14 @@ async def test_messages_over_the_pending_limit_are_dropped_and_counted(net: Net)
 
 @contract
 async def test_a_closed_subscription_gets_nothing_more(net: Net) -> None:
-    bus, seen, marks = await net.connect(), Seen[Message](), Seen[Message]()
+    bus, seen = await net.connect(), Seen[Message]()
     subscription = await listen(bus, "stop", seen)
-    await listen(bus, "mark", marks)
     await bus.publish("stop", b"1")
     await seen.wait(1)
     await subscription.close()
     await subscription.close()
     await bus.publish("stop", b"2")
-    await bus.publish("mark", b"")
-    await marks.wait(1)
+    await heard_all(bus, bus)
     assert len(seen.items) == 1
 
 
@@ -181,14 +182,12 @@ async def test_subjects_that_are_none_are_refused(net: Net) -> None:
 @contract
 async def test_flush_returns_when_the_broker_has_everything(net: Net) -> None:
     """A megabyte waits in the buffer; after the flush, a subscription of another connection sees none of it."""
-    writer, late, seen, marks = await net.connect("w"), await net.connect("l"), Seen[Message](), Seen[Message]()
+    writer, late, seen = await net.connect("w"), await net.connect("l"), Seen[Message]()
     for _ in range(20):
         await writer.publish("early", bytes(50_000))
     await writer.flush()
     await listen(late, "early", seen)
-    await listen(late, "mark", marks)
-    await writer.publish("mark", b"")
-    await marks.wait(1)
+    await heard_all(late, writer)
     assert seen.items == []
 
 
@@ -255,13 +254,11 @@ async def test_nobody_serving_is_an_error_at_once(net: Net) -> None:
 
 @contract
 async def test_no_responders_do_not_call_the_handler_of_a_reply_subject(net: Net) -> None:
-    bus, answers, marks = await net.connect(), Seen[Message](), Seen[Message]()
-    await bus.subscribe("my.answers", answers)
-    await listen(bus, "mark", marks)
+    bus, answers = await net.connect(), Seen[Message]()
+    await listen(bus, "my.answers", answers)
     await bus.publish("nobody.here", b"", reply="my.answers")
     await bus.flush()
-    await bus.publish("mark", b"")
-    await marks.wait(1)
+    await heard_all(bus, bus)
     assert answers.items == []
 
 

@@ -47,13 +47,6 @@ async def test_a_value_is_read_back_with_its_revision(net: Net) -> None:
 
 
 @contract
-async def test_revisions_grow_over_all_keys(net: Net) -> None:
-    bucket = await bucket_of(net)
-    revisions = [await bucket.put(key, b"") for key in ("a", "b", "a", "c.d", "b")]
-    assert revisions == sorted(set(revisions))
-
-
-@contract
 async def test_create_needs_a_key_without_a_value(net: Net) -> None:
     bucket = await bucket_of(net)
     first = await bucket.create("lease", b"w0")

@@ -13,6 +13,12 @@ from tests.support.fault_cluster import Shape
 
 SMALL_STEPS: Final = {"SLUICE_WORKER_MAX_BATCH_TOKENS": "48"}
 """So that a prompt takes many steps, and a fault can come in between."""
+LEASE_S: Final = 3.0
+ORPHAN_S: Final = 5.0
+"""Shortened from 60 s: how long a worker keeps what nobody asks about."""
+FORGOTTEN_S: Final = LEASE_S + ORPHAN_S + 10
+"""Within which workers forget the requests of a dispatcher that was killed."""
+TWO_DISPATCHERS: Final = Shape(num_dispatchers=2, env={**SMALL_STEPS, "SLUICE_WORKER_ORPHAN_S": str(ORPHAN_S)})
 _HERE: Final = Path(__file__).parent
 
 

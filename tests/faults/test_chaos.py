@@ -7,13 +7,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from cli.chaos.processes import is_running
 from tests.support.cluster import ROOT, Cluster, cluster
-from tests.support.processes import sluice, wait_until
+from tests.support.processes import sluice, state_of, wait_until
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -27,11 +26,6 @@ def up() -> Iterator[Cluster]:
 
 def chaos(up: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
     return sluice("chaos", *words, "--nats-url", up.nats_url)
-
-
-def state_of(pid: int) -> str:
-    """Return the process's state as the kernel calls it; `T` = stopped."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def pid_said(text: str) -> int:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.conftest import SMALL_STEPS
+from tests.faults.conftest import FORGOTTEN_S, ORPHAN_S, TWO_DISPATCHERS
 from tests.support.fault_checks import StagedCluster
-from tests.support.fault_cluster import Cluster, Shape, until
+from tests.support.fault_cluster import Cluster, until
 from tests.support.fault_streams import CHAT, Ask, all_read, ask, mixed_load, reading, seen, undisturbed
 from tests.support.waiting import rounds
 
 pytestmark = pytest.mark.timeout(180)
 
-LEASE_S = 3.0
-ORPHAN_S = 5.0
-"""Shortened from 60 s: how long a worker keeps what nobody asks about."""
-SHAPE = Shape(num_dispatchers=2, env={**SMALL_STEPS, "SLUICE_WORKER_ORPHAN_S": str(ORPHAN_S)})
+SHAPE = TWO_DISPATCHERS
 
 
 async def test_a_killed_dispatcher_breaks_its_own_streams_only_and_workers_forget_them(cluster: StagedCluster) -> None:
@@ -32,7 +29,7 @@ async def test_a_killed_dispatcher_breaks_its_own_streams_only_and_workers_forge
                 assert bool(reader.told.broken_by) is not reader.told.is_whole, (reader.asked.name, reader.told)
         if all(reader.told.broken_by for reader in own if reader.asked.is_streamed):
             break
-    await cluster.assert_nothing_left(LEASE_S + ORPHAN_S + 10)
+    await cluster.assert_nothing_left(FORGOTTEN_S)
     await until(lambda: _has_no_lease(cluster), "no worker has a lease any more", ORPHAN_S + 10)
 
 
@@ -58,7 +55,7 @@ async def test_a_stream_of_a_killed_dispatcher_is_resumed_by_another(cluster: St
     assert first.told.texts[0] + second.told.texts[0] == expected["texts"][0]
     assert second.told.finish == expected["finish"]
     await cluster.restore()
-    await cluster.assert_nothing_left(LEASE_S + ORPHAN_S + 10)
+    await cluster.assert_nothing_left(FORGOTTEN_S)
 
 
 async def test_a_dispatcher_told_to_stop_refuses_new_requests_and_finishes_its_own(cluster: StagedCluster) -> None:

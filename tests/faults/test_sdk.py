@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 
 from sluice_client import Answer, ClientLimits, RetryPolicy, SluiceClient
-from tests.faults.conftest import SMALL_STEPS
+from tests.faults.conftest import FORGOTTEN_S, TWO_DISPATCHERS
 from tests.support.fault_checks import StagedCluster
-from tests.support.fault_cluster import Shape
+from tests.support.fault_cluster import until
 from tests.support.fault_streams import CHAT, Ask, mixed_load
 from tests.support.waiting import rounds
 
 pytestmark = pytest.mark.timeout(180)
 
-LEASE_S = 3.0
-ORPHAN_S = 5.0
 LIMITS = ClientLimits(retry=RetryPolicy(first_backoff_s=0.1, max_backoff_s=0.5))
 WAYS = ["http", "websocket"]
 MODE: Any = None
 """The text as it arrives: when it is shown is not what this is about."""
-SHAPE = Shape(num_dispatchers=2, env={**SMALL_STEPS, "SLUICE_WORKER_ORPHAN_S": str(ORPHAN_S)})
+SHAPE = TWO_DISPATCHERS
 
 
 def streams() -> list[Ask]:
@@ -40,10 +39,8 @@ def start(client: SluiceClient, asked: Ask) -> Answer:
     return client.complete(asked.body["prompt"], asked.body["model"], pace=MODE, **params)
 
 
-async def begun(answers: Sequence[Answer], num_chars: int = 40) -> None:
-    async with asyncio.timeout(60):
-        while not all(len(answer.text) >= num_chars for answer in answers):
-            await asyncio.sleep(0.01)
+def have_begun(answers: Sequence[Answer]) -> bool:
+    return all(len(answer.text) >= 40 for answer in answers)
 
 
 @pytest.mark.parametrize("comes_back", [False, True], ids=["another takes over", "the same comes back"])
@@ -55,7 +52,7 @@ async def test_a_killed_dispatcher_is_a_pause(cluster: StagedCluster, way: Any, 
         for _ in rounds("all were being read"):
             answers = [start(client, asked) for asked in asks]
             reading = [asyncio.create_task(answer.read()) for answer in answers]
-            await begun(answers)
+            await until(partial(have_begun, answers), "all are being read", 60)
             if not any(task.done() for task in reading):
                 break
             await asyncio.gather(*reading)
@@ -68,4 +65,4 @@ async def test_a_killed_dispatcher_is_a_pause(cluster: StagedCluster, way: Any, 
     billed = [((answer.usage or {})["prompt_tokens"], (answer.usage or {})["completion_tokens"]) for answer in answers]
     assert billed == [answer["usage"] for answer in expected]
     await cluster.restore()
-    await cluster.assert_nothing_left(LEASE_S + ORPHAN_S + 10)
+    await cluster.assert_nothing_left(FORGOTTEN_S)

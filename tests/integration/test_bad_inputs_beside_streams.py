@@ -10,17 +10,17 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
-from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 
 from tests.support.bad_inputs import ALLOWED, KEY, LATE, MIB, REQUEST_IDS, bad_inputs, content, raw_inputs
 from tests.support.cluster import Cluster, cluster
-from tests.support.dispatchers import CHAT, HELLO, write_keys
+from tests.support.dispatchers import CHAT, COMPLETIONS, HELLO, write_keys
+from tests.support.fault_streams import Ask, Reader, all_read, ask
 from tests.support.processes import wait_until
 from tests.support.raw_http import check_error, exchange, send, status_of
-from tests.support.reader_streams import Readers, read_once, reading
 from tests.support.waiting import rounds
 
 NUM_STREAMS = 8
@@ -52,31 +52,47 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         running.wait_until_idle()
 
 
-def bodies() -> list[dict[str, Any]]:
-    """Return the streams; each draws with its own seed, and ends by its length."""
-    return [
-        {"model": "tiny", "prompt": f"Once upon a time there were {index} ", "seed": index, "temperature": 0.8}
-        | {"max_tokens": 150, "ignore_eos": True}
-        for index in range(NUM_STREAMS)
-    ]
+def asked(index: int) -> Ask:
+    """Return a stream; each draws with its own seed, and ends by its length."""
+    prompt = f"Once upon a time there were {index} "
+    return ask(str(index), COMPLETIONS, model="tiny", prompt=prompt, seed=index, temperature=0.8, max_tokens=150)
 
 
 @asynccontextmanager
-async def undisturbed_streams(http: aiohttp.ClientSession, url: str) -> AsyncIterator[Readers]:
-    """Read eight streams alone, then again and again beside the block; the texts must be the same."""
-    alone = await read_once(http, url, bodies())
-    async with reading(http, url, bodies()) as seen:
-        yield seen
-    assert seen.errors == []
-    for index, texts in seen.texts.items():
-        assert texts, "no stream has ended"
-        assert set(texts) == set(alone.texts[index]), f"stream {index} has another text"
-    print(
-        f"gaps of {len(seen.gaps_s)} tokens: p50 {seen.percentile_s(0.5):.3f} s, p99 {seen.percentile_s(0.99):.3f} s, "
-        f"longest {max(seen.gaps_s):.3f} s; alone {alone.percentile_s(0.5):.3f}, {alone.percentile_s(0.99):.3f} and "
-        f"{max(alone.gaps_s):.3f} s"
-    )
-    assert max(seen.gaps_s) < LONGEST_GAP_S
+async def undisturbed_streams(http: aiohttp.ClientSession, url: str) -> AsyncIterator[None]:
+    """Read eight streams alone, then again and again beside the block; the answers must be the same."""
+    alone = [Reader(http, url, asked(index), {}) for index in range(NUM_STREAMS)]
+    await all_read(alone)
+    seen, stopping = [Reader(http, url, asked(index), {}) for index in range(NUM_STREAMS)], asyncio.Event()
+    reading = [asyncio.create_task(_read_on(reader, stopping)) for reader in seen]
+    try:
+        yield
+    finally:
+        stopping.set()
+        await asyncio.wait(reading)
+    await asyncio.gather(*reading)
+    for once, reader in zip(alone, seen, strict=True):
+        assert (once.told.is_whole, once.told.error) == (True, None), once.told
+        for told in (*reader.earlier, reader.told):
+            assert told.answer() == once.told.answer(), f"stream {reader.asked.name} has another answer"
+    _tell_gaps("alone", alone)
+    assert _tell_gaps("beside bad inputs", seen) < LONGEST_GAP_S
+
+
+async def _read_on(reader: Reader, stopping: asyncio.Event) -> None:
+    """Ask for the same again when it has ended, until somebody says to stop; then read to the end."""
+    await reader.task
+    while not stopping.is_set():
+        reader.ask_anew()
+        await reader.task
+
+
+def _tell_gaps(when: str, readers: list[Reader]) -> float:
+    """Print what pauses the readers saw; return the longest."""
+    gaps_s = [gap_s for reader in readers for told in (*reader.earlier, reader.told) for gap_s in told.gaps_s]
+    p50_s, p99_s, longest_s = np.percentile(gaps_s, (50, 99, 100))
+    print(f"{when}: gaps of {len(gaps_s)} tokens: p50 {p50_s:.3f} s, p99 {p99_s:.3f} s, longest {longest_s:.3f} s")
+    return float(longest_s)
 
 
 async def test_no_bad_input_changes_what_eight_readers_get(served: Cluster) -> None:

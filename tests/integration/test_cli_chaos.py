@@ -26,16 +26,10 @@ from cli.exit_codes import REFUSED, UNREACHABLE, CommandError
 from shared.transport.bus import ServiceInfo
 from shared.transport.nats_bus import NatsBus
 from shared.transport.nats_server import EmbeddedNats, accepts_connections
+from tests.support.processes import state_of
 from tests.support.waiting import until
 
 SLEEPER = "import time; time.sleep(60)"
-
-
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedNats]:
-    with EmbeddedNats() as server:
-        server.start(tmp_path_factory.mktemp("nats"))
-        yield server
 
 
 @pytest.fixture
@@ -49,18 +43,9 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def settings(broker: EmbeddedNats, cluster: str = "default") -> UpSettings:
-    return UpSettings(nats_url=broker.url, cluster=cluster)
-
-
-def state_of(pid: int) -> str:
-    """Return the process's state as the kernel calls it; `T` = stopped."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
 @asynccontextmanager
-async def serving(broker: EmbeddedNats, name: str, **metadata: str) -> AsyncIterator[None]:
-    bus = await NatsBus.connect(broker.url, name=name)
+async def serving(nats_url: str, name: str, **metadata: str) -> AsyncIterator[None]:
+    bus = await NatsBus.connect(nats_url, name=name)
     info = ServiceInfo("sluice-worker", "0.1.0", "A stand-in", {"cluster": "default", **metadata}, name)
     try:
         await bus.serve(info, [])
@@ -71,10 +56,10 @@ async def serving(broker: EmbeddedNats, name: str, **metadata: str) -> AsyncIter
 
 
 async def test_a_worker_is_found_by_what_it_says_and_killed(
-    broker: EmbeddedNats, sleeper: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+    nats_url: str, sleeper: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with serving(broker, "w-here", host=socket.gethostname(), pid=str(sleeper.pid)):
-        await kill(settings(broker), "w-here", Console())
+    async with serving(nats_url, "w-here", host=socket.gethostname(), pid=str(sleeper.pid)):
+        await kill(UpSettings(nats_url=nats_url), "w-here", Console())
     assert sleeper.wait(5) == -signal.SIGKILL
     said = capsys.readouterr().err
     assert said.startswith(f"killed w-here (process {sleeper.pid}) with SIGKILL\n")
@@ -82,11 +67,11 @@ async def test_a_worker_is_found_by_what_it_says_and_killed(
 
 
 async def test_a_process_that_stands_still_goes_on_afterwards(
-    broker: EmbeddedNats, sleeper: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+    nats_url: str, sleeper: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
     started_s = time.monotonic()
-    async with serving(broker, "w-slow", host=socket.gethostname(), pid=str(sleeper.pid)):
-        await hang(settings(broker), "w-slow", 0.3, Console())
+    async with serving(nats_url, "w-slow", host=socket.gethostname(), pid=str(sleeper.pid)):
+        await hang(UpSettings(nats_url=nats_url), "w-slow", 0.3, Console())
     assert time.monotonic() - started_s >= 0.3
     assert sleeper.poll() is None
     assert state_of(sleeper.pid) != "T"
@@ -96,7 +81,7 @@ async def test_a_process_that_stands_still_goes_on_afterwards(
 
 
 async def test_a_process_goes_on_if_whoever_stopped_it_is_interrupted_while_the_bus_closes(
-    broker: EmbeddedNats, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+    nats_url: str, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closing, close = asyncio.Event(), NatsBus.close
 
@@ -106,9 +91,9 @@ async def test_a_process_goes_on_if_whoever_stopped_it_is_interrupted_while_the_
             closing.set()
             await asyncio.Event().wait()
 
-    async with serving(broker, "w-slow", host=socket.gethostname(), pid=str(sleeper.pid)):
+    async with serving(nats_url, "w-slow", host=socket.gethostname(), pid=str(sleeper.pid)):
         monkeypatch.setattr(NatsBus, "close", close_slowly)
-        hanging = asyncio.create_task(hang(settings(broker), "w-slow", 60.0, Console()))
+        hanging = asyncio.create_task(hang(UpSettings(nats_url=nats_url), "w-slow", 60.0, Console()))
         await closing.wait()
         hanging.cancel()
         await asyncio.wait([hanging])
@@ -126,16 +111,16 @@ async def test_a_process_goes_on_if_whoever_stopped_it_is_interrupted_while_the_
     ],
 )
 async def test_what_is_not_a_process_of_this_machine_and_cluster_is_left_alone(
-    broker: EmbeddedNats, metadata: dict[str, str], code: int, words: str
+    nats_url: str, metadata: dict[str, str], code: int, words: str
 ) -> None:
-    async with serving(broker, "w-not", **metadata):
+    async with serving(nats_url, "w-not", **metadata):
         with pytest.raises(CommandError, match=words) as caught:
-            await kill(settings(broker), "w-not", Console())
+            await kill(UpSettings(nats_url=nats_url), "w-not", Console())
     assert caught.value.code == code
 
 
-def test_an_unknown_name_is_one_line_with_exit_code_3(broker: EmbeddedNats, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.run_command(["chaos", "kill", "nobody", "--nats-url", broker.url]) == UNREACHABLE
+def test_an_unknown_name_is_one_line_with_exit_code_3(nats_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.run_command(["chaos", "kill", "nobody", "--nats-url", nats_url]) == UNREACHABLE
     said = capsys.readouterr().err
     assert said.startswith("sluice: nobody goes by 'nobody' in cluster 'default'.")
     assert said.count("\n") == 1
@@ -147,12 +132,12 @@ async def test_the_broker_is_found_by_its_port_and_killed(tmp_path: Path) -> Non
         pid = server.pid
         assert pid is not None
         assert listener_on(int(server.url.rpartition(":")[2])) == pid
-        await kill(settings(server), "nats", Console())
+        await kill(UpSettings(nats_url=server.url), "nats", Console())
         await until(lambda: not is_running(pid))
 
 
-def test_a_broker_is_known_to_answer_also_by_a_url_with_a_user(broker: EmbeddedNats) -> None:
-    assert accepts_connections(broker.url.replace("nats://", "nats://operator:secret@"))
+def test_a_broker_is_known_to_answer_also_by_a_url_with_a_user(nats_url: str) -> None:
+    assert accepts_connections(nats_url.replace("nats://", "nats://operator:secret@"))
     assert not accepts_connections("nats://operator:secret@127.0.0.1:1")
 
 

@@ -12,14 +12,13 @@ from services.monitor.config import MonitorSettings
 from services.monitor.service import Monitor
 from services.planner.config import PlannerSettings
 from services.planner.service import Planner
-from shared.ids import WorkerId
-from shared.messages.report import WorkerPhase, WorkerReport
 from shared.subjects import Subjects
 from shared.transport.nats_bus import NatsBus
 from shared.transport.nats_config import new_passwords
 from shared.transport.nats_roles import Role, inbox_prefix
 from shared.transport.nats_server import EmbeddedNats
 from shared.wire import encode_json
+from tests.support.statuses import make_report
 from tests.support.waiting import until
 
 
@@ -45,7 +44,7 @@ async def test_the_planner_is_found_and_its_reason_is_told(tmp_path: Path) -> No
         planner = Planner(PlannerSettings(instance_id="planner", system="kunserve"), buses[Role.PLANNER])
         await monitor.start()
         await planner.start()
-        report = WorkerReport(worker_id=WorkerId("w"), sequence_number=0, phase=WorkerPhase.READY)
+        report = make_report()
         await buses[Role.WORKER].publish(Subjects().report(report.worker_id), encode_json(report))
         await until(lambda: planner.fresh_view is not None)
         for verb in ("drop", "restore"):

@@ -69,7 +69,7 @@ async def test_a_connection_cut_anywhere_changes_nothing(served: Running, way: W
         ):
             shown = [piece async for piece in client.chat("hi", stop="nowhere", pace=None)]
             assert "".join(shown) == TEXT, cut
-            assert proxy.num_cut == 1
+            await until(lambda: proxy.num_cut == 1)
     await until(lambda: nothing_left(served))
 
 
@@ -193,7 +193,7 @@ async def test_a_server_that_never_comes_back_ends_the_answer_with_an_error(runn
         answer = client.chat("hi", pace=None)
         reading = asyncio.create_task(answer.read())
         (item,) = await running.begun()
-        await proxy.stop()
+        proxy.refuse()
         for token in running.encode(TEXT):
             await running.worker.emit(item, [token])
         with pytest.raises(ConnectionLostError, match="could not be resumed: no answer from"):

@@ -30,8 +30,8 @@ from tests.support.bad_inputs import (
     raw_inputs,
 )
 from tests.support.dispatchers import CHAT, COMPLETIONS, HELLO, Running, Serve
+from tests.support.fault_streams import Reader, all_read, ask
 from tests.support.raw_http import check_error, connect, exchange, send, status_of
-from tests.support.reader_streams import read_once
 from tests.support.waiting import until
 
 LIMIT_S = 0.5
@@ -223,9 +223,9 @@ async def test_a_bug_of_our_own_is_a_500_that_tells_nothing_and_disturbs_nobody(
     words = "Once upon a time. " * 10
     async with serve(words) as running:
         running.worker.step_s = 0.1  # none ends before all have begun
-        bodies = [{"model": "tiny", "prompt": "a", "max_tokens": 1000}] * 8
-        readers = asyncio.create_task(read_once(running.http, running.url, bodies))
-        await until(lambda: len(running.front.streams) == len(bodies))
+        asked = ask("a", COMPLETIONS, model="tiny", max_tokens=1000)
+        readers = [Reader(running.http, running.url, asked, {}) for _ in range(8)]
+        await until(lambda: len(running.front.streams) == len(readers))
         running.worker.step_s = 0.005
         with monkeypatch.context() as patch:
             patch.setattr(where, broken)
@@ -234,10 +234,12 @@ async def test_a_bug_of_our_own_is_a_500_that_tells_nothing_and_disturbs_nobody(
                 assert "secret" not in f"{answer} {response.headers}"
                 assert check_error(response.status, json.loads(answer)) == (500, "internal_error", None)
                 assert {name.lower() for name in response.headers} <= HEADERS
-        seen = await readers
+        await all_read(readers)
         assert "cancelled" not in {sample.labels.get("finish") for sample in await running.samples()}
         assert len(running.table) == 0
-    assert {read for texts in seen.texts.values() for read in texts} == {words}
+    assert [(reader.told.is_whole, reader.told.error, reader.told.texts) for reader in readers] == [
+        (True, None, {0: words})
+    ] * len(readers)
 
 
 async def test_no_answer_names_the_model_folder(served: Running) -> None:

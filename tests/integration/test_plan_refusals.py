@@ -20,7 +20,7 @@ from services.monitor.service import Monitor
 from services.planner.config import PlannerSettings
 from services.planner.service import Planner
 from shared.cost import load_profile
-from shared.ids import Incarnation, WorkerId
+from shared.ids import Incarnation
 from shared.messages.event import Event
 from shared.messages.plan import CommitPlan, PlanState
 from shared.messages.report import ClusterView, ElasticFacts, WorkerPhase, WorkerReport
@@ -31,6 +31,8 @@ from shared.wire import decode_json, encode_json
 from sim.worker import SimWorker, SimWorkerParams
 from tests.support.drop_builders import make_elastic
 from tests.support.hand_planner import HandPlanner
+from tests.support.statuses import make_report
+from tests.support.waiting import until
 
 LIMIT_S = 15.0
 SYSTEM = "kunserve"
@@ -52,20 +54,18 @@ class Room:
     def on_event(self, message: Message) -> None:
         self.events.append(decode_json(message.data, Event))
 
-    async def told(self, service: str, *words: str) -> Event:
-        """Return the first refusal of a service that says these words."""
+    async def told(self, service: str, *words: str, name: str = "plan_refused") -> Event:
+        """Return the first refusal, or other event, of a service that says these words."""
 
-        def found() -> Event | None:
-            refusals = [each for each in self.events if (each.name, each.service) == ("plan_refused", service)]
-            return next((each for each in refusals if all(word in each.reason for word in words)), None)
+        def found() -> list[Event]:
+            events = [each for each in self.events if (each.name, each.service) == (name, service)]
+            return [each for each in events if all(word in each.reason for word in words)]
 
         try:
-            async with asyncio.timeout(LIMIT_S):
-                while (event := found()) is None:
-                    await asyncio.sleep(0.01)
+            await until(found, LIMIT_S)
         except TimeoutError:
             raise AssertionError(f"nobody told {words}: {self.events}") from None
-        return event
+        return found()[0]
 
     async def ask(self, verb: str, question: object) -> dict[str, Any]:
         subject = self.subjects.admin("planner", "planner", verb)
@@ -103,12 +103,11 @@ async def planning(
     async with room(nats_url, cluster) as here:
         telling = asyncio.create_task(_tell(here, reports))
         try:
-            async with asyncio.timeout(LIMIT_S):
-                while here.num_viewed < len(reports):
-                    await asyncio.sleep(0.01)
-                await planner.start()
-                while planner.fresh_view is None or len(planner.fresh_view.workers) < len(reports):
-                    await asyncio.sleep(0.01)
+            await until(lambda: here.num_viewed >= len(reports), LIMIT_S)
+            await planner.start()
+            await until(
+                lambda: planner.fresh_view is not None and len(planner.fresh_view.workers) >= len(reports), LIMIT_S
+            )
             yield here
         finally:
             telling.cancel()
@@ -135,10 +134,8 @@ async def _tell(here: Room, reports: Sequence[WorkerReport]) -> None:
 
 def report(index: int, elastic: ElasticFacts, *, is_short: bool = False, **changes: object) -> WorkerReport:
     """A whole instance, which is full and has requests that wait for memory if it is short."""
-    return WorkerReport(
-        worker_id=WorkerId(f"w{index}"),
-        sequence_number=0,
-        phase=WorkerPhase.READY,
+    return make_report(
+        f"w{index}",
         incarnation=Incarnation(index + 1),
         host=f"host-{index}",
         model="m",
@@ -223,9 +220,7 @@ async def test_a_word_of_an_epoch_that_is_over_is_refused_by_the_worker_with_an_
         await driver.start()
         await worker.start()
         try:
-            async with asyncio.timeout(LIMIT_S):
-                while "w0" not in driver.reports or driver.reports["w0"].phase is not WorkerPhase.READY:
-                    await asyncio.sleep(0.01)
+            await until(lambda: "w0" in driver.reports and driver.reports["w0"].phase is WorkerPhase.READY, LIMIT_S)
             newer = await driver.answer("w0", CommitPlan(epoch=9, plan_id=8))
             stale = await driver.answer("w0", CommitPlan(epoch=4, plan_id=4))
             assert newer.state is stale.state is PlanState.REFUSED, "nothing is prepared, and that is over"

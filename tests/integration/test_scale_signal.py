@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-
 from cli.groups.command import run_planner
-from shared.messages.event import Event
-from tests.integration.test_plan_refusals import NO_GAIN, Room, planning, report
-
-LIMIT_S = 15.0
-
-
-async def _told(here: Room, is_it: Callable[[Event], bool]) -> Event:
-    async with asyncio.timeout(LIMIT_S):
-        while (event := next((each for each in here.events if is_it(each)), None)) is None:
-            await asyncio.sleep(0.01)
-    return event
+from tests.integration.test_plan_refusals import NO_GAIN, planning, report
 
 
 async def test_instances_are_asked_for_while_no_drop_helps_and_given_up_when_demand_fits_again(nats_url: str) -> None:
@@ -28,14 +15,13 @@ async def test_instances_are_asked_for_while_no_drop_helps_and_given_up_when_dem
     reports = list(more)
     flags = {"nats_url": nats_url, "cluster": "scale"}
     async with planning(nats_url, "scale", reports, max_instances=4, scale_wait_s=1.0, scale_hold_s=1.0) as here:
-        event = await _told(here, lambda each: each.name == "instances_wanted")
-        assert "96 tokens of KV are lacking, an instance has room for 160: 3 instances are wanted" in event.reason
+        lacking = "96 tokens of KV are lacking, an instance has room for 160: 3 instances are wanted"
+        await here.told("planner", lacking, name="instances_wanted")
         assert (await here.ask("plan", {}))["instances_wanted"] == 3
         text = await run_planner(flags, as_json=False)
         assert "3 instances are wanted, there are 2" in text
         reports[:] = [report(index, NO_GAIN) for index in range(2)]
-        event = await _told(here, lambda each: each.name == "instances_suffice")
-        assert "3 instances are no longer wanted" in event.reason
+        await here.told("planner", "3 instances are no longer wanted", name="instances_suffice")
         assert (await here.ask("plan", {}))["instances_wanted"] is None
         assert "wanted, there are" not in await run_planner(flags, as_json=False)
         assert [each.name for each in here.events if each.name.startswith("instances_")] == [

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+
+from tests.support.loop_proxy import Ends, LoopProxy, pump_all
+
+PART_BYTES = 64 * 1024
 
 
-class CuttingProxy:
-    """Passes connections on to a port of this machine.
+class CuttingProxy(LoopProxy):
+    """Passes connections on to a port of this machine. A context manager.
 
     Args:
         port: of the server.
@@ -16,7 +20,8 @@ class CuttingProxy:
         orderly: connections end as if the server had ended them (FIN), not by a reset.
     """
 
-    def __init__(self, port: int, cuts: Iterable[int | None] = (), *, orderly: bool = False) -> None:
+    def __init__(self, port: int, cuts: Iterable[int | None], *, orderly: bool) -> None:
+        super().__init__()
         self.url = ""
         self.num_connections = 0
         self.num_cut = 0
@@ -25,76 +30,43 @@ class CuttingProxy:
         self._port = port
         self._cuts: Iterator[int | None] = iter(cuts)
         self._orderly = orderly
-        self._server: asyncio.Server | None = None
-        self._serving: dict[asyncio.Task[None], None] = {}
 
-    async def start(self) -> None:
-        """Listen on a free port."""
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+    async def listen(self) -> None:
+        """See `LoopProxy`."""
+        self.url = f"http://127.0.0.1:{await self.open_port('127.0.0.1', 0, self._port)}"
 
-    async def stop(self) -> None:
-        """Refuse connections from now on."""
-        assert self._server is not None
-        self._server.close()
-
-    async def close(self) -> None:
-        """Break every connection."""
-        await self.stop()
-        tasks = list(self._serving)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
-        self._serving[task] = None
-        task.add_done_callback(lambda done: self._serving.pop(done, None))
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def pass_on(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ends: Ends) -> None:
+        """See `LoopProxy`."""
         self.num_connections += 1
         limit = next(self._cuts, None)
         try:
-            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
+            to_reader, to_writer = await asyncio.open_connection("127.0.0.1", port)
         except OSError:
             writer.transport.abort()
             return
-        up = asyncio.create_task(self._pass_on(reader, far_writer, None))
-        try:
-            if await self._pass_on(far_reader, writer, limit):
-                self.num_cut += 1
-                if not self._orderly:
-                    writer.transport.abort()
-        finally:
-            up.cancel()
-            await asyncio.gather(up, return_exceptions=True)
-            for each in (writer, far_writer):
-                each.close()
+        ends.append(to_writer)
+        pumps = self._pump(reader, to_writer, None), self._pump(to_reader, writer, limit)
+        await pump_all(*pumps, until=asyncio.FIRST_COMPLETED)
 
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limit: int | None) -> bool:
-        """Return whether the limit was reached; else at the end, or when the other side is gone."""
-        left = limit
-        try:
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, left: int | None) -> None:
+        """Pass bytes on until an end is gone, or as many have passed as may."""
+        with suppress(OSError):
             while left is None or left > 0:
-                data = await reader.read(65536 if left is None else left)
+                data = await reader.read(PART_BYTES if left is None else left)
                 if not data:
-                    return False
+                    return
                 if left is not None:
                     left -= len(data)
                     self.num_bytes += len(data)
                 writer.write(data)
                 await writer.drain()
-        except OSError:
-            return False
-        return True
+            self.num_cut += 1
+            if not self._orderly:
+                writer.transport.abort()
 
 
 @asynccontextmanager
-async def cutting(url: str, cuts: Iterable[int | None] = (), *, orderly: bool = False) -> AsyncIterator[CuttingProxy]:
+async def cutting(url: str, cuts: Iterable[int | None], *, orderly: bool = False) -> AsyncIterator[CuttingProxy]:
     """A proxy in front of the server at this URL."""
-    proxy = CuttingProxy(int(url.rpartition(":")[2]), cuts, orderly=orderly)
-    await proxy.start()
-    try:
+    with CuttingProxy(int(url.rpartition(":")[2]), cuts, orderly=orderly) as proxy:
         yield proxy
-    finally:
-        await proxy.close()

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Final
 
 import aiohttp
@@ -115,9 +116,14 @@ class Told:
         return len(self.times_s)
 
     @property
+    def gaps_s(self) -> list[float]:
+        """Pauses between two events with text."""
+        return [after_s - before_s for before_s, after_s in pairwise(self.times_s)]
+
+    @property
     def longest_gap_s(self) -> float:
         """Longest pause between two events with text."""
-        return max((b - a for a, b in zip(self.times_s, self.times_s[1:], strict=False)), default=0.0)
+        return max(self.gaps_s, default=0.0)
 
     def answer(self) -> dict[str, Any]:
         """Return everything that must not depend on what happened meanwhile."""

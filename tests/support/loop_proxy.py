@@ -85,9 +85,16 @@ class LoopProxy(ABC):
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
 
-    async def _close(self) -> None:
+    def refuse(self) -> None:
+        """Take no new connections from now on."""
+        self.do(self._stop_listening)
+
+    def _stop_listening(self) -> None:
         for server in self._servers:
             server.close()
+
+    async def _close(self) -> None:
+        self._stop_listening()
         tasks = list(self.connections)
         for task in tasks:
             task.cancel()

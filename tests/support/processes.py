@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 PAUSE_S = 0.02
 LIMIT_S = 120.0
@@ -22,6 +23,11 @@ def sluice(*argv: str, text: str = "", env: Mapping[str, str] | None = None) -> 
     """
     command = [sys.executable, "-m", "cli.main", *argv]
     return subprocess.run(command, input=text, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+def state_of(pid: int) -> str:
+    """Return the process's state as the kernel calls it; `T` = stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def wait_until(condition: Callable[[], bool], what: str, limit_s: float = 10.0) -> None:

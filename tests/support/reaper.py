@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from uuid import uuid4
 
-MARK = "SLUICE_TEST_RUN"
-"""Variable that tells processes of one run from all others."""
+MARK = "TEST_RUN_MARK"
+"""Variable that tells processes of one run from all others; `sluice` refuses names of its own that it does not know."""
 _started: list[subprocess.Popen[bytes]] = []
 
 

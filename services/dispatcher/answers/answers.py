@@ -17,7 +17,7 @@ from services.dispatcher.answers.shapes import DONE, ChoiceShape, Shape, Usage
 from services.dispatcher.endpoints.call import Call, Choice
 from services.dispatcher.http.errors import ApiError, error_body, error_content, failure_error
 from services.dispatcher.http.front import Front
-from services.dispatcher.http.sse import EventWriter, Outlet, WholeAnswer
+from services.dispatcher.http.sse import EventWriter, Open, WholeAnswer
 from services.dispatcher.session.request import Reader, RequestFailedError
 from shared.process.log import get_logger
 
@@ -44,13 +44,15 @@ async def collect_answer(front: Front, call: Call, choices: Sequence[Choice]) ->
     return WholeAnswer(front.streams, shape.whole(content, usage_of(choices)), call.headers)
 
 
-async def stream_answer(front: Front, call: Call, choices: Sequence[Choice], outlet: Outlet) -> None:
-    """Stream the answer; an error of a choice comes when all others have ended."""
+async def stream_answer(
+    front: Front, call: Call, choices: Sequence[Choice], open_stream: Open
+) -> web.StreamResponse | None:
+    """Stream the answer, and return its response; an error of a choice comes when all others have ended."""
     shape = _shape(front, call)
     headers = {"x-request-id": call.public_id, "Server": "sluice", **call.headers}
     if call.is_resumable and call.retry is not None:
         headers[idempotency.HEADER] = call.retry.key
-    stream = await outlet.open(headers, has_ids=call.is_resumable)
+    stream = await open_stream(headers, has_ids=call.is_resumable)
     try:
         streamers = _streamers(front, call, choices, shape, stream)
         for streamer in streamers:
@@ -61,11 +63,12 @@ async def stream_answer(front: Front, call: Call, choices: Sequence[Choice], out
 
         await _follow_all(front, call, choices, streamers, end)
         stream.write(_ending(shape, choices), front.now())
-        await outlet.end()
+        await stream.end()
     finally:
-        outlet.close()
-        if outlet.was_cut:
+        stream.close()
+        if stream.was_cut:
             call.fate.finish = "slow_reader"
+    return stream.response
 
 
 def _streamers(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from aiohttp import web
@@ -18,7 +19,7 @@ from services.dispatcher.http.errors import ApiError, failure_error, invalid
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.guard import grant_of
 from services.dispatcher.http.records import make_record, report_record
-from services.dispatcher.http.sse import HttpOutlet, Outlet
+from services.dispatcher.http.sse import Open
 from services.dispatcher.limits.tenants import Permit
 from services.dispatcher.metrics import RequestRecord
 from services.dispatcher.session.request import FailureCode, NewRequest, RequestFailedError
@@ -44,18 +45,18 @@ async def respond(
     arrival = note_arrival(front)
     sender = Sender(request.headers, public_id, grant_of(request))
     call = make_call(arrival, sender, await arrival.body(request))
-    outlet = HttpOutlet(front.streams, request)
-    whole = await generate(front, call, outlet)
-    return outlet.response if whole is None else whole
+    response = await generate(front, call, partial(front.streams.open, request))
+    assert response is not None, "it goes over HTTP"
+    return response
 
 
-async def generate(front: Front, call: Call, outlet: Outlet) -> web.Response | None:
-    """Answer the request: return the whole answer, or None if it was streamed.
+async def generate(front: Front, call: Call, open_stream: Open) -> web.StreamResponse | None:
+    """Answer the request: return the whole answer, or the response as which it was streamed, if it was one.
 
     Args:
         front: the parts to work with.
         call: what is asked.
-        outlet: where a stream goes.
+        open_stream: begins a stream.
 
     Raises:
         ApiError: it was refused, or it failed and nothing has been sent yet.
@@ -68,15 +69,14 @@ async def generate(front: Front, call: Call, outlet: Outlet) -> web.Response | N
         report_record(front, make_record(front, call, choices))
         raise
     permit: Permit | None = None
-    whole: web.Response | None = None
     try:
         permit = quota.enter(front, call)
         await _admit(front, call, choices, starts, permit)
         call.headers.update(quota.rate_headers(front, call.grant.tenant))
         if call.params.stream:
-            await stream_answer(front, call, choices, outlet)
+            response = await stream_answer(front, call, choices, open_stream)
         else:
-            whole = await collect_answer(front, call, choices)
+            response = await collect_answer(front, call, choices)
         call.fate.finish = _finish_of(choices)
     except ApiError as error:
         call.fate.finish = error.code or "error"
@@ -92,7 +92,7 @@ async def generate(front: Front, call: Call, outlet: Outlet) -> web.Response | N
                 front.sessions.release(choice.session)
         front.live.leave(call)
         _settle(front, call, make_record(front, call, choices), starts, permit)
-    return whole
+    return response
 
 
 def _settle(front: Front, call: Call, record: RequestRecord, starts: Sequence[Start], permit: Permit | None) -> None:

@@ -40,15 +40,32 @@ class EventWriter(Protocol):
         ...
 
 
-class Outlet(Protocol):
-    """Where a streamed answer goes. Opened once; whoever opened it must close it."""
+class Stream(EventWriter, Protocol):
+    """A streamed answer on its way. Whoever opened it must close it."""
+
+    @property
+    def response(self) -> web.StreamResponse | None:
+        """What an HTTP handler returns; None if the answer does not go over HTTP."""
+        ...
 
     @property
     def was_cut(self) -> bool:
         """Whether the connection was broken because its client did not read."""
         ...
 
-    async def open(self, headers: Mapping[str, str], *, has_ids: bool) -> EventWriter:
+    async def end(self) -> None:
+        """Finish the answer in an orderly way."""
+        ...
+
+    def close(self) -> None:
+        """Forget the answer, finished or not; idempotent."""
+        ...
+
+
+class Open(Protocol):
+    """Begins a streamed answer."""
+
+    async def __call__(self, headers: Mapping[str, str], *, has_ids: bool) -> Stream:
         """Begin the answer.
 
         Args:
@@ -58,14 +75,6 @@ class Outlet(Protocol):
         Raises:
             ConnectionError: the client is gone.
         """
-        ...
-
-    async def end(self) -> None:
-        """Finish the answer in an orderly way."""
-        ...
-
-    def close(self) -> None:
-        """Forget the answer, finished or not."""
         ...
 
 
@@ -94,7 +103,7 @@ class Outgoing:
 class EventStream(Outgoing):
     """One client's stream. Made by `EventStreams.open`."""
 
-    __slots__ = ("_is_chunked", "_max_bytes", "_on_flood", "_response", "keep_alive", "last_write_s")
+    __slots__ = ("_is_chunked", "_max_bytes", "_response", "_streams", "keep_alive", "last_write_s")
 
     def __init__(
         self,
@@ -103,14 +112,16 @@ class EventStream(Outgoing):
         streams: EventStreams,
         *,
         is_chunked: bool,
+        has_ids: bool,
     ) -> None:
         super().__init__(transport, streams.now())
         self._response = response
+        self._streams = streams
         self._is_chunked = is_chunked
         self._max_bytes = streams.limits.max_bytes
-        self._on_flood = streams.cut
-        self.keep_alive = KEEP_ALIVE
+        self.keep_alive = KEEP_ALIVE_LINE if has_ids else KEEP_ALIVE
         self.last_write_s = streams.now()
+        self._set_linger(_ABORT)
 
     @property
     def response(self) -> web.StreamResponse:
@@ -127,14 +138,18 @@ class EventStream(Outgoing):
         self.num_written += len(framed)
         transport.write(framed)
         if transport.get_write_buffer_size() > self._max_bytes:
-            self._on_flood(self)
+            self._streams.cut(self)
 
     async def end(self) -> None:
         """Finish the response in an orderly way."""
         await self._response.write_eof()
-        self.set_linger(_FINISH)
+        self._set_linger(_FINISH)
 
-    def set_linger(self, linger: bytes) -> None:
+    def close(self) -> None:
+        """Forget the stream; idempotent."""
+        self._streams.close(self)
+
+    def _set_linger(self, linger: bytes) -> None:
         """Say how the system closes the connection if this process does not: reset, or an orderly end.
 
         An answer without chunks (HTTP/1.0, as some proxies speak it) ends with its connection: if the process is
@@ -143,49 +158,6 @@ class EventStream(Outgoing):
         sock = self._transport.get_extra_info("socket")
         if sock is not None and not self._transport.is_closing():
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-
-
-class HttpOutlet:
-    """An answer as the body of an HTTP response.
-
-    Args:
-        streams: of this process.
-        request: to be answered.
-    """
-
-    def __init__(self, streams: EventStreams, request: web.BaseRequest) -> None:
-        self._streams = streams
-        self._request = request
-        self._stream: EventStream | None = None
-
-    @property
-    def response(self) -> web.StreamResponse:
-        """What the handler returns, once the stream was opened."""
-        assert self._stream is not None, "the stream was opened"
-        return self._stream.response
-
-    async def open(self, headers: Mapping[str, str], *, has_ids: bool) -> EventWriter:
-        """Send the headers."""
-        self._stream = await self._streams.open(self._request, headers)
-        if has_ids:
-            self._stream.keep_alive = KEEP_ALIVE_LINE
-        self._stream.set_linger(_ABORT)
-        return self._stream
-
-    async def end(self) -> None:
-        """Finish the response."""
-        assert self._stream is not None, "the stream was opened"
-        await self._stream.end()
-
-    @property
-    def was_cut(self) -> bool:
-        """Whether the connection was broken because its client did not read."""
-        return self._stream is not None and self._stream.was_cut
-
-    def close(self) -> None:
-        """Forget the stream."""
-        if self._stream is not None:
-            self._streams.close(self._stream)
 
 
 class EventStreams:
@@ -208,8 +180,8 @@ class EventStreams:
     def __len__(self) -> int:
         return len(self._open)
 
-    async def open(self, request: web.BaseRequest, headers: Mapping[str, str]) -> EventStream:
-        """Send the headers and return the stream; the caller must `close` it.
+    async def open(self, request: web.BaseRequest, headers: Mapping[str, str], *, has_ids: bool) -> EventStream:
+        """Send the headers and return the stream; see `Open`.
 
         Raises:
             ConnectionError: the client is gone.
@@ -223,7 +195,8 @@ class EventStreams:
         connection = transport.get_extra_info("socket")
         if connection is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-        stream = EventStream(response, transport, self, is_chunked=request.version >= HttpVersion11)
+        is_chunked = request.version >= HttpVersion11
+        stream = EventStream(response, transport, self, is_chunked=is_chunked, has_ids=has_ids)
         self._open[stream] = None
         return stream
 

@@ -32,7 +32,7 @@ from services.dispatcher.http.socket_messages import (
     text_frame,
 )
 from services.dispatcher.http.sockets import CLOSE_LIMIT_S, MAX_UNSENT_BYTES, UNREAD, Verdict
-from services.dispatcher.http.sse import EventWriter
+from services.dispatcher.http.sse import Stream
 from services.dispatcher.session.request import FailureCode
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
@@ -243,7 +243,7 @@ class Connection:
     async def _answer(self, name: str, call: Call) -> None:
         writer = MessageWriter(name)
         try:
-            await generate(self._front, call, SocketOutlet(self, writer, call.public_id))
+            await generate(self._front, call, SocketOutlet(self, writer, call.public_id).open)
         except ApiError as error:
             _log.info("refused", rid=call.public_id, path="/v1/ws", status=error.status, code=error.code)
             self.send(writer.error(error))
@@ -289,8 +289,8 @@ class SocketOutlet:
         self._writer = writer
         self._request_id = request_id
 
-    async def open(self, headers: Mapping[str, str], *, has_ids: bool) -> EventWriter:
-        """Say that a worker has the request."""
+    async def open(self, headers: Mapping[str, str], *, has_ids: bool) -> Stream:
+        """Say that a worker has the request; see `Open`."""
         self._connection.send(self._writer.start(self._request_id, is_resumable=has_ids))
         return self
 
@@ -298,6 +298,10 @@ class SocketOutlet:
         """Send one or more whole events now."""
         for message in self._writer.events(data):
             self._connection.send(message)
+
+    @property
+    def response(self) -> None:
+        """None: it does not go over HTTP."""
 
     @property
     def was_cut(self) -> bool:
