@@ -18,10 +18,6 @@ def is_connected(bus: MemoryBus) -> bool:
     return bus.connected
 
 
-async def echo(message: Message) -> bytes:
-    return message.data
-
-
 @pytest.mark.parametrize(("out", "into"), [(True, True), (True, False), (False, True)])
 async def test_a_cut_loses_messages_then_both_ends_notice_and_then_it_mends(*, out: bool, into: bool) -> None:
     broker, heard, ran = MemoryBroker(), list[bytes](), list[bytes]()
