@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from uuid import uuid4
 
-MARK = "SLUICE_TEST_RUN"
-"""Variable that tells processes of one run from all others."""
+MARK = "TEST_RUN_OF_SLUICE"
+"""Variable that tells processes of one run from all others; it is none of the settings, which begin with SLUICE_."""
 _started: list[subprocess.Popen[bytes]] = []
 
 
