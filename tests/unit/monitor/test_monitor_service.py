@@ -17,17 +17,17 @@ from services.monitor.service import Monitor
 from shared.ids import WorkerId
 from shared.messages.event import Event
 from shared.messages.plan import Plan, PlanPhase
-from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport
+from shared.messages.report import ClusterView, Liveness, WorkerPhase
 from shared.subjects import Subjects
 from shared.transport.bus import KvEntry, Message
 from shared.transport.memory_bus import MemoryBroker, MemoryBus
 from shared.wire import decode_json, encode_json
 from sim.virtual_time import run
 from tests.support.staged import played_in
+from tests.support.statuses import make_report
 
 SUBJECTS = Subjects()
 SETTINGS = MonitorSettings(instance_id="m")
-READY = WorkerPhase.READY
 
 
 class Room:
@@ -52,8 +52,7 @@ class Room:
     async def report(self, worker: str = "w", phase: WorkerPhase = WorkerPhase.READY, **fields: Any) -> None:
         number = self.numbers.get(worker, -1) + 1
         self.numbers[worker] = number
-        common = {"worker_id": worker, "sequence_number": number, "phase": phase, "pid": 1}
-        report = WorkerReport.model_validate(common | fields)
+        report = make_report(worker, sequence_number=number, phase=phase, pid=1, **fields)
         await self.bus.publish(SUBJECTS.report(report.worker_id), encode_json(report))
 
 
@@ -140,7 +139,7 @@ async def test_each_phase_is_told_once(room: Room) -> None:
 @played_in(in_room)
 async def test_refused_reports_change_nothing_and_are_counted(room: Room) -> None:
     subject = SUBJECTS.report(WorkerId("w"))
-    good = WorkerReport(worker_id=WorkerId("w"), sequence_number=0, phase=WorkerPhase.READY)
+    good = make_report("w")
     other = good.model_copy(update={"worker_id": WorkerId("x")})
     absurd = good.model_copy(update={"num_running": -5})
     huge = good.model_copy(update={"model": "m" * 5000})
@@ -312,7 +311,7 @@ def test_the_same_run_twice_gives_the_same_trace() -> None:
 
 @played_in(in_room)
 async def test_reports_of_another_major_version_are_shown_and_those_of_a_newer_minor_are_read(room: Room) -> None:
-    newer = json.loads(encode_json(WorkerReport(worker_id=WorkerId("new"), sequence_number=0, phase=READY)))
+    newer = json.loads(encode_json(make_report("new")))
     await room.bus.publish("sluice.default.worker.new.report", json.dumps({**newer, "hue": {"a": 1}}).encode())
     for data in (b'{"version":3}', b'{"version":3,"anything":[1]}', b'{"version":-7}'):
         await room.bus.publish("sluice.default.worker.other.report", data)
