@@ -133,31 +133,21 @@ class ChildEngine(EngineProcess):
         argv: before checkpoint, dtype, threads and longest sequence.
         log_dir: where what it prints goes.
         has_memory: whether the budget comes as a further argument.
-        env: added to this process's own.
     """
 
-    def __init__(
-        self,
-        name: str,
-        argv: Sequence[str],
-        log_dir: Path,
-        *,
-        has_memory: bool = False,
-        env: dict[str, str] | None = None,
-    ) -> None:
+    def __init__(self, name: str, argv: Sequence[str], log_dir: Path, *, has_memory: bool = False) -> None:
         super().__init__()
         self.name = name
         self._argv = argv
         self._log = log_dir / f"{name}.log"
         self._has_memory = has_memory
-        self._env = env
         self._num_output = 0
 
     async def start(self, setting: Setting) -> None:
         self._num_output = setting.num_output
         values = [str(setting.checkpoint), setting.dtype, str(setting.threads), str(setting.max_len)]
         values += [setting.memory] if self._has_memory else []
-        env = {**(self._env or {}), **vllm_env(setting, self._argv[0])} if "vllm" in self._argv else self._env
+        env = vllm_env(setting, self._argv[0]) if "vllm" in self._argv else None
         await self.spawn(*self._argv, *values, env=env, log=self._log)
         await self.read_line(START_LIMIT_S)
 

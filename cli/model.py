@@ -27,11 +27,7 @@ def shipped_folder() -> Path:
     return Path(str(files("demo_model"))) / "model"
 
 
-def _say_nothing(_num_bytes: int, _total: int) -> None:
-    return
-
-
-def find_model(text: str, progress: Progress = _say_nothing) -> Model:
+def find_model(text: str, progress: Progress = lambda _num_bytes, _total: None) -> Model:
     """Return the model; one that is not on this machine yet is fetched from the hub.
 
     Args:

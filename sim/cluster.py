@@ -29,6 +29,10 @@ from sim.worker import MODEL_NAME, NO_FOLDER, SimWorker, SimWorkerParams
 
 READY_LIMIT_S = 10.0
 """Virtual seconds in which every worker must have shown up in the dispatcher's view."""
+MAX_REQUESTS = 65_536
+"""That the dispatcher takes at a time; so many may wait for room."""
+QUEUE_LIMIT_S = 3600.0
+"""How long they may wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +42,6 @@ class ClusterParams:
     workers: tuple[SimWorkerParams, ...]
     system: str = "fcfs-chunked"
     """Of the dispatcher; each worker names its own."""
-    max_requests: int = 65_536
-    """Requests that the dispatcher takes at a time."""
-    max_queued: int = 65_536
-    """Requests that may wait for room."""
-    queue_limit_s: float = 3600.0
-    """Seconds that they may wait."""
     latency_s: float = LATENCY_S
     """Of every message, from sender to receiver."""
     link: ModelledLink | None = None
@@ -78,9 +76,9 @@ class SimCluster:
             model=NO_FOLDER,
             served_model_name=(MODEL_NAME,),
             system=params.system,
-            max_requests=params.max_requests,
-            max_queued=params.max_queued,
-            queue_limit_s=params.queue_limit_s,
+            max_requests=MAX_REQUESTS,
+            max_queued=MAX_REQUESTS,
+            queue_limit_s=QUEUE_LIMIT_S,
         )
         self.dispatcher = DispatcherService(settings, self.broker.connect("dispatcher"), self._fail)
 

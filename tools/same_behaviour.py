@@ -206,7 +206,7 @@ class Bench:
             with self._checkout(commit) as folder:
                 for run, outcome in zip(missing, self._run_all(folder, missing), strict=True):
                     _write(self._file(commit, run), outcome)
-        return [_read(file) for file in files]
+        return [Outcome(*json.loads(gzip.decompress(file.read_bytes()))) for file in files]
 
     def _file(self, commit: str, run: Run) -> Path:
         """Return where an outcome is kept: under what gave it, and how."""
@@ -253,10 +253,6 @@ def _write(file: Path, outcome: Outcome) -> None:
     part = file.with_suffix(f".{os.getpid()}")
     part.write_bytes(gzip.compress(json.dumps([outcome.tree, outcome.cpu_s]).encode()))
     part.replace(file)
-
-
-def _read(file: Path) -> Outcome:
-    return Outcome(*json.loads(gzip.decompress(file.read_bytes())))
 
 
 def _git(folder: Path, *arguments: str) -> str:

@@ -82,7 +82,7 @@ def compare(
 ) -> list[Comparison]:
     """Return every figure of both sides, those with an aim among them."""
     rows = [Comparison(ITERATION, iteration_s(live[1]), iteration_s(simulated[1]))]
-    for title, values in (("end to end", _e2e_s), ("TTFT", _ttft_s), ("TPOT", _tpot_s)):
+    for title, values in _LATENCIES.items():
         for name, of in _STATISTICS.items():
             rows.append(Comparison(f"{title}, {name}", of(values(live[0])), of(values(simulated[0]))))
     return rows
@@ -147,15 +147,8 @@ _STATISTICS: Final[dict[str, Callable[[F64], float]]] = {
     "p90": _percentile(90),
     "p99": _percentile(99),
 }
-
-
-def _e2e_s(records: Records) -> F64:
-    return records.last_token_s - records.arrival_s
-
-
-def _ttft_s(records: Records) -> F64:
-    return records.ttft_s
-
-
-def _tpot_s(records: Records) -> F64:
-    return records.tpot_s
+_LATENCIES: Final[dict[str, Callable[[Records], F64]]] = {
+    "end to end": lambda records: records.last_token_s - records.arrival_s,
+    "TTFT": lambda records: records.ttft_s,
+    "TPOT": lambda records: records.tpot_s,
+}

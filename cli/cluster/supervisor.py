@@ -212,7 +212,10 @@ class Supervisor:
     async def _keep(self, child: _Child) -> None:
         while True:
             assert child.process is not None, "spawned"
-            code = await self._follow(child, child.process)
+            try:
+                code = await child.process.wait()
+            finally:
+                child.end_output()
             if child.stopping.is_set():
                 return
             delay_s = self._judge(child, code)
@@ -226,13 +229,6 @@ class Supervisor:
             await self._spawn(child)
             if child.stopping.is_set():  # asked to stop while it started
                 child.signal(signal.SIGTERM)
-
-    async def _follow(self, child: _Child, process: asyncio.subprocess.Process) -> int:
-        """Take the child's output until it ends; return its exit code (negative: the signal that ended it)."""
-        try:
-            return await process.wait()
-        finally:
-            child.end_output()
 
     def _judge(self, child: _Child, code: int) -> float | None:
         """Return the pause before the restart, or None after declaring the failure."""

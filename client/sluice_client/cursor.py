@@ -13,10 +13,6 @@ REQUEST_HEADER = "x-request-id"
 MAX_KEY_CHARS = 255
 
 
-def _new_request_id() -> str:
-    return f"req_{uuid.uuid4().hex}"
-
-
 def check_key(key: str | None) -> str:
     """The key, or a new one.
 
@@ -36,7 +32,7 @@ class Cursor:
 
     key: str
     """The same for every attempt: the server knows them as one request."""
-    request_id: str = field(default_factory=_new_request_id)
+    request_id: str = field(default_factory=lambda: f"req_{uuid.uuid4().hex}")
     """By which the server's log has it, and by which it can be cancelled."""
     base_url: str = ""
     """Of the server that has it; empty before there is one."""

@@ -93,8 +93,6 @@ class Setback:
     retry_after_s: float | None = None
     is_unreachable: bool = False
     """No server took the request: trying again costs none anything."""
-    has_other_server: bool = False
-    """Another server has not been tried yet, and this one's trouble is its own."""
 
 
 class Attempts:
@@ -121,8 +119,14 @@ class Attempts:
         if not is_resume:
             budget.note_request(now_s)
 
-    def next_delay_s(self, setback: Setback, now_s: float) -> float | None:
-        """Seconds to wait before the next attempt; None: give up."""
+    def next_delay_s(self, setback: Setback, now_s: float, *, has_other_server: bool = False) -> float | None:
+        """Seconds to wait before the next attempt; None: give up.
+
+        Args:
+            setback: of the attempt before.
+            now_s: the present time.
+            has_other_server: another server has not been tried yet, and this one's trouble is its own.
+        """
         policy = self._policy
         if not setback.may_retry:
             return None
@@ -134,7 +138,7 @@ class Attempts:
             if self._num_retries >= policy.max_retries or not self._budget.take(now_s):
                 return None
             self._num_retries += 1
-        if setback.has_other_server:
+        if has_other_server:
             return 0.0
         self._num_waits += 1
         return policy.delay_s(self._num_waits - 1, setback.retry_after_s, self._rng)

@@ -99,7 +99,7 @@ class SocketTransport:
             refusal = APIStatusError(
                 status=error.status, code=None, message=message, request_id=None, retry_after_s=None
             )
-            return Failure(refusal, may_retry=error.status in RETRIED_STATUSES, cause=error)
+            return Failure(error=refusal, may_retry=error.status in RETRIED_STATUSES, cause=error)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             return unreachable(base_url, error)
         return await _started(answer)
@@ -124,7 +124,7 @@ async def _started(answer: _SocketAnswer) -> _SocketAnswer | Failure:
         message = await answer.next()
     except ConnectionLostError as error:
         await answer.close()
-        return Failure(APIConnectionError(f"no answer: {error}"), may_retry=True, cause=error)
+        return Failure(error=APIConnectionError(f"no answer: {error}"), may_retry=True, cause=error)
     except BaseException:
         await answer.close()
         raise
@@ -134,7 +134,8 @@ async def _started(answer: _SocketAnswer) -> _SocketAnswer | Failure:
         return answer
     await answer.close()
     if message is None or message["type"] != "error":
-        return Failure(ProtocolError("the server's first message is neither 'start' nor 'error'"), may_retry=False)
+        odd = ProtocolError("the server's first message is neither 'start' nor 'error'")
+        return Failure(error=odd, may_retry=False)
     return _refused(message)
 
 
@@ -152,7 +153,7 @@ def _refused(message: Message) -> Failure:
     )
     own_word = message.get("should_retry")
     may_retry = own_word if isinstance(own_word, bool) else error.status in RETRIED_STATUSES
-    return Failure(error, may_retry=may_retry, retry_after_s=retry_after_s)
+    return Failure(error=error, may_retry=may_retry, retry_after_s=retry_after_s)
 
 
 class _SocketAnswer:

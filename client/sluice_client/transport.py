@@ -46,16 +46,12 @@ class ClientLimits:
     """Of requests that failed before the first token, and of answers that lost their connection."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure(Setback):
     """A failed attempt."""
 
     error: SluiceClientError
-    may_retry: bool
-    retry_after_s: float | None = None
     cause: BaseException | None = None
-    is_unreachable: bool = False
-    """Nobody took the request."""
 
 
 class Transport:
@@ -125,13 +121,8 @@ class Transport:
             is_servers_own = outcome.may_retry and _status(outcome) in (None, 503)
             if is_servers_own:
                 self._servers.leave(url)
-            setback = Setback(
-                may_retry=outcome.may_retry,
-                retry_after_s=outcome.retry_after_s,
-                is_unreachable=outcome.is_unreachable,
-                has_other_server=is_servers_own and num_untried > 0,
-            )
-            delay_s = attempts.next_delay_s(setback, time.monotonic())
+            has_other_server = is_servers_own and num_untried > 0
+            delay_s = attempts.next_delay_s(outcome, time.monotonic(), has_other_server=has_other_server)
             if delay_s is None:
                 raise outcome.error from outcome.cause
             await asyncio.sleep(delay_s)
@@ -164,7 +155,8 @@ class Transport:
             retry_after_s=retry_after_s,
             kind=kind,
         )
-        return Failure(error, may_retry=may_retry(response.status, response.headers), retry_after_s=retry_after_s)
+        is_retried = may_retry(response.status, response.headers)
+        return Failure(error=error, may_retry=is_retried, retry_after_s=retry_after_s)
 
     async def fetch(
         self, method: str, path: str, body: dict[str, Any] | None, cursor: Cursor | None = None
@@ -268,7 +260,7 @@ def unreachable(url: str, error: BaseException) -> Failure:
     # a server that took the request and is silent may still be at work: asking again would double it
     is_retried = isinstance(error, aiohttp.ClientConnectionError) and not isinstance(error, aiohttp.SocketTimeoutError)
     is_unreachable = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
-    return Failure(failure, may_retry=is_retried, cause=error, is_unreachable=is_unreachable)
+    return Failure(error=failure, may_retry=is_retried, cause=error, is_unreachable=is_unreachable)
 
 
 def describe(error: BaseException) -> str:

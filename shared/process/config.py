@@ -175,7 +175,8 @@ def load(
     """
     argv = sys.argv[1:] if argv is None else argv
     env = os.environ if env is None else env
-    schema = Schema(model, section, _common_fields(model))
+    common = ServiceSettings.model_fields if issubclass(model, ServiceSettings) else ()
+    schema = Schema(model, section, frozenset(common))
     if "--help" in argv or "-h" in argv:
         sys.stdout.write(_help(schema))
         raise SystemExit(0)
@@ -188,10 +189,6 @@ def load(
         return model.model_validate({name: item.value for name, item in given.items()})
     except ValidationError as error:
         raise _explain(error, schema, given) from None
-
-
-def _common_fields(model: type[Settings]) -> frozenset[str]:
-    return frozenset(ServiceSettings.model_fields) if issubclass(model, ServiceSettings) else frozenset()
 
 
 def _help(schema: Schema) -> str:

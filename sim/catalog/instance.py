@@ -77,7 +77,8 @@ def find_instance(model: str, gpu: str, *, tp: int | None = None) -> InstanceFac
     gpu, gpu_facts = find_gpu(gpu)
     profiles = _profiles(model, gpu_facts)
     if not profiles or (tp is not None and tp not in profiles):
-        raise StartupError(_no_profile(model, gpu, tp), _known_pairs(model))
+        cards = gpu if tp is None else f"{tp} x {gpu}"
+        raise StartupError(f"there is no cost profile of {model} on {cards}", _known_pairs(model))
     found = [_instance(model, gpu, count, profiles[count]) for count in ([tp] if tp else sorted(profiles))]
     fitting = [instance for instance in found if instance.kv_tokens > 0]
     if not fitting:
@@ -153,10 +154,6 @@ def _profiles(model: str, gpu: GpuFacts) -> dict[int, Profile]:
 def _tps(model: str, suffix: str) -> set[int]:
     parsed = [match for name in profile_names() if (match := _PROFILE.fullmatch(name))]
     return {int(match["tp"]) for match in parsed if match["model"] == model and match["gpu"] == suffix}
-
-
-def _no_profile(model: str, gpu: str, tp: int | None) -> str:
-    return f"there is no cost profile of {model} on {'' if tp is None else f'{tp} x '}{gpu}"
 
 
 def _known_pairs(model: str) -> str:

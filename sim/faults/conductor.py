@@ -124,8 +124,8 @@ class Conductor:
     async def _carry_out(self, steps: list[Step], kind: FaultKind) -> str:
         """Return in a word how far the change came."""
         plan_id, answers = await self._driver.prepare(*steps)
-        workers = _in_turn(steps)
-        what = _what(steps)
+        workers: list[str] = [worker.worker_id for step in steps for turn in step.turns for worker in turn]
+        what = steps[0].kind if isinstance(steps[0], LoadBeside | UnloadBeside) else "change"
         self._note("prepare", answers.values())
         good = all(answer is not None and answer.state is PlanState.PREPARED for answer in answers.values())
         self._say(f"plan     {plan_id} of {', '.join(workers)}: {'prepared' if good else 'not prepared'}")
@@ -198,16 +198,6 @@ def _residence(own: Sequence[WorkerReport], *, is_ahead: bool) -> LoadBeside | U
     if not num_blocks:
         return None
     return unload_beside(stages, num_blocks) if is_beside else load_beside(stages, num_blocks)
-
-
-def _what(steps: Sequence[Step]) -> str:
-    """Return in a word what a plan is."""
-    return steps[0].kind if isinstance(steps[0], LoadBeside | UnloadBeside) else "change"
-
-
-def _in_turn(steps: Sequence[Step]) -> list[str]:
-    """Return whom to tell first."""
-    return [worker.worker_id for step in steps for turn in step.turns for worker in turn]
 
 
 def _is_merge(steps: Sequence[Step]) -> bool:

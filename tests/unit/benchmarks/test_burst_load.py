@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.burst_figures import Figures, Run, report
 from benchmarks.burst_load import JOIN_S, BurstShape, BurstWatch
-from shared.ids import WorkerId
-from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
+from shared.messages.report import ClusterView
+from tests.support.statuses import make_status, make_view
 
 SHAPE = BurstShape()
 
@@ -39,12 +39,10 @@ def test_a_seed_is_a_load_and_a_stretch_changes_times_only() -> None:
 
 def view(*used: int, throttled: bool = False, group: str = "", demanded: int = 0) -> ClusterView:
     """Workers of 10 blocks each; in a group the first one leads, and has the blocks of all and 5 more."""
-    statuses = []
-    for index, blocks in enumerate(used):
-        report = WorkerReport(
-            worker_id=WorkerId(f"w{index}"),
-            sequence_number=0,
-            phase=WorkerPhase.READY,
+    statuses = [
+        make_status(
+            f"w{index}",
+            throttled=throttled and index == 0,
             num_blocks=10 * len(used) + 5 if group else 10,
             num_used_blocks=blocks,
             num_demanded_blocks=demanded,
@@ -52,9 +50,9 @@ def view(*used: int, throttled: bool = False, group: str = "", demanded: int = 0
             num_stages=len(used) if group else 1,
             stage=index if group else 0,
         )
-        is_short = throttled and index == 0
-        statuses.append(WorkerStatus(liveness=Liveness.ALIVE, age_s=0.0, throttled=is_short, report=report))
-    return ClusterView(sequence_number=0, workers=tuple(statuses))
+        for index, blocks in enumerate(used)
+    ]
+    return make_view(*statuses)
 
 
 def test_use_is_a_mean_over_time_and_of_a_group_its_leaders() -> None:

@@ -26,10 +26,11 @@ from cli.http import Answer
 from cli.model import Model
 from cli.status import render
 from shared.ids import WorkerId
-from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
+from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport
 from shared.subjects import Subjects
 from shared.transport.memory_bus import MemoryBroker
 from shared.wire import encode_json
+from tests.support.statuses import make_report, make_status, make_view
 from tests.support.terminals import Terminal
 from tests.unit.cli.conftest import Refusal
 from tests.unit.golden.samples import MESSAGES
@@ -117,18 +118,9 @@ def test_a_question_keeps_its_mark_before_the_next_step() -> None:
     assert str(CommandError("gone.\n")) == "sluice: gone"
 
 
-def report(name: str = "worker-0", phase: WorkerPhase = WorkerPhase.READY, **fields: Any) -> WorkerReport:
-    common: dict[str, Any] = {"worker_id": WorkerId(name), "sequence_number": 0, "phase": phase}
-    return WorkerReport.model_validate(common | fields)
-
-
-def view_of(*reports: WorkerReport) -> ClusterView:
-    alive = tuple(WorkerStatus(liveness=Liveness.ALIVE, age_s=0.1, report=each) for each in reports)
-    return ClusterView(sequence_number=1, workers=alive)
-
-
 def test_the_status_table_shows_every_worker() -> None:
-    busy = report(
+    busy = make_status(
+        "worker-0",
         num_blocks=200,
         num_used_blocks=50,
         num_running=3,
@@ -137,15 +129,9 @@ def test_the_status_table_shows_every_worker() -> None:
         tokens_per_s=12.34,
         num_steps=9,
     )
-    loading = report("worker-1", WorkerPhase.LOADING, progress_ratio=0.5)
-    view = ClusterView(
-        sequence_number=1,
-        workers=(
-            WorkerStatus(liveness=Liveness.ALIVE, age_s=0.1, report=busy),
-            WorkerStatus(liveness=Liveness.DEAD, age_s=7.2, report=loading),
-        ),
-    )
-    head, first, second, blank, summary = render(view).splitlines()
+    loading = make_status("worker-1", liveness=Liveness.DEAD, phase=WorkerPhase.LOADING, progress_ratio=0.5)
+    late = loading.model_copy(update={"age_s": 7.2})
+    head, first, second, blank, summary = render(make_view(busy, late)).splitlines()
     assert head.split()[:3] == ["WORKER", "PHASE", "LIVENESS"]
     assert first.split() == ["worker-0", "ready", "alive", "-", "-", "50/200", "(25%)", "3", "2", "12.3", "9"]
     assert second.split()[:5] == ["worker-1", "loading", "50%", "dead", "(7"]
@@ -173,16 +159,15 @@ def test_the_status_table_shows_groups_where_parameters_can_be_dropped() -> None
         "bytes_per_s": 2**30,
         "elapsed_s": 2,
     }
-    reports = [
-        report("w0", layers=(0, 4), stage=0, num_coming_blocks=12, moves=[exchange_now], **grouped),
-        report("w1", layers=(4, 8), stage=1, moves=[load_now], **grouped),
-        report("w2", layers=(0, 8), **common),
-        report("w3"),
-    ]
-    first, second, third, fourth = view_of(*reports).workers
+    first, second, third, fourth = (
+        make_status("w0", layers=(0, 4), stage=0, num_coming_blocks=12, moves=[exchange_now], **grouped),
+        make_status("w1", layers=(4, 8), stage=1, moves=[load_now], **grouped),
+        make_status("w2", layers=(0, 8), **common),
+        make_status("w3"),
+    )
     short = third.model_copy(update={"throttled": True, "throttled_reason": "11 of 10 KV blocks wanted"})
-    view = ClusterView(sequence_number=1, workers=(first, second, short, fourth))
-    head, *rows, blank, summary, throttled, exchange, load = render(view).splitlines()
+    shown = render(make_view(first, second, short, fourth))
+    head, *rows, blank, summary, throttled, exchange, load = shown.splitlines()
     assert head.split()[-4:] == ["GROUP", "STAGE", "LAYERS", "PLAN"]
     cells = [row.split("  ") for row in rows]
     assert [[cell.strip() for cell in row if cell.strip()][-4:] for row in cells] == [
@@ -215,13 +200,14 @@ def test_the_status_table_shows_groups_where_parameters_can_be_dropped() -> None
 def test_the_status_table_shows_how_far_a_load_beside_serving_is(
     layers: tuple[int, int], resident: tuple[int, int], ratio: float, shown: str
 ) -> None:
-    one = report("w0", num_layers=8, layers=layers, resident=resident, loaded_ratio=ratio, group="w0", plan_id=17)
-    assert render(view_of(one)).splitlines()[1].split("  ")[-2:] == [shown, "17"]
+    one = make_status("w0", num_layers=8, layers=layers, resident=resident, loaded_ratio=ratio, group="w0", plan_id=17)
+    assert render(make_view(one)).splitlines()[1].split("  ")[-2:] == [shown, "17"]
 
 
 def test_a_view_of_a_silent_monitor_is_marked_as_stale() -> None:
-    assert render(view_of(report()), 12.3).splitlines()[-1] == "stale: the monitor wrote this 12 s ago"
-    assert "stale" not in render(view_of(report()), 0.4)
+    view = make_view(make_status())
+    assert render(view, 12.3).splitlines()[-1] == "stale: the monitor wrote this 12 s ago"
+    assert "stale" not in render(view, 0.4)
 
 
 UNKNOWN = "describes its cluster in an unknown way"
@@ -303,12 +289,11 @@ async def test_progress_is_a_line_per_step_and_ends_when_all_are_ready() -> None
         await bus.flush()
         progress.show(1.0)
 
-    loading = WorkerPhase.LOADING
-    await hear(report(phase=loading, progress_ratio=0.0, progress_text="read"))
-    await hear(report(phase=loading, progress_ratio=0.1, progress_text="read"))
-    await hear(report(phase=loading, progress_ratio=0.6, progress_text="read"))
+    for ratio in (0.0, 0.1, 0.6):
+        loading = {"phase": WorkerPhase.LOADING, "progress_ratio": ratio, "progress_text": "read"}
+        await hear(make_report("worker-0", **loading))
     before = progress.all_ready
-    await hear(report(), report("stranger"), report("worker-1"))
+    await hear(*map(make_report, ("worker-0", "stranger", "worker-1")))
     assert (before, progress.all_ready) == (False, True)
     assert stream.getvalue().splitlines() == [
         "  1.0 s  worker-0 0% read",

@@ -9,19 +9,11 @@ import pytest
 from cli.profile.command import ProfileSettings, describe_fit, make_profile, out_path
 from shared.cost import CostModel, load_profile, profile_toml
 from shared.cost_fit import Fit
-from shared.ids import WorkerId
-from shared.messages.report import WorkerPhase, WorkerReport
+from tests.support.statuses import make_report
 from tests.unit.cli.conftest import Refusal
 
 FIT = Fit(CostModel(0.0206, 5.1e-5, 0.01464, 9.75e-5, 1.33e-7, 5.44e-9), 0.024, 0.061, 300, 100)
-REPORT = WorkerReport(
-    worker_id=WorkerId("w0"),
-    sequence_number=0,
-    phase=WorkerPhase.READY,
-    model="Qwen/Qwen2.5 14B",
-    device="cuda:1",
-    system="fcfs",
-)
+REPORT = make_report("w0", model="Qwen/Qwen2.5 14B", device="cuda:1", system="fcfs")
 
 
 @pytest.fixture(autouse=True)

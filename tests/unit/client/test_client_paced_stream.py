@@ -18,7 +18,6 @@ from sim.virtual_time import run
 from sluice_client.paced_stream import HUMAN_FRAME_S, MIN_TIMER_S, PacedStream
 from sluice_client.pacer import HumanPacing, PaceMode, Piece, make_pacer
 from sluice_client.qoe import QoeTarget, displayed_times, final_qoe
-from tests.support.virtual import in_virtual_time
 
 TARGET = QoeTarget(ttft_s=0.5, speed_tokens_per_s=10.0)
 MODES: list[PaceMode | None] = ["strict", "human", None]
@@ -103,7 +102,7 @@ def test_without_pacing_text_is_shown_as_it_arrives() -> None:
     assert [at_s for at_s, _ in output] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
 
 
-@in_virtual_time
+@pytest.mark.virtual_time
 async def test_pieces_say_how_many_tokens_they_hold() -> None:
     async def source() -> AsyncIterator[Piece]:
         yield Piece("a", 3)
@@ -114,7 +113,7 @@ async def test_pieces_say_how_many_tokens_they_hold() -> None:
     assert output[0][0] == pytest.approx(0.7, abs=1e-6)
 
 
-@in_virtual_time
+@pytest.mark.virtual_time
 async def test_time_counts_from_the_requests_arrival_if_that_is_given() -> None:
     await asyncio.sleep(77.0)
     now_s = asyncio.get_running_loop().time()
@@ -124,7 +123,7 @@ async def test_time_counts_from_the_requests_arrival_if_that_is_given() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@in_virtual_time
+@pytest.mark.virtual_time
 async def test_an_error_of_the_source_is_raised_after_the_text_before_it(mode: PaceMode | None) -> None:
     source, seen = Source([0.01] * 20, error=ValueError("lost")), []
     with pytest.raises(ValueError, match="lost"):  # noqa: PT012  the loop shows what came before the error
@@ -137,7 +136,7 @@ async def test_an_error_of_the_source_is_raised_after_the_text_before_it(mode: P
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cancel_s", [0.0, 0.004, 0.0505, 0.101, 0.11, 0.119, 0.3])
-@in_virtual_time
+@pytest.mark.virtual_time
 async def test_cancelling_the_reader_in_any_state_leaves_no_task_and_no_text_lost(
     mode: PaceMode | None, cancel_s: float
 ) -> None:
@@ -163,7 +162,7 @@ async def test_cancelling_the_reader_in_any_state_leaves_no_task_and_no_text_los
     await stream.aclose()
 
 
-@in_virtual_time
+@pytest.mark.virtual_time
 async def test_a_timeout_around_the_loop_ends_the_stream() -> None:
     source = Source([0.1] * 1000)
     with pytest.raises(TimeoutError):
@@ -174,7 +173,7 @@ async def test_a_timeout_around_the_loop_ends_the_stream() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@in_virtual_time
+@pytest.mark.virtual_time
 async def test_leaving_the_context_ends_reader_and_source(mode: PaceMode | None) -> None:
     source = Source([0.01] * 1000)
     async with stream_of(source, mode) as stream:
@@ -184,7 +183,7 @@ async def test_leaving_the_context_ends_reader_and_source(mode: PaceMode | None)
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-@in_virtual_time
+@pytest.mark.virtual_time
 async def test_a_stream_left_behind_without_closing_ends_its_reader() -> None:
     source = Source([0.01] * 1000)
     async for _ in stream_of(source, "human"):
@@ -195,7 +194,7 @@ async def test_a_stream_left_behind_without_closing_ends_its_reader() -> None:
     assert source.num_yielded < 5
 
 
-@in_virtual_time
+@pytest.mark.virtual_time
 async def test_closing_a_stream_that_was_never_used_closes_the_source() -> None:
     source = Source([1.0])
     stream = stream_of(source, "human")
@@ -206,7 +205,7 @@ async def test_closing_a_stream_that_was_never_used_closes_the_source() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@in_virtual_time
+@pytest.mark.virtual_time
 async def test_stop_shows_what_had_arrived_at_once_and_ends(mode: PaceMode | None) -> None:
     source = Source([0.01] * 1000)
     stream = stream_of(source, mode)
@@ -220,7 +219,7 @@ async def test_stop_shows_what_had_arrived_at_once_and_ends(mode: PaceMode | Non
     assert source.is_closed
 
 
-@in_virtual_time
+@pytest.mark.virtual_time
 async def test_skip_shows_the_rest_as_it_arrives() -> None:
     stream = stream_of(Source([0.01] * 50), "strict")
     task = asyncio.create_task(collect(stream))
@@ -233,7 +232,7 @@ async def test_skip_shows_the_rest_as_it_arrives() -> None:
 
 
 @pytest.mark.parametrize("mode", ["strict", "human"])
-@in_virtual_time
+@pytest.mark.virtual_time
 async def test_the_source_is_not_read_further_than_the_buffers_limit(mode: PaceMode) -> None:
     source = Source([0.0] * 500)
     deepest = 0
@@ -244,7 +243,7 @@ async def test_the_source_is_not_read_further_than_the_buffers_limit(mode: PaceM
     assert source.num_yielded == 500
 
 
-@in_virtual_time
+@pytest.mark.virtual_time
 async def test_a_source_that_is_cancelled_from_outside_does_not_pass_for_an_end() -> None:
     async def source() -> AsyncIterator[str]:
         yield "one "

@@ -101,7 +101,7 @@ def test_retry_after_is_read_in_every_form(headers: dict[str, str], expected: fl
 def test_another_server_is_asked_at_once() -> None:
     policy = RetryPolicy()
     attempts = Attempts(policy, RetryBudget(policy, 0.0), random.Random(1), 0.0)
-    assert attempts.next_delay_s(Setback(may_retry=True, has_other_server=True), 0.0) == 0.0
+    assert attempts.next_delay_s(BUSY, 0.0, has_other_server=True) == 0.0
     delay_s = attempts.next_delay_s(BUSY, 0.0)
     assert delay_s is not None
     assert 0.0 < delay_s <= policy.first_backoff_s

@@ -17,17 +17,17 @@ from services.monitor.service import Monitor
 from shared.ids import WorkerId
 from shared.messages.event import Event
 from shared.messages.plan import Plan, PlanPhase
-from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport
+from shared.messages.report import ClusterView, Liveness, WorkerPhase
 from shared.subjects import Subjects
 from shared.transport.bus import KvEntry, Message
 from shared.transport.memory_bus import MemoryBroker, MemoryBus
 from shared.wire import decode_json, encode_json
 from sim.virtual_time import run
 from tests.support.staged import played_in
+from tests.support.statuses import make_report
 
 SUBJECTS = Subjects()
 SETTINGS = MonitorSettings(instance_id="m")
-READY = WorkerPhase.READY
 
 
 class Room:
@@ -52,8 +52,7 @@ class Room:
     async def report(self, worker: str = "w", phase: WorkerPhase = WorkerPhase.READY, **fields: Any) -> None:
         number = self.numbers.get(worker, -1) + 1
         self.numbers[worker] = number
-        common = {"worker_id": worker, "sequence_number": number, "phase": phase, "pid": 1}
-        report = WorkerReport.model_validate(common | fields)
+        report = make_report(worker, sequence_number=number, phase=phase, pid=1, **fields)
         await self.bus.publish(SUBJECTS.report(report.worker_id), encode_json(report))
 
 
@@ -140,7 +139,7 @@ async def test_each_phase_is_told_once(room: Room) -> None:
 @played_in(in_room)
 async def test_refused_reports_change_nothing_and_are_counted(room: Room) -> None:
     subject = SUBJECTS.report(WorkerId("w"))
-    good = WorkerReport(worker_id=WorkerId("w"), sequence_number=0, phase=WorkerPhase.READY)
+    good = make_report("w")
     other = good.model_copy(update={"worker_id": WorkerId("x")})
     absurd = good.model_copy(update={"num_running": -5})
     huge = good.model_copy(update={"model": "m" * 5000})
@@ -178,26 +177,18 @@ async def test_a_lost_broker_is_not_the_workers_death(room: Room) -> None:
     assert room.monitor.counters["views_not_written"] >= 59
 
 
-def test_it_answers_the_service_protocol_and_its_endpoints() -> None:
-    answers: dict[str, Any] = {}
-
-    async def ask(room: Room) -> None:
-        await room.report("b")
-        await room.report("a")
-        await asyncio.sleep(0.1)
-        for name, subject in (
-            ("info", "$SRV.INFO.sluice-monitor"),
-            ("view", SUBJECTS.admin("monitor", "m", "view")),
-            ("counters", SUBJECTS.admin("monitor", "m", "counters")),
-        ):
-            answers[name] = json.loads(await room.bus.request(subject, b"", timeout_s=1))
-
-    in_room(ask)
-    assert answers["info"]["description"]
-    assert all(isinstance(value, str) for value in answers["info"]["metadata"].values())
-    assert [endpoint["name"] for endpoint in answers["info"]["endpoints"]] == ["view", "counters"]
-    assert [worker["report"]["worker_id"] for worker in answers["view"]["workers"]] == ["a", "b"]
-    assert answers["counters"]["reports_accepted"] == 2
+@played_in(in_room)
+async def test_it_answers_the_service_protocol_and_its_endpoints(room: Room) -> None:
+    await room.report("b")
+    await room.report("a")
+    await asyncio.sleep(0.1)
+    subjects = ("$SRV.INFO.sluice-monitor", *(SUBJECTS.admin("monitor", "m", name) for name in ("view", "counters")))
+    info, view, counters = [json.loads(await room.bus.request(subject, b"", timeout_s=1)) for subject in subjects]
+    assert info["description"]
+    assert all(isinstance(value, str) for value in info["metadata"].values())
+    assert [endpoint["name"] for endpoint in info["endpoints"]] == ["view", "counters"]
+    assert [worker["report"]["worker_id"] for worker in view["workers"]] == ["a", "b"]
+    assert counters["reports_accepted"] == 2
 
 
 # --- running short of memory -----------------------------------------------------------------------------------------
@@ -320,7 +311,7 @@ def test_the_same_run_twice_gives_the_same_trace() -> None:
 
 @played_in(in_room)
 async def test_reports_of_another_major_version_are_shown_and_those_of_a_newer_minor_are_read(room: Room) -> None:
-    newer = json.loads(encode_json(WorkerReport(worker_id=WorkerId("new"), sequence_number=0, phase=READY)))
+    newer = json.loads(encode_json(make_report("new")))
     await room.bus.publish("sluice.default.worker.new.report", json.dumps({**newer, "hue": {"a": 1}}).encode())
     for data in (b'{"version":3}', b'{"version":3,"anything":[1]}', b'{"version":-7}'):
         await room.bus.publish("sluice.default.worker.other.report", data)

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -20,9 +16,10 @@ from shared.transport.bus import BusTimeoutError, Endpoint, KvEntry, Message, No
 from shared.transport.bus_rules import matches
 from shared.transport.memory_bus import Delivery, MemoryBroker
 from sim.virtual_time import run
-from tests.support.virtual import in_virtual_time
+from tests.support.traces import outputs_of
 
-ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.virtual_time
+
 INFO = ServiceInfo("sluice-test", "1.0.0", "test", {}, "t1")
 
 
@@ -34,7 +31,6 @@ async def echo(message: Message) -> bytes:
     return message.data
 
 
-@in_virtual_time
 async def test_a_message_takes_the_latency_and_a_request_twice_as_long() -> None:
     broker, times = MemoryBroker(latency_s=0.25), list[float]()
     one, two = broker.connect("one"), broker.connect("two")
@@ -53,7 +49,6 @@ async def test_a_message_takes_the_latency_and_a_request_twice_as_long() -> None
     assert times == pytest.approx([0.25, 1.5, 2.0, 2.4])
 
 
-@in_virtual_time
 async def test_who_receives_is_decided_when_the_message_arrives() -> None:
     broker, early, late = MemoryBroker(latency_s=1.0), list[bytes](), list[bytes]()
     bus = broker.connect("b")
@@ -69,7 +64,6 @@ async def test_who_receives_is_decided_when_the_message_arrives() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["news.today", "news.*", ">"])
-@in_virtual_time
 async def test_whoever_comes_or_goes_between_two_messages_of_a_subject_is_known_by_the_second(pattern: str) -> None:
     broker, heard = MemoryBroker(latency_s=1.0), list[bytes]()
     bus = broker.connect("b")
@@ -87,7 +81,6 @@ def take(taken: list[str], name: str, _: Message) -> None:
     taken.append(name)
 
 
-@in_virtual_time
 async def test_who_has_left_a_queue_group_has_no_turn_and_an_empty_group_answers_nothing() -> None:
     broker, taken = MemoryBroker(latency_s=1.0), list[str]()
     bus = broker.connect("b")
@@ -102,7 +95,6 @@ async def test_who_has_left_a_queue_group_has_no_turn_and_an_empty_group_answers
     assert taken == ["one", "two", "two", "two"]
 
 
-@in_virtual_time
 async def test_members_of_a_queue_group_take_turns() -> None:
     broker, got = MemoryBroker(), list[tuple[bytes, str]]()
     bus = broker.connect("b")
@@ -121,7 +113,6 @@ async def test_members_of_a_queue_group_take_turns() -> None:
 # --- faults ---
 
 
-@in_virtual_time
 async def test_a_policy_may_lose_double_and_delay_each_delivery() -> None:
     """`2` is lost, `3` comes twice, `4` comes half a second late and so after `5`."""
     asked: list[Delivery] = []
@@ -141,7 +132,6 @@ async def test_a_policy_may_lose_double_and_delay_each_delivery() -> None:
     assert [delivery.size_bytes for delivery in asked] == [1, 2, 3, 4, 5], "asked once per message and receiver"
 
 
-@in_virtual_time
 async def test_a_partition_between_two_names_cuts_their_requests_only() -> None:
     def deliver(delivery: Delivery) -> Sequence[float]:
         return () if {delivery.sender, delivery.receiver} == {"a", "server"} else (0.0,)
@@ -155,7 +145,6 @@ async def test_a_partition_between_two_names_cuts_their_requests_only() -> None:
     assert now() == pytest.approx(1.0, abs=0.01)
 
 
-@in_virtual_time
 async def test_a_lost_answer_is_a_timeout_though_the_responder_ran() -> None:
     ran: list[bytes] = []
 
@@ -171,7 +160,6 @@ async def test_a_lost_answer_is_a_timeout_though_the_responder_ran() -> None:
     assert ran == [b"x"]
 
 
-@in_virtual_time
 async def test_buckets_and_their_watches_are_not_subject_to_the_policy() -> None:
     broker, seen = MemoryBroker(deliver=lambda _delivery: ()), list[KvEntry]()
     bucket = await broker.connect("b").key_value("plans")
@@ -181,7 +169,6 @@ async def test_buckets_and_their_watches_are_not_subject_to_the_policy() -> None
     assert seen == [KvEntry("k", b"v", 1)]
 
 
-@in_virtual_time
 async def test_a_broker_that_is_down_loses_messages_and_fails_the_rest_in_time() -> None:
     broker, got = MemoryBroker(), list[bytes]()
     bus = broker.connect("b")
@@ -253,18 +240,7 @@ def test_ten_runs_with_one_seed_give_one_trace_and_another_seed_another() -> Non
 
 def test_processes_with_different_hash_seeds_give_the_same_trace() -> None:
     code = "from tests.unit.shared.test_memory_bus import trace_of; print('\\n'.join(trace_of(5)))"
-    outputs = [
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.splitlines()
-        for seed in ("1", "2")
-    ]
-    assert outputs == [trace_of(5)] * 2
+    assert outputs_of(code) == {"\n".join(trace_of(5))}
 
 
 # --- wildcards ---

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from shared.transport.nats_client import cancellable, end_tasks
-from tests.support.virtual import in_virtual_time
+
+pytestmark = pytest.mark.virtual_time
 
 
 async def swallow() -> str:
@@ -16,7 +17,6 @@ async def swallow() -> str:
     return "slept"
 
 
-@in_virtual_time
 async def test_a_swallowed_cancellation_is_raised_after_all() -> None:
     task = asyncio.create_task(cancellable(swallow()))
     await asyncio.sleep(0.5)
@@ -28,7 +28,6 @@ async def test_a_swallowed_cancellation_is_raised_after_all() -> None:
             await cancellable(swallow())
 
 
-@in_virtual_time
 async def test_without_a_cancellation_the_result_is_returned() -> None:
     cleaned: list[str] = []
 
@@ -46,7 +45,6 @@ async def test_without_a_cancellation_the_result_is_returned() -> None:
     assert [await cancellable(swallow()), *cleaned] == ["slept", "slept"]
 
 
-@in_virtual_time
 async def test_a_task_that_swallows_one_cancellation_is_ended_by_the_next() -> None:
     async def stubborn() -> None:
         await swallow()

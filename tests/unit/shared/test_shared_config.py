@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, model_validator
 
@@ -23,8 +23,6 @@ from shared.process.config import (
     load,
     parse_size,
 )
-
-REPEATABLE = settings(derandomize=True, deadline=None)
 
 
 class Colour(StrEnum):
@@ -120,7 +118,6 @@ VALUES = ["default", "top", "table", "common", "own", "flag"]
 
 
 @given(st.sets(st.integers(1, 5)))
-@REPEATABLE
 def test_the_strongest_source_wins_whatever_else_is_given(given_sources: set[int]) -> None:
     argv: list[str] = []
     env: dict[str, str] = {}
@@ -206,7 +203,6 @@ def test_the_last_flag_wins_and_a_switch_can_be_turned_off() -> None:
 
 
 @given(st.integers(0, 2**50), st.sampled_from(["", "B", "KiB", "MiB", "GiB", "TiB"]))
-@REPEATABLE
 def test_sizes_with_a_unit_are_exact(number: int, unit: str) -> None:
     scale = 2 ** {"": 0, "B": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}[unit]
     assert parse_size(f"{number}{unit}") == number * scale
@@ -345,7 +341,6 @@ def test_a_file_that_is_no_toml_is_refused_by_name(content: bytes) -> None:
         st.sampled_from(["SLUICE_WORKER_PORT", "SLUICE_X", "SLUICE_WORKER_X", "NATS_URL"]), st.text(max_size=5)
     ),
 )
-@REPEATABLE
 def test_whatever_is_given_loads_or_is_refused_in_one_line(argv: list[str], env: dict[str, str]) -> None:
     refusals = []
     try:

@@ -48,6 +48,12 @@ async def main(stop):
 {after}
 run_service("probe", main)
 """
+SERVICE = """
+async def main(stop):
+    {}
+run_service("probe", main)
+"""
+REFUSAL = "sluice: port 80 is taken. Choose another\n"
 
 
 STUCK = """
@@ -79,21 +85,24 @@ def test_the_second_interrupt_kills_even_a_stuck_loop() -> None:
     assert process.returncode == -signal.SIGINT
 
 
-def test_a_refused_start_is_one_line_and_exit_code_2() -> None:
-    body = (
-        'async def main(stop):\n    raise ConfigError("port 80 is taken", "Choose another")\nrun_service("probe", main)'
-    )
-    assert run(body) == (2, "", "sluice: port 80 is taken. Choose another\n")
-
-
-def test_a_refusal_before_the_loop_starts_looks_the_same() -> None:
-    body = 'with refusing_start():\n    raise ConfigError("port 80 is taken", "Choose another")'
-    assert run(body) == (2, "", "sluice: port 80 is taken. Choose another\n")
+@pytest.mark.parametrize(
+    ("body", "ended"),
+    [
+        (SERVICE.format('raise ConfigError("port 80 is taken", "Choose another")'), (2, "", REFUSAL)),
+        ('with refusing_start():\n    raise ConfigError("port 80 is taken", "Choose another")', (2, "", REFUSAL)),
+        (SERVICE.format("sys.exit(5)"), (5, "", "")),
+        (SERVICE.format('print("x")'), (0, "x\n", "")),
+    ],
+    ids=["refused", "refused before the loop starts", "exit as asked for", "done"],
+)
+def test_how_a_service_ends_is_its_exit_code_and_one_line_if_it_was_refused(
+    body: str, ended: tuple[int, str, str]
+) -> None:
+    assert run(body) == ended
 
 
 def test_a_crash_is_logged_with_its_traceback_and_exit_code_1() -> None:
-    body = 'configure("probe", "p0")\nasync def main(stop):\n    raise KeyError("lost")\nrun_service("probe", main)'
-    code, out, err = run(body)
+    code, out, err = run('configure("probe", "p0")' + SERVICE.format('raise KeyError("lost")'))
     assert (code, out) == (1, "")
     event = json.loads(err)
     assert (event["level"], event["service"], event["event"]) == ("error", "probe", "crashed")
@@ -101,17 +110,9 @@ def test_a_crash_is_logged_with_its_traceback_and_exit_code_1() -> None:
 
 
 def test_a_crash_before_logging_is_set_up_is_still_seen_on_stderr() -> None:
-    code, out, err = run('async def main(stop):\n    raise KeyError("lost")\nrun_service("probe", main)')
+    code, out, err = run(SERVICE.format('raise KeyError("lost")'))
     assert (code, out) == (1, "")
     assert "KeyError: 'lost'" in err
-
-
-def test_an_exit_that_the_service_asks_for_keeps_its_code() -> None:
-    assert run('async def main(stop):\n    sys.exit(5)\nrun_service("probe", main)') == (5, "", "")
-
-
-def test_a_service_that_is_done_exits_with_0() -> None:
-    assert run('async def main(stop):\n    print("x")\nrun_service("probe", main)') == (0, "x\n", "")
 
 
 def test_events_logged_just_before_the_end_are_written() -> None:

@@ -4,16 +4,13 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.qoe import answer_qoe
 from sluice_client.qoe import QoeTarget, final_qoe
 
-REPEATABLE = settings(derandomize=True, deadline=None)
 
-
-@REPEATABLE
 @given(st.floats(0.1, 5), st.floats(0.5, 50), st.lists(st.floats(0, 10), max_size=60))
 def test_the_qoe_of_a_whole_answer_is_that_of_the_definition(ttft_s: float, speed: float, gaps: list[float]) -> None:
     delivered_s = np.cumsum(np.array(gaps, dtype=np.float64))

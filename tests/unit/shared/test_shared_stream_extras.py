@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from shared.errors import WireError
 from shared.stream_extras import StreamExtra, TokenLogprob, pack_extras, unpack_extras
 
-REPEATABLE = settings(derandomize=True, deadline=None)
 U32 = st.integers(0, 2**32 - 1)
 LOGPROB = st.floats(max_value=0, width=32, allow_nan=False)
 TOKEN = st.builds(TokenLogprob, LOGPROB, st.lists(st.tuples(U32, LOGPROB), max_size=20).map(tuple))
@@ -24,7 +23,7 @@ EXAMPLE = [
 ]
 
 
-@settings(REPEATABLE, max_examples=200)
+@settings(max_examples=200)
 @given(EXTRAS)
 def test_extras_survive_the_way_there_and_back(extras: list[StreamExtra]) -> None:
     data = pack_extras(extras)
@@ -37,7 +36,7 @@ def test_nothing_takes_no_bytes() -> None:
     assert unpack_extras(b"") == []
 
 
-@settings(REPEATABLE, max_examples=300)
+@settings(max_examples=300)
 @given(st.data())
 def test_mutated_bytes_are_refused_or_mean_themselves(data: st.DataObject) -> None:
     message = bytearray(pack_extras(EXAMPLE))

@@ -20,7 +20,6 @@ from shared.types import FinishReason
 from shared.wire import WireSizeError
 from tests.unit.golden.samples import BATCH, read_hex
 
-REPEATABLE = settings(derandomize=True, deadline=None)
 W0 = WorkerId("w0")
 
 
@@ -92,7 +91,7 @@ def test_a_decode_step_takes_16_bytes_per_token_and_a_small_header(num_rows: int
     assert len(batch_of([1] * num_rows).pack()) <= 16 * num_rows + 36
 
 
-@settings(REPEATABLE, max_examples=100)
+@settings(max_examples=100)
 @given(BATCHES)
 def test_batches_survive_the_way_there_and_back(batch: TokenBatch) -> None:
     data = batch.pack()
@@ -111,7 +110,7 @@ def test_unpacked_columns_are_read_only_views_of_the_message() -> None:
             column[0] = 1
 
 
-@settings(REPEATABLE, max_examples=500)
+@settings(max_examples=500)
 @given(st.data())
 def test_a_mutated_message_is_refused_or_consistent(data: st.DataObject) -> None:
     """The checksum is that of the mutated message, so that all checks behind it are reached."""
@@ -146,7 +145,7 @@ def test_every_wrong_length_is_refused() -> None:
         TokenBatch.unpack(data + b"\0")
 
 
-@settings(REPEATABLE, max_examples=100)
+@settings(max_examples=100)
 @given(st.binary(max_size=100), st.booleans())
 def test_random_bytes_are_refused(tail: bytes, with_header: bool) -> None:
     with pytest.raises(WireError):
@@ -246,7 +245,7 @@ def test_the_limits_hold_in_both_directions() -> None:
     assert TokenBatch.unpack(full.pack()) == full
 
 
-@settings(REPEATABLE, max_examples=150)
+@settings(max_examples=150)
 @given(counts=st.lists(st.integers(0, 255), max_size=60), spare=st.integers(0, 3000))
 def test_parts_of_a_split_fit_and_join_to_the_whole(counts: list[int], spare: int) -> None:
     """The largest row takes 12 + 4 · 255 bytes, header and checksum 28 + 4 + 4."""
@@ -261,7 +260,7 @@ def test_parts_of_a_split_fit_and_join_to_the_whole(counts: list[int], spare: in
         assert left.packed_bytes + 12 + 4 * int(right.count[0]) > max_bytes, "no part could take one more row"
 
 
-@settings(REPEATABLE, max_examples=60)
+@settings(max_examples=60)
 @given(counts=st.lists(st.integers(0, 4), min_size=1, max_size=30), data=st.data())
 def test_extras_go_with_their_rows_into_the_parts(counts: list[int], data: st.DataObject) -> None:
     """The largest row takes 12 + 4 · 4 bytes, its extra 12 + 4 · (8 + 8)."""

@@ -328,8 +328,6 @@ def test_an_integer_over_64_bits_is_refused_by_msgpack_only() -> None:
 
 # --- properties -----------------------------------------------------------------------------------------------------
 
-REPEATABLE = settings(derandomize=True, deadline=None)
-
 
 @st.composite
 def mutated(draw: st.DrawFn, originals: list[bytes]) -> bytes:
@@ -375,7 +373,7 @@ MSGPACK = [read_hex(name)[:-SEAL_BYTES] for name in NAMES]
 JSON = [(FOLDER / f"{name}.json").read_bytes() for name in JSON_NAMES]
 
 
-@settings(REPEATABLE, max_examples=1200)
+@settings(max_examples=1200)
 @given(mutated(MSGPACK) | mutated(JSON) | with_any_values() | st.binary(max_size=200))
 def test_whatever_comes_gives_a_message_or_a_wire_error(data: bytes) -> None:
     """Any exception but WireError fails the test; what decodes must survive the way back. The checksum is right."""
@@ -396,7 +394,7 @@ def test_whatever_comes_gives_a_message_or_a_wire_error(data: bytes) -> None:
 FINITE = st.floats(0, 1e9)
 
 
-@settings(REPEATABLE, max_examples=100)
+@settings(max_examples=100)
 @given(
     prompt=st.binary(min_size=4, max_size=64),
     seed=st.integers(-(2**63), 2**63 - 1),
@@ -413,7 +411,7 @@ def test_submissions_survive_the_way_there_and_back(
     assert decode(encode(message), Submit) == message
 
 
-@settings(REPEATABLE, max_examples=60)
+@settings(max_examples=60)
 @given(host=st.text(max_size=40), steps=st.integers(0, 2**62), step_time_s=FINITE)
 def test_reports_survive_json(host: str, steps: int, step_time_s: float) -> None:
     fields = {"host": host, "num_steps": steps, "step_time_s": step_time_s}

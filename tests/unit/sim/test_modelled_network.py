@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -29,6 +29,8 @@ from sim.devices.modelled_exchange import NO_LIMIT, Estate, Exchange, Share, han
 from sim.devices.modelled_network import ModelledNetwork
 from sim.virtual_time import run
 from tests.support.group_room import NUM_LAYERS, elastic_facts
+
+pytestmark = pytest.mark.virtual_time
 
 LATENCY_S = 0.1
 BLOCK_BYTES = 10
@@ -98,63 +100,50 @@ class Party:
         assert all(index == told_in for index, told_in in self.heard_in.items())
 
 
-def at_party(test: Callable[[Party], Awaitable[None]]) -> None:
-    async def main() -> None:
-        await test(Party())
-
-    run(main())
-
-
 @pytest.mark.parametrize("is_lost", [True, False])
 @pytest.mark.parametrize("index", range(3))
-def test_the_others_hear_that_a_worker_is_lost_or_has_left(index: int, is_lost: bool) -> None:
-    async def main(party: Party) -> None:
-        await party.gather()
-        if is_lost:
-            party.network.lose(NAMES[index])
-            await party.check_heard(index, NAMES[index])
-            return
-        leaving = asyncio.ensure_future(party.devices[index].alone())
-        await party.check_heard(index, "a stage has left the group", num_ways=2)
-        await leaving
-        assert party.devices[index].layers == WHOLE
-
-    at_party(main)
+async def test_the_others_hear_that_a_worker_is_lost_or_has_left(index: int, is_lost: bool) -> None:
+    party = Party()
+    await party.gather()
+    if is_lost:
+        party.network.lose(NAMES[index])
+        await party.check_heard(index, NAMES[index])
+        return
+    leaving = asyncio.ensure_future(party.devices[index].alone())
+    await party.check_heard(index, "a stage has left the group", num_ways=2)
+    await leaving
+    assert party.devices[index].layers == WHOLE
 
 
 @pytest.mark.parametrize(("one", "other"), [(0, 1), (1, 2), (2, 0)])
-def test_a_cut_ends_the_pipeline_and_no_other_begins_until_it_is_healed(one: int, other: int) -> None:
-    async def main(party: Party) -> None:
-        assert not [said for said in await party.gather() if isinstance(said, Exception)]
-        party.network.cut(NAMES[one], NAMES[other])
-        await asyncio.sleep(3 * LATENCY_S)
-        assert 0 in party.heard, "the leader"
-        assert party.heard.keys() & {1, 2} & {one, other}, "a stage that had the connection"
-        for device in party.devices:
-            await device.alone()
-        said = await party.gather(plan_id=2)
-        assert [str(each) for each in said] == ["a connection did not come within 5 s"] * 3
-        for device in party.devices:
-            await device.alone()
-        party.network.heal(NAMES[one], NAMES[other])
-        assert not [each for each in await party.gather(plan_id=3) if isinstance(each, Exception)]
-
-    at_party(main)
+async def test_a_cut_ends_the_pipeline_and_no_other_begins_until_it_is_healed(one: int, other: int) -> None:
+    party = Party()
+    assert not [said for said in await party.gather() if isinstance(said, Exception)]
+    party.network.cut(NAMES[one], NAMES[other])
+    await asyncio.sleep(3 * LATENCY_S)
+    assert 0 in party.heard, "the leader"
+    assert party.heard.keys() & {1, 2} & {one, other}, "a stage that had the connection"
+    for device in party.devices:
+        await device.alone()
+    said = await party.gather(plan_id=2)
+    assert [str(each) for each in said] == ["a connection did not come within 5 s"] * 3
+    for device in party.devices:
+        await device.alone()
+    party.network.heal(NAMES[one], NAMES[other])
+    assert not [each for each in await party.gather(plan_id=3) if isinstance(each, Exception)]
 
 
-def test_who_is_lost_while_it_waits_is_not_counted_as_there() -> None:
-    async def main(party: Party) -> None:
-        gone = asyncio.ensure_future(party.come(1))
-        comings = [party.come(2)]
-        await asyncio.sleep(1.0)
-        party.network.lose(NAMES[1])
-        comings.append(party.come(0))
-        for said in await asyncio.gather(*comings, return_exceptions=True):
-            assert isinstance(said, GroupFailedError)
-            assert str(said) == "w1 did not come within 5 s"
-        gone.cancel()
-
-    at_party(main)
+async def test_who_is_lost_while_it_waits_is_not_counted_as_there() -> None:
+    party = Party()
+    gone = asyncio.ensure_future(party.come(1))
+    comings = [party.come(2)]
+    await asyncio.sleep(1.0)
+    party.network.lose(NAMES[1])
+    comings.append(party.come(0))
+    for said in await asyncio.gather(*comings, return_exceptions=True):
+        assert isinstance(said, GroupFailedError)
+        assert str(said) == "w1 did not come within 5 s"
+    gone.cancel()
 
 
 class Memory:
