@@ -349,13 +349,20 @@ def lose_way_between(stages: ModelledStages) -> None:
 async def test_a_broken_pipeline_fails_all_lanes_and_blames_nobody(
     breaks: Callable[[ModelledStages], None], after_s: float
 ) -> None:
-    with pytest.raises(ExecutorBrokenError):
+    kept: list[LivePipeline] = []
+
+    async def until_broken() -> None:
         async with live_pipeline(3, num_host_blocks=20, link=ModelledLink(latency_s=0.01)) as live:
+            kept.append(live)
             for name in range(9):
                 live.add(new_sequence(name, max_tokens=99, arrival_s=0.0))
             await asyncio.sleep(after_s)
             breaks(live.stages)
             await live.until_idle()
+
+    with pytest.raises(ExecutorBrokenError):
+        await until_broken()
+    (live,) = kept
     assert not live.ends
     assert not live.engine.flights
     check_engine(live.engine)
