@@ -19,7 +19,7 @@ from sim.devices import modelled_network
 from sim.devices.channel import ModelledLink
 from sim.devices.modelled_exchange import Share, carry
 from sim.plan_driver import alone
-from tests.support.group_room import BOTH, NUM_LAYERS, WHOLE, Room, draw_requests, group_params, open_room
+from tests.support.group_room import BOTH, NUM_LAYERS, Room, draw_requests, group_params, open_room
 from tests.support.hand_planner import states
 
 pytestmark = pytest.mark.virtual_time
@@ -51,8 +51,7 @@ async def form(room: Room, names: tuple[WorkerId, ...] = BOTH, *, is_ahead: bool
     layers = even_split(NUM_LAYERS, len(names))
     assert states(await room.driver.drop(names, layers)) == ["done"] * len(names)
     await asyncio.sleep(0.6)
-    beside = min(room.device(i).blocks_beside(WHOLE) for i in range(len(names)))
-    count = most_ahead(room, names) if is_ahead else beside
+    count = most_ahead(room, names) if is_ahead else room.beside_blocks(len(names))
     assert states(await room.driver.load(names, count)) == ["done"] * len(names)
     await asyncio.sleep(0.6)
     return count

@@ -25,7 +25,6 @@ from tests.support.group_room import (
     HALVES,
     NUM_LAYERS,
     PAGE_BYTES,
-    WHOLE,
     Room,
     draw_requests,
     group_params,
@@ -87,8 +86,7 @@ async def busy_group(room: Room) -> None:
 async def load_beside(room: Room, *, is_ahead: bool) -> int:
     """Let both workers be a group, and load what they lack, with memory for KV ahead or not; return its blocks."""
     await room.form()
-    groups = [worker.groups for worker in room.cluster.workers if worker.groups is not None]
-    count = min(each.whole_blocks if is_ahead else each.blocks_beside(WHOLE) for each in groups)
+    count = min(room.device(i).whole_blocks for i in range(2)) if is_ahead else room.beside_blocks()
     assert states(await room.driver.load(BOTH, count)) == ["done"] * 2
     return count
 

@@ -104,10 +104,8 @@ async def test_a_worker_that_is_alone_refuses(room: Room, change: Callable[[Form
 
 @room_test(group_params())
 async def test_a_stage_refuses_layers_that_it_does_not_hold(room: Room) -> None:
-    assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
-    await asyncio.sleep(1.0)
     wider = [LayerRange(0, 5), LayerRange(5, NUM_LAYERS)]
-    group = group_of([room.driver.reports[name] for name in BOTH], wider)
+    group = group_of(await room.form(), wider)
     words = r"layers \[0, 5\) are not all among those held, \[0, 4\), as stage 1 of 2 in the group of w0"
     await check_refused(room, group, words)
 
@@ -184,8 +182,7 @@ async def test_a_leader_that_waits_for_kv_says_so_if_it_takes_longer_than_the_li
     driver, events = room.driver, await hear_events(room.driver.bus)
     room.ask(*draw_requests(2, 12))
     await asyncio.sleep(0.4)
-    assert states(await driver.drop(BOTH, HALVES)) == ["done"] * 2
-    await asyncio.sleep(0.6)  # reports show it
+    await room.form()
     assert take_stats(room.engine()).num_coming_blocks
     driver.limit_s = 0.1
     _, answers = await driver.prepare(*(alone(driver.reports[name]) for name in BOTH))

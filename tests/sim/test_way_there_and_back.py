@@ -18,7 +18,7 @@ from shared.systems import KvExchange
 from sim.cluster import ClusterParams
 from sim.devices.channel import ModelledLink
 from sim.requests import SimRequest
-from tests.support.group_room import BOTH, HALVES, NUM_LAYERS, PAGE_BYTES, WHOLE, Room, group_params, open_room
+from tests.support.group_room import BOTH, HALVES, NUM_LAYERS, PAGE_BYTES, Room, group_params, open_room
 from tests.support.hand_planner import states
 
 LOAD_S = 1.0
@@ -72,9 +72,10 @@ async def test_kv_is_attended_elsewhere_and_a_restore_is_given_up_and_no_text_ch
         await asyncio.sleep(0.6)
 
         grouped = min(room.device(i).num_blocks(HALVES[i]) for i in range(2))
-        beside = min(room.device(i).blocks_beside(WHOLE) for i in range(2))
         ahead = min(room.device(i).whole_blocks for i in range(2))
-        assert states(await room.driver.load(BOTH, ahead if rng.random() < 0.5 else beside)) == ["done"] * 2
+        assert (
+            states(await room.driver.load(BOTH, ahead if rng.random() < 0.5 else room.beside_blocks())) == ["done"] * 2
+        )
         await asyncio.sleep(float(rng.uniform(0, 0.9 * LOAD_S)))
         assert room.device(0).loaded_ratio < 1, "the restore is under way"
         room.ask(*draw(rng, names, int(rng.integers(4, 12))))  # the burst

@@ -114,6 +114,10 @@ class Room:
         """Return the KV blocks of a worker."""
         return self.engine(index).capacity_blocks
 
+    def beside_blocks(self, num_workers: int = 2) -> int:
+        """Return the blocks that each of the first workers has memory for beside all parameters."""
+        return min(self.device(index).blocks_beside(WHOLE) for index in range(num_workers))
+
     def role(self, index: int) -> tuple[str, int, tuple[int, int]]:
         """Return the group of a worker, its stage and its layers."""
         role = self.agent(index).role
