@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from services.worker.engine.stats import take_stats
-from shared.cost import load_profile
 from shared.transport.bus import Message
 from shared.types import FinishReason, QoeTarget
 from sim.cluster import ClusterParams, SimCluster
 from sim.requests import SimAnswer, SimRequest
 from sim.virtual_time import run
-from sim.worker import SimWorkerParams
+from tests.support.sim_clusters import ask_all, check_answers, cluster_of
 from tests.support.traces import outputs_of
+
+pytestmark = pytest.mark.virtual_time
 
 READER = QoeTarget(ttft_s=1.0, speed_tokens_per_s=4.8)
 
 
-def two_workers(system: str = "fcfs-chunked", *, num_blocks: int = 120) -> ClusterParams:
-    cost = load_profile("llama-3-8b-tp1-a100").cost
-    workers = [
-        SimWorkerParams(f"w{i}", cost, num_blocks, system=system, max_model_len=1024, max_batch_tokens=256)
-        for i in range(2)
-    ]
-    return ClusterParams(tuple(workers), system=system)
+def two_workers(system: str = "fcfs-chunked", *, num_blocks: int = 120, **params: Any) -> ClusterParams:
+    return cluster_of(2, num_blocks, system=system, max_model_len=1024, max_batch_tokens=256, **params)
 
 
 def workload(seed: int, count: int) -> list[tuple[float, SimRequest, float | None]]:
@@ -69,10 +65,8 @@ async def serve(params: ClusterParams, seed: int, count: int = 120) -> tuple[str
         answers = [answer for task in tasks if (answer := task.result()) is not None]
         await asyncio.sleep(1.0)
         cluster.check_idle()
-        for answer in answers:
-            assert answer.failure is None
-            assert answer.finish is FinishReason.LENGTH
-            assert answer.tokens == cluster.undisturbed(answer.request)
+        check_answers(cluster, answers)
+        assert {answer.finish for answer in answers} == {FinishReason.LENGTH}
         preemptions = sum(worker.service.engine.totals.num_preemptions for worker in cluster.workers)
     return digest.hexdigest(), answers, preemptions
 
@@ -85,80 +79,56 @@ def test_every_answer_is_whole_under_pressure_and_nothing_is_left(system: str) -
     assert all(answer.qoe is not None and 0 <= answer.qoe <= 1 for answer in answers)
 
 
-def test_every_choice_is_what_its_seed_gives_wherever_it_runs() -> None:
+async def test_every_choice_is_what_its_seed_gives_wherever_it_runs() -> None:
     """Workers that take eight sequences each: siblings of one request often run at both, some as forks, some alone."""
-
-    async def main() -> tuple[int, int, int]:
-        params = two_workers(num_blocks=66)
-        params = replace(params, workers=tuple(replace(worker, max_sequences=8) for worker in params.workers))
-        rng = np.random.default_rng(3)
-        async with SimCluster(params) as cluster:
-            asks = []
-            async with asyncio.TaskGroup() as group:
-                for _, request, _ in workload(3, 25):
-                    await asyncio.sleep(float(rng.exponential(0.1)))
-                    asks.append(group.create_task(cluster.ask_choices(request, int(rng.integers(1, 6)))))
-            answers = [answer for ask in asks for answer in ask.result()]
-            for answer in answers:
-                assert answer.failure is None
-                assert answer.tokens == cluster.undisturbed(answer.request)
-            await asyncio.sleep(1.0)
-            cluster.check_idle()
-            stats = [take_stats(worker.service.engine) for worker in cluster.workers]
-            return (
-                len(answers),
-                min(each.totals.num_finished for each in stats),
-                sum(each.totals.num_preemptions for each in stats),
-            )
-
-    num_answers, least, preemptions = run(main())
-    assert num_answers > 60
-    assert least > 20
-    assert preemptions > 0
+    rng = np.random.default_rng(3)
+    async with SimCluster(two_workers(num_blocks=66, max_sequences=8)) as cluster:
+        asks = []
+        async with asyncio.TaskGroup() as group:
+            for _, request, _ in workload(3, 25):
+                await asyncio.sleep(float(rng.exponential(0.1)))
+                asks.append(group.create_task(cluster.ask_choices(request, int(rng.integers(1, 6)))))
+        answers = [answer for ask in asks for answer in ask.result()]
+        check_answers(cluster, answers)
+        await asyncio.sleep(1.0)
+        cluster.check_idle()
+        totals = [worker.service.engine.totals for worker in cluster.workers]
+    assert len(answers) > 60
+    assert min(each.num_finished for each in totals) > 20
+    assert sum(each.num_preemptions for each in totals) > 0
 
 
-def test_a_client_that_leaves_takes_all_its_choices_along() -> None:
-    async def main() -> None:
-        async with SimCluster(two_workers()) as cluster:
-            request = SimRequest("r", np.arange(300, 400), 900)
-            task = asyncio.create_task(cluster.ask_choices(request, 4))
-            await asyncio.sleep(0.5)
-            assert sum(take_stats(worker.service.engine).num_running for worker in cluster.workers) == 4
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            await asyncio.sleep(0.5)
-            cluster.check_idle()
-
-    run(main())
+async def test_a_client_that_leaves_takes_all_its_choices_along() -> None:
+    async with SimCluster(two_workers()) as cluster:
+        request = SimRequest("r", np.arange(300, 400), 900)
+        task = asyncio.create_task(cluster.ask_choices(request, 4))
+        await asyncio.sleep(0.5)
+        assert sum(take_stats(worker.service.engine).num_running for worker in cluster.workers) == 4
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.sleep(0.5)
+        cluster.check_idle()
 
 
-def test_both_workers_serve() -> None:
-    async def main() -> list[int]:
-        async with SimCluster(two_workers()) as cluster:
-            asks = [cluster.ask(request) for _, request, _ in workload(2, 20)]
-            await asyncio.gather(*asks)
-            return [worker.service.engine.totals.num_finished for worker in cluster.workers]
-
-    finished = run(main())
+async def test_both_workers_serve() -> None:
+    async with SimCluster(two_workers()) as cluster:
+        await ask_all(cluster, [request for _, request, _ in workload(2, 20)])
+        finished = [worker.service.engine.totals.num_finished for worker in cluster.workers]
     assert sum(finished) == 20
     assert min(finished) >= 8
 
 
-def test_a_worker_whose_answers_have_just_ended_gets_the_new_ones() -> None:
+async def test_a_worker_whose_answers_have_just_ended_gets_the_new_ones() -> None:
     """Both hold 4 answers of some 330 tokens, 84 blocks; those of w0 end, and ten new requests ask for 2 each."""
-
-    async def main() -> list[int]:
-        async with SimCluster(two_workers()) as cluster:
-            prompts = np.random.default_rng(4).integers(300, 30_000, (18, 16))
-            first = [SimRequest(f"r{i}", prompts[i], 320 + 160 * (i % 2), seed=i) for i in range(8)]
-            asks = [asyncio.ensure_future(cluster.ask(request)) for request in first]
-            await asyncio.gather(*asks[::2])
-            assert [take_stats(worker.service.engine).num_running for worker in cluster.workers] == [0, 4]
-            late = [SimRequest(f"r{i}", prompts[i], 16, seed=i) for i in range(8, 18)]
-            await asyncio.gather(*(cluster.ask(request) for request in late), *asks)
-            return [worker.service.engine.totals.num_finished for worker in cluster.workers]
-
-    assert run(main()) == [14, 4]
+    async with SimCluster(two_workers()) as cluster:
+        prompts = np.random.default_rng(4).integers(300, 30_000, (18, 16))
+        first = [SimRequest(f"r{i}", prompts[i], 320 + 160 * (i % 2), seed=i) for i in range(8)]
+        asks = [asyncio.ensure_future(cluster.ask(request)) for request in first]
+        await asyncio.gather(*asks[::2])
+        assert [take_stats(worker.service.engine).num_running for worker in cluster.workers] == [0, 4]
+        late = [SimRequest(f"r{i}", prompts[i], 16, seed=i) for i in range(8, 18)]
+        await asyncio.gather(*(cluster.ask(request) for request in late), *asks)
+        assert [worker.service.engine.totals.num_finished for worker in cluster.workers] == [14, 4]
 
 
 def test_one_seed_gives_one_trace_in_any_process() -> None:

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
-from shared.cost import load_profile
-from sim.cluster import ClusterParams
 from sim.experiment.result import RunResult
 from sim.experiment.run import Progress, run_workload
 from sim.experiment.setup import ExperimentCluster
 from sim.experiment.summary import summarise
-from sim.worker import SimWorkerParams
 from sim.workload.workload import Workload
 from sluice_client.qoe import QoeState, QoeTarget
+from tests.support.sim_clusters import COST, cluster_of
 from tests.support.workloads import plain_workload
-
-COST = load_profile("llama-3-8b-tp1-a100").cost
 
 
 def cluster(num_blocks: int = 400, count: int = 2, system: str = "fcfs-chunked") -> ExperimentCluster:
-    worker = SimWorkerParams("w0", COST, num_blocks, max_model_len=1024, max_batch_tokens=512, prefix_caching=False)
-    workers = tuple(replace(worker, worker_id=f"w{i}", system=system) for i in range(count))
-    return ExperimentCluster(ClusterParams(workers, system=system), gpus_per_worker=2)
+    params = cluster_of(
+        count, num_blocks, system=system, max_model_len=1024, max_batch_tokens=512, prefix_caching=False
+    )
+    return ExperimentCluster(params, gpus_per_worker=2)
 
 
 def busy(count: int = 60, *, has_reader: bool = True) -> Workload:

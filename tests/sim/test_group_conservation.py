@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -24,7 +25,6 @@ from tests.support.seeds import first_of
 
 NUM_SEEDS = 20
 PAGE_BYTES = 4096
-_done: dict[int, Counter[str]] = {}
 
 
 def odd_facts(rng: np.random.Generator, num_blocks: int) -> ElasticFacts:
@@ -63,24 +63,23 @@ def scenario_of(seed: int) -> Scenario:
     return replace(scenario, workers=workers)
 
 
+@cache
 def live_through(seed: int) -> Counter[str]:
     """Each seed runs once, whichever test asks first; return what workers' memories went through."""
-    if seed not in _done:
-        watch, layers = PageWatch(), LayerWatch()
+    watch, layers = PageWatch(), LayerWatch()
 
-        def look(cluster: FaultCluster) -> None:
-            watch(cluster)
-            layers(cluster)
+    def look(cluster: FaultCluster) -> None:
+        watch(cluster)
+        layers(cluster)
 
-        try:
-            report = run_scenario(scenario_of(seed), watch=look)
-        finally:
-            watch.close()
-        assert not report.violations, "\n".join(report.violations)
-        assert watch.num_looks > 500, "it looks at every instant"
-        _done[seed] = watch.done + report.coverage
-        _done[seed].update({f"places {num}": count for num, count in layers.num_places.items()})
-    return _done[seed]
+    try:
+        report = run_scenario(scenario_of(seed), watch=look)
+    finally:
+        watch.close()
+    assert not report.violations, "\n".join(report.violations)
+    assert watch.num_looks > 500, "it looks at every instant"
+    places = Counter({f"places {num}": count for num, count in layers.num_places.items()})
+    return watch.done + report.coverage + places
 
 
 @pytest.mark.parametrize("seed", first_of(range(NUM_SEEDS), 6))
@@ -91,9 +90,7 @@ def test_parameters_and_kv_and_free_pages_are_the_budget_at_every_instant(seed: 
 @pytest.mark.seeds
 def test_memories_went_through_every_kind_of_change() -> None:
     """The seeds together; the test above would say little otherwise."""
-    total: Counter[str] = Counter()
-    for seed in range(NUM_SEEDS):
-        total.update(live_through(seed))
+    total = sum(map(live_through, range(NUM_SEEDS)), Counter[str]())
     wanted = (
         *("dropped", "restored", "loads beside", "gave up", "groups of 2", "groups of 3", "groups of 4", "led"),
         *("places 2", "places 3", "places 8"),

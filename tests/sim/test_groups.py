@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ from tests.support.group_room import (
     Room,
     draw_requests,
     group_params,
-    in_room,
+    open_room,
     room_test,
 )
 from tests.support.hand_planner import states
@@ -143,11 +142,14 @@ async def test_kv_goes_along_so_that_little_is_computed_again(room: Room) -> Non
     await room.check()
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize(("num_pages", "is_full"), [(900, False), (690, True)], ids=["roomy", "full"])
-def test_kv_comes_while_the_group_serves_the_reader_first_who_runs_out_first(num_pages: int, *, is_full: bool) -> None:
+async def test_kv_comes_while_the_group_serves_the_reader_first_who_runs_out_first(
+    num_pages: int, *, is_full: bool
+) -> None:
     """It takes the time of the link. What has not left yet takes room, so new requests may have to wait a while."""
-
-    async def main(room: Room) -> None:
+    cluster_params = group_params(num_pages=num_pages, link=ModelledLink(bytes_per_s=LINK_BYTES_PER_S))
+    async with open_room(cluster_params) as room:
         rng, loop = np.random.default_rng(9), asyncio.get_running_loop()
         slow, fast = QoeTarget(ttft_s=0.1, speed_tokens_per_s=3.0), QoeTarget(ttft_s=0.1, speed_tokens_per_s=40.0)
         readers = [slow, slow, slow, fast, fast, slow, slow, fast]
@@ -181,8 +183,6 @@ def test_kv_comes_while_the_group_serves_the_reader_first_who_runs_out_first(num
             speeds = [readers[int(name[1:])].speed_tokens_per_s for name in came if name in names]
             assert speeds == sorted(speeds, reverse=True)
         await room.check()
-
-    in_room(main, replace(group_params(num_pages=num_pages), link=ModelledLink(bytes_per_s=LINK_BYTES_PER_S)))
 
 
 @room_test(group_params(num_pages=900))
@@ -227,7 +227,7 @@ async def test_when_the_connection_breaks_both_are_whole_again_and_go_on(room: R
     await room.check()
 
 
-@room_test(replace(group_params(num_pages=900), link=ModelledLink(latency_s=0.3)))
+@room_test(group_params(num_pages=900, link=ModelledLink(latency_s=0.3)))
 async def test_what_a_member_gives_up_is_heard_of_before_the_group_stands(room: Room) -> None:
     await ask_eight(room, [160] * 8, 90)
     changing = asyncio.ensure_future(room.driver.drop(BOTH, HALVES))
@@ -257,8 +257,7 @@ async def test_the_end_of_an_earlier_pipeline_that_is_heard_late_breaks_no_later
 
 @room_test(group_params())
 async def test_the_oldest_sequences_are_shared_out_first_when_a_group_dissolves(room: Room) -> None:
-    assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
-    await asyncio.sleep(1.0)
+    await room.form()
     prompt = np.arange(300, 400)
     for number in range(9, 3, -1):  # the youngest has the first name
         room.ask(SimRequest(f"r{number}", prompt, 60, seed=number))

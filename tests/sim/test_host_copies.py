@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,13 +14,13 @@ from services.worker.engine.stats import take_stats
 from services.worker.modelled.executor import ModelledExecutor
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw
 from services.worker.sequences.config import NewSequence
-from shared.cost import CostModel, load_profile
+from shared.cost import CostModel
 from sim.cluster import ClusterParams, SimCluster
 from sim.requests import SimRequest
 from sim.virtual_time import run
-from sim.worker import SimWorkerParams
 from tests.support.engine_builders import new_sequence
 from tests.support.engine_live import LiveEngine, live_engine
+from tests.support.sim_clusters import cluster_of
 from tests.support.traces import outputs_of
 
 pytestmark = pytest.mark.virtual_time
@@ -136,15 +136,11 @@ async def test_the_gate_opens_only_when_no_copy_is_under_way() -> None:
 
 # Whole simulated workers
 
-PROFILE = load_profile("llama-3-8b-tp1-a100").cost
-
 
 def one_worker(system: str, **changes: object) -> ClusterParams:
     """KV for 60 blocks of 16, Llama 3 8B: 131 072 bytes a token."""
-    params = SimWorkerParams(
-        "w0", PROFILE, 60, system=system, max_model_len=900, max_batch_tokens=256, kv_bytes_per_token=131_072
-    )
-    return ClusterParams((replace(params, **changes),), system=system)  # type: ignore[arg-type]
+    usual: dict[str, Any] = {"max_model_len": 900, "max_batch_tokens": 256, "kv_bytes_per_token": 131_072}
+    return cluster_of(1, 60, system=system, **usual | changes)
 
 
 async def serve(params: ClusterParams, count: int = 24, num_output: int = 80) -> tuple[SimCluster, list[float]]:

@@ -19,26 +19,26 @@ from sim.devices import modelled_network
 from sim.devices.channel import ModelledLink
 from sim.devices.modelled_exchange import Share, carry
 from sim.plan_driver import alone
-from tests.support.group_room import BOTH, NUM_LAYERS, WHOLE, Room, draw_requests, group_params, in_room
+from tests.support.group_room import BOTH, NUM_LAYERS, Room, draw_requests, group_params, open_room
 from tests.support.hand_planner import states
+
+pytestmark = pytest.mark.virtual_time
 
 SLOW = 4e6
 """Bytes per second: 4 ms for half of a block's layers."""
 
 
 def params(bytes_per_s: float = SLOW, num_pages: int = 3200, num_workers: int = 2) -> ClusterParams:
-    return replace(group_params(num_workers, num_pages=num_pages), link=ModelledLink(bytes_per_s=bytes_per_s))
+    return group_params(num_workers, num_pages=num_pages, link=ModelledLink(bytes_per_s=bytes_per_s))
 
 
 def most_ahead(room: Room, names: tuple[WorkerId, ...] = BOTH) -> int:
     """Return the largest group in which each worker has memory for all layers of its share."""
-    found, layers = [worker.groups for worker in room.cluster.workers[: len(names)]], even_split(NUM_LAYERS, len(names))
+    layers = even_split(NUM_LAYERS, len(names))
 
     def suffices(count: int) -> bool:
-        return all(
-            each is not None and each.blocks_ahead(own, count) * len(names) >= count
-            for each, own in zip(found, layers, strict=True)
-        )
+        found = (room.device(i).blocks_ahead(own, count) for i, own in enumerate(layers))
+        return all(blocks * len(names) >= count for blocks in found)
 
     count = 1
     while suffices(count + 1):
@@ -46,12 +46,12 @@ def most_ahead(room: Room, names: tuple[WorkerId, ...] = BOTH) -> int:
     return count
 
 
-async def form(room: Room, names: tuple[WorkerId, ...] = BOTH) -> int:
-    """Let workers be a group with everything beside; return the blocks that it has then."""
+async def form(room: Room, names: tuple[WorkerId, ...] = BOTH, *, is_ahead: bool = True) -> int:
+    """Let workers be a group with everything beside, and memory for KV ahead or not; return the blocks that it has."""
     layers = even_split(NUM_LAYERS, len(names))
     assert states(await room.driver.drop(names, layers)) == ["done"] * len(names)
     await asyncio.sleep(0.6)
-    count = most_ahead(room, names)
+    count = most_ahead(room, names) if is_ahead else room.beside_blocks(len(names))
     assert states(await room.driver.load(names, count)) == ["done"] * len(names)
     await asyncio.sleep(0.6)
     return count
@@ -65,15 +65,15 @@ def num_computed_again(room: Room) -> int:
 class Parting:
     """What happened while a group dissolved under load."""
 
-    stood_s: float = 0.0
+    stood_s: float
     """For how long nobody was served."""
-    num_tokens: int = 0
+    num_tokens: int
     """Said while KV moved."""
-    num_again: int = 0
+    num_again: int
     """Tokens that were computed again."""
 
 
-def part(
+async def part(
     num_workers: int, num_pages: int, num_requests: int, is_loaded: Callable[[Engine, int], bool], *, is_ahead: bool
 ) -> Parting:
     """Dissolve a group that serves: with memory for KV ahead, or without, so that all of it moves while it stands.
@@ -85,19 +85,11 @@ def part(
         is_loaded: from the leader's engine and the blocks that a worker has alone, whether it begins.
         is_ahead: there is memory for KV ahead.
     """
-    names, parting = tuple(WorkerId(f"w{i}") for i in range(num_workers)), Parting()
-
-    async def main(room: Room) -> None:
-        loop = asyncio.get_running_loop()
-        assert states(await room.driver.drop(names, even_split(NUM_LAYERS, num_workers))) == ["done"] * num_workers
-        await asyncio.sleep(0.6)
-        groups = [worker.groups for worker in room.cluster.workers if worker.groups is not None]
-        beside = min(each.blocks_beside(WHOLE) for each in groups)
-        alone_blocks = min(each.whole_blocks for each in groups)
-        count = most_ahead(room, names) if is_ahead else beside
+    names, loop = tuple(WorkerId(f"w{i}") for i in range(num_workers)), asyncio.get_running_loop()
+    async with open_room(params(num_pages=num_pages, num_workers=num_workers)) as room:
+        alone_blocks = min(room.device(i).whole_blocks for i in range(num_workers))
+        count = await form(room, names, is_ahead=is_ahead)
         assert num_workers == 2 or count > 2 * alone_blocks
-        assert states(await room.driver.load(names, count)) == ["done"] * num_workers
-        await asyncio.sleep(0.6)
         room.ask(*(replace(each, num_output=100) for each in draw_requests(1, num_requests)))
         engine = room.cluster.workers[0].service.engine
         while not is_loaded(engine, alone_blocks):
@@ -106,46 +98,43 @@ def part(
         plan_id, answers = await room.driver.prepare(*(alone(room.driver.reports[name]) for name in names))
         assert states(answers) == ["prepared"] * num_workers, answers
         assert is_loaded(engine, alone_blocks)
-        parting.num_tokens = engine.totals.num_generated_tokens - seen
+        num_tokens = engine.totals.num_generated_tokens - seen
         began_s = loop.time()
         assert states(await room.driver.finish(plan_id, names, commit=True)) == ["done"] * num_workers
-        parting.stood_s = loop.time() - began_s
+        stood_s = loop.time() - began_s
         await room.check()
-        parting.num_again = num_computed_again(room) - again
-
-    in_room(main, params(num_pages=num_pages, num_workers=num_workers))
-    return parting
+        return Parting(stood_s, num_tokens, num_computed_again(room) - again)
 
 
-def test_readers_go_on_while_kv_moves_and_little_is_left_when_the_group_dissolves() -> None:
+async def test_readers_go_on_while_kv_moves_and_little_is_left_when_the_group_dissolves() -> None:
     """The same load twice: with memory for KV ahead, and without, where all of it moves while nobody is served."""
 
     def is_loaded(engine: Engine, _: int) -> bool:
         return take_stats(engine).num_running == 12 and engine.totals.num_generated_tokens >= 150
 
-    ahead, at_once = (part(2, 3200, 12, is_loaded, is_ahead=is_ahead) for is_ahead in (True, False))
+    ahead, at_once = [await part(2, 3200, 12, is_loaded, is_ahead=is_ahead) for is_ahead in (True, False)]
     assert ahead.stood_s < at_once.stood_s / 3
     assert ahead.num_tokens > 10 * (at_once.num_tokens + 1), "it served while KV moved"
     assert ahead.num_again <= at_once.num_again <= 12 * 16, "at most a block of each is computed again"
 
 
-def test_a_group_that_uses_more_than_one_of_its_workers_has_alone_stands_still_hardly_longer() -> None:
+async def test_a_group_that_uses_more_than_one_of_its_workers_has_alone_stands_still_hardly_longer() -> None:
     """Each needs memory for all layers of its share only: the same load with all moving at once, and copied ahead."""
 
     def is_loaded(engine: Engine, alone_blocks: int) -> bool:
         return take_stats(engine).num_used_blocks > 1.2 * alone_blocks
 
-    ahead, at_once = (part(4, 1300, 20, is_loaded, is_ahead=is_ahead) for is_ahead in (True, False))
+    ahead, at_once = [await part(4, 1300, 20, is_loaded, is_ahead=is_ahead) for is_ahead in (True, False)]
     assert ahead.stood_s < at_once.stood_s / 3
 
 
 @pytest.mark.parametrize("num_workers", [2, 3])
 @pytest.mark.parametrize("seed", range(10))
-def test_texts_are_the_same_whatever_becomes_of_what_is_copied_ahead(seed: int, num_workers: int) -> None:
+async def test_texts_are_the_same_whatever_becomes_of_what_is_copied_ahead(seed: int, num_workers: int) -> None:
     """Plans are given up while KV moves, connections are cut and heal, and requests come; all at random."""
     names = tuple(WorkerId(f"w{i}") for i in range(num_workers))
-
-    async def main(room: Room) -> None:
+    link_bytes_per_s = float(np.random.default_rng(seed).choice([5e5, 4e6, 1e9]))
+    async with open_room(params(link_bytes_per_s, num_workers=num_workers)) as room:
         rng, asked = np.random.default_rng(seed), draw_requests(seed, 60)
         more = iter(asked)
         for _ in range(3):
@@ -179,10 +168,8 @@ def test_texts_are_the_same_whatever_becomes_of_what_is_copied_ahead(seed: int, 
         room.ask(*more)
         await room.check()
 
-    in_room(main, params(float(np.random.default_rng(seed).choice([5e5, 4e6, 1e9])), num_workers=num_workers))
 
-
-def test_blocks_that_are_said_to_be_there_and_are_not_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_blocks_that_are_said_to_be_there_and_are_not_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof that texts depend on every copy: with one of each round left out, other words are said."""
 
     def forget_one(table: KvTable, members: Sequence[Share]) -> None:
@@ -191,12 +178,10 @@ def test_blocks_that_are_said_to_be_there_and_are_not_would_be_noticed(monkeypat
 
     monkeypatch.setattr(modelled_network, "carry", forget_one)
 
-    async def main(room: Room) -> None:
+    async with open_room(params()) as room:
         await form(room)
         room.ask(*(replace(each, num_output=90) for each in draw_requests(1, 12)))
         await asyncio.sleep(0.5)
         assert states(await room.driver.restore(BOTH)) == ["done"] * 2
         with pytest.raises(AssertionError):
             await room.check()
-
-    in_room(main, params())

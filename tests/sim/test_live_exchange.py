@@ -6,7 +6,7 @@ Splits are of two blocks here, since the prompts of these seeds are short.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 
@@ -27,11 +27,9 @@ SEEDS = (*range(56), 137, 152, 159, 163)
 
 
 @pytest.fixture(autouse=True)
-def _short_splits() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (remote_kv, exchange_modes):
-            patch.setattr(module, "SPLIT_KEYS", 2 * BLOCK_SIZE)
-        yield
+def _short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (remote_kv, exchange_modes):
+        monkeypatch.setattr(module, "SPLIT_KEYS", 2 * BLOCK_SIZE)
 
 
 def live_scenario(seed: int) -> Scenario:
@@ -57,16 +55,21 @@ def run_watched(scenario: Scenario) -> tuple[SeedReport, int]:
 def test_lots_of_both_modes_move_in_one_exchange(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange_modes, "modes_of", mixed)
     seeds = (*range(first, first + 6), *SEEDS[-4:])
-    found = [run_watched(live_scenario(seed)) for seed in seeds]
-    check_none_violated(report for report, _ in found)
-    assert any(num_remote for _, num_remote in found)
-    assert any(report.coverage["log kv_arrived"] for report, _ in found)
+    found = check_attended(map(live_scenario, seeds))
+    assert any(report.coverage["log kv_arrived"] for report in found)
 
 
 def test_by_price_a_link_that_costs_little_is_asked_over() -> None:
-    found = [run_watched(replace(live_scenario(seed), kv_exchange=KvExchange.BY_PRICE)) for seed in range(6)]
-    check_none_violated(report for report, _ in found)
+    check_attended(replace(live_scenario(seed), kv_exchange=KvExchange.BY_PRICE) for seed in range(6))
+
+
+def check_attended(scenarios: Iterable[Scenario]) -> list[SeedReport]:
+    """Check that all goes well, and that somewhere keys were attended that lay elsewhere; return what came of each."""
+    found = [run_watched(scenario) for scenario in scenarios]
+    reports = [report for report, _ in found]
+    check_none_violated(reports)
     assert any(num_remote for _, num_remote in found)
+    return reports
 
 
 def check_none_violated(reports: Iterable[SeedReport]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,8 +17,6 @@ from shared.messages.report import Move, MoveKind
 from shared.sizes import describe_bytes
 from shared.subjects import Subjects
 from shared.systems import KvExchange
-from shared.transport.bus import Message
-from shared.wire import decode_json
 from sim.cluster import ClusterParams
 from sim.devices.channel import ModelledLink
 from sim.plan_driver import alone
@@ -28,14 +25,14 @@ from tests.support.group_room import (
     HALVES,
     NUM_LAYERS,
     PAGE_BYTES,
-    WHOLE,
     Room,
     draw_requests,
     group_params,
-    in_room,
+    open_room,
     room_test,
 )
 from tests.support.hand_planner import states
+from tests.support.sim_clusters import hear_events
 
 PATIENCE_S = 40.0
 """A minute at most is watched."""
@@ -43,27 +40,21 @@ PATIENCE_S = 40.0
 
 def params(kv_exchange: KvExchange, bytes_per_s: float = 0.8e6, load_bytes_per_s: float = 25e9) -> ClusterParams:
     """KV takes about two seconds."""
-    found = group_params(num_pages=1600, load_bytes_per_s=load_bytes_per_s)
-    return replace(found, link=ModelledLink(bytes_per_s=bytes_per_s), kv_exchange=kv_exchange)
+    link = ModelledLink(bytes_per_s=bytes_per_s)
+    return group_params(num_pages=1600, load_bytes_per_s=load_bytes_per_s, link=link, kv_exchange=kv_exchange)
 
 
 class Watch:
     """Events of workers, and the moves that their reports show."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: Room, events: list[Event]) -> None:
         self.room = room
-        self.events: list[Event] = []
+        self.events = events
         self.seen: list[tuple[str, Move]] = []
 
     @classmethod
     async def begin(cls, room: Room) -> Watch:
-        watch = cls(room)
-
-        def hear(message: Message) -> None:
-            watch.events.append(decode_json(message.data, Event))
-
-        await room.driver.bus.subscribe(Subjects().event("worker", "*"), hear)
-        return watch
+        return cls(room, await hear_events(room.driver.bus))
 
     async def until_over(self, kind: MoveKind, count: int = 1) -> list[Event]:
         """Look at every report until that many moves of a kind have ended; return their ends."""
@@ -95,15 +86,15 @@ async def busy_group(room: Room) -> None:
 async def load_beside(room: Room, *, is_ahead: bool) -> int:
     """Let both workers be a group, and load what they lack, with memory for KV ahead or not; return its blocks."""
     await room.form()
-    groups = [worker.groups for worker in room.cluster.workers if worker.groups is not None]
-    count = min(each.whole_blocks if is_ahead else each.blocks_beside(WHOLE) for each in groups)
+    count = min(room.device(i).whole_blocks for i in range(2)) if is_ahead else room.beside_blocks()
     assert states(await room.driver.load(BOTH, count)) == ["done"] * 2
     return count
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("kv_exchange", [KvExchange.COORDINATED, KvExchange.LIVE])
-def test_an_exchange_is_seen_with_its_progress_and_its_bytes(kv_exchange: KvExchange) -> None:
-    async def main(room: Room) -> None:
+async def test_an_exchange_is_seen_with_its_progress_and_its_bytes(kv_exchange: KvExchange) -> None:
+    async with open_room(params(kv_exchange)) as room:
         watch = await Watch.begin(room)
         await busy_group(room)
         stats = take_stats(room.engine())
@@ -136,8 +127,6 @@ def test_an_exchange_is_seen_with_its_progress_and_its_bytes(kv_exchange: KvExch
         assert not any(report.moves for report in room.driver.reports.values())
         assert not await num_awaiting(room)
         await room.check()
-
-    in_room(main, params(kv_exchange))
 
 
 @room_test(params(KvExchange.COORDINATED))

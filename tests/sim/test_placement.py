@@ -15,7 +15,8 @@ from sim.experiment.run import run_system
 from sim.experiment.setup import build_cluster
 from sim.requests import SimRequest
 from sim.scenarios.scenario import validated
-from sim.virtual_time import run
+from sim.worker import SimWorker
+from tests.support.sim_clusters import ask_all
 from tests.support.workloads import plain_workload
 
 AMPLE: dict[str, Any] = {
@@ -30,21 +31,21 @@ AMPLE: dict[str, Any] = {
 """Memory for more than three times what there is."""
 
 
+def report_of(worker: SimWorker) -> WorkerReport:
+    return worker.reporter.make_report(asyncio.get_running_loop().time())
+
+
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("system", sorted(SYSTEMS))
-def test_every_worker_says_what_a_token_costs(system: str) -> None:
+async def test_every_worker_says_what_a_token_costs(system: str) -> None:
     """A static pipeline computes two steps at a time, so that a token of it takes half as long."""
     scenario = validated(AMPLE, "ample")
     workload = plain_workload([0.0], 100, 2)
 
-    async def reports() -> list[WorkerReport]:
-        async with SimCluster(build_cluster(scenario, system, workload).params) as cluster:
-            now_s = asyncio.get_running_loop().time()
-            return [worker.reporter.make_report(now_s) for worker in cluster.workers]
-
+    async with SimCluster(build_cluster(scenario, system, workload).params) as cluster:
+        reports = [report_of(worker) for worker in cluster.workers]
     num_stages = SYSTEMS[system].num_stages
-    assert [report.token_s for report in run(reports())] == [scenario.instance().cost.b1_s / num_stages] * (
-        4 // num_stages
-    )
+    assert [report.token_s for report in reports] == [scenario.instance().cost.b1_s / num_stages] * (4 // num_stages)
 
 
 def test_systems_that_schedule_alike_are_as_fast_where_memory_suffices() -> None:
@@ -59,7 +60,8 @@ def test_systems_that_schedule_alike_are_as_fast_where_memory_suffices() -> None
         assert np.array_equal(result.records.token_s, plain.records.token_s), name
 
 
-def test_what_is_left_of_prompts_is_reported_and_memory_that_is_overrun_is_no_part_of_it() -> None:
+@pytest.mark.virtual_time
+async def test_what_is_left_of_prompts_is_reported_and_memory_that_is_overrun_is_no_part_of_it() -> None:
     """Two prompts of 600 tokens, 38 blocks, in memory of 1 000. The first step takes 32 of them: 6 and 38 are left.
 
     After two seconds both decode: nothing is left to compute, however much they hold.
@@ -67,20 +69,14 @@ def test_what_is_left_of_prompts_is_reported_and_memory_that_is_overrun_is_no_pa
     scenario = validated({**AMPLE, "instances": 1, "kv_tokens": 1_000, "max_batch_tokens": 512}, "overrun")
     built = build_cluster(scenario, "oracle", plain_workload([0.0], 600, 100))
 
-    async def reports() -> list[WorkerReport]:
-        async with SimCluster(built.params) as cluster:
-            prompts = [np.arange(300, 900) + i for i in range(2)]
-            asked = [
-                asyncio.create_task(cluster.ask(SimRequest(f"r{i}", prompt, 100))) for i, prompt in enumerate(prompts)
-            ]
-            seen = []
-            for pause_s in (0.01, 1.99):
-                await asyncio.sleep(pause_s)
-                seen.append(cluster.workers[0].reporter.make_report(asyncio.get_running_loop().time()))
-            await asyncio.gather(*asked)
-            return seen
-
-    first, then = run(reports())
+    async with SimCluster(built.params) as cluster:
+        requests = [SimRequest(f"r{i}", np.arange(300, 900) + i, 100) for i in range(2)]
+        asked = asyncio.ensure_future(ask_all(cluster, requests))
+        await asyncio.sleep(0.01)
+        first = report_of(cluster.workers[0])
+        await asyncio.sleep(1.99)
+        then = report_of(cluster.workers[0])
+        await asked
     assert (first.num_running, first.num_waiting, first.num_uncomputed_blocks) == (1, 1, 44)
     assert then.num_running == 2
     assert then.num_used_blocks + then.num_demanded_blocks > then.num_blocks

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -24,13 +23,12 @@ from shared.messages.plan import (
     RestoreInstance,
     Step,
 )
-from shared.transport.bus import Message
-from shared.wire import decode_json
 from sim.devices.channel import ModelledLink
 from sim.devices.modelled_device import ModelledGroupDevice
 from sim.plan_driver import alone, group_of
 from tests.support.group_room import BOTH, HALVES, NUM_LAYERS, Room, draw_requests, group_params, room_test
 from tests.support.hand_planner import HandPlanner, states
+from tests.support.sim_clusters import hear_events
 
 
 def pair(driver: HandPlanner) -> FormGroup:
@@ -44,22 +42,18 @@ def changed(group: FormGroup, index: int, **fields: object) -> FormGroup:
     return FormGroup(stages=(*group.stages[:index], stage, *group.stages[index + 1 :]))
 
 
-async def refusals(room: Room) -> list[tuple[str, str]]:
-    """A list that grows by the worker and the reason of each refusal that is told."""
-    told: list[tuple[str, str]] = []
-
-    def on_event(message: Message) -> None:
-        event = decode_json(message.data, Event)
-        if (event.service, event.name) == ("worker", "plan_refused"):
-            told.append((event.instance_id, event.reason))
-
-    await room.driver.bus.subscribe("sluice.*.event.>", on_event)
-    return told
+def refusals(events: list[Event]) -> list[tuple[str, str]]:
+    """The worker and the reason of each refusal among events."""
+    return [
+        (event.instance_id, event.reason)
+        for event in events
+        if (event.service, event.name) == ("worker", "plan_refused")
+    ]
 
 
 async def check_refused(room: Room, step: Step, reason: str) -> None:
     """Check that w0 refuses a plan for a reason, and stays what it is."""
-    before, told = (room.role(0), room.num_blocks(0)), await refusals(room)
+    before, events = (room.role(0), room.num_blocks(0)), await hear_events(room.driver.bus)
     room.driver.epoch += 1
     epoch = room.driver.epoch
     answer = await room.driver.answer("w0", PreparePlan(epoch=epoch, plan_id=epoch, step=step, limit_s=5))
@@ -67,7 +61,7 @@ async def check_refused(room: Room, step: Step, reason: str) -> None:
     assert re.search(reason, answer.reason), answer.reason
     assert (room.role(0), room.num_blocks(0)) == before
     await asyncio.sleep(0.01)
-    assert told == [("w0", f"plan {answer.plan_id}: {answer.reason}")]
+    assert refusals(events) == [("w0", f"plan {answer.plan_id}: {answer.reason}")]
 
 
 def assert_aborted(answer: PlanAnswer | None, reason: str) -> None:
@@ -110,10 +104,8 @@ async def test_a_worker_that_is_alone_refuses(room: Room, change: Callable[[Form
 
 @room_test(group_params())
 async def test_a_stage_refuses_layers_that_it_does_not_hold(room: Room) -> None:
-    assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
-    await asyncio.sleep(1.0)
     wider = [LayerRange(0, 5), LayerRange(5, NUM_LAYERS)]
-    group = group_of([room.driver.reports[name] for name in BOTH], wider)
+    group = group_of(await room.form(), wider)
     words = r"layers \[0, 5\) are not all among those held, \[0, 4\), as stage 1 of 2 in the group of w0"
     await check_refused(room, group, words)
 
@@ -176,29 +168,28 @@ async def test_a_step_that_takes_longer_than_the_limit_is_not_waited_for(room: R
     assert worker.device is not None
     worker.device.stuck_until_s = asyncio.get_running_loop().time() + 3.0
     driver.limit_s = 1.0
-    told = await refusals(room)
+    events = await hear_events(room.driver.bus)
     _, answers = await driver.prepare(pair(driver))
     reason = "a step, or a copy to the host, was under way for 1 s"
     assert_aborted(answers["w0"], reason)
     await room.check()
-    assert told == [("w0", f"plan 1: {reason}")]
+    assert refusals(events) == [("w0", f"plan 1: {reason}")]
 
 
-@room_test(replace(group_params(num_pages=900), link=ModelledLink(bytes_per_s=3e5)))
+@room_test(group_params(num_pages=900, link=ModelledLink(bytes_per_s=3e5)))
 async def test_a_leader_that_waits_for_kv_says_so_if_it_takes_longer_than_the_limit(room: Room) -> None:
     """The link carries 0.3 MB/s: KV of the drop is on its way for more than a second."""
-    driver, told = room.driver, await refusals(room)
+    driver, events = room.driver, await hear_events(room.driver.bus)
     room.ask(*draw_requests(2, 12))
     await asyncio.sleep(0.4)
-    assert states(await driver.drop(BOTH, HALVES)) == ["done"] * 2
-    await asyncio.sleep(0.6)  # reports show it
+    await room.form()
     assert take_stats(room.engine()).num_coming_blocks
     driver.limit_s = 0.1
     _, answers = await driver.prepare(*(alone(driver.reports[name]) for name in BOTH))
     reason = "KV of the last change was on its way for 0.1 s"
     assert_aborted(answers["w0"], reason)
     await asyncio.sleep(0.01)
-    assert told == [("w0", f"plan 2: {reason}")]
+    assert refusals(events) == [("w0", f"plan 2: {reason}")]
     await room.check()
     driver.limit_s = 5.0
     assert states(await driver.restore(BOTH)) == ["done"] * 2
@@ -206,12 +197,12 @@ async def test_a_leader_that_waits_for_kv_says_so_if_it_takes_longer_than_the_li
 
 @room_test(group_params())
 async def test_a_plan_that_its_planner_abandons_is_no_refusal(room: Room) -> None:
-    driver, told = room.driver, await refusals(room)
+    driver, events = room.driver, await hear_events(room.driver.bus)
     plan_id, prepared = await driver.prepare(pair(driver))
     assert states(prepared) == ["prepared"] * 2
     assert states(await driver.finish(plan_id, BOTH, commit=False)) == ["aborted"] * 2
     await asyncio.sleep(0.1)
-    assert not told
+    assert not refusals(events)
 
 
 @room_test(group_params())

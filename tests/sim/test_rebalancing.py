@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
+import pytest
 
 from services.dispatcher.session.leases import Loss
 from services.worker.engine.invariants import check_engine
@@ -15,18 +15,10 @@ from shared.messages.base import ControlMessage
 from shared.messages.queue import ListQueued, MoveQueued, QueueList, QueueMove, QueueMoved
 from shared.subjects import Subjects
 from shared.wire import decode_json, encode_json
-from sim.cluster import ClusterParams
 from sim.requests import SimRequest
-from tests.support.group_room import Room, draw_requests, elastic_facts, group_params, in_room, room_test
+from tests.support.group_room import Room, draw_requests, group_params, open_room, room_test
 
 M = TypeVar("M", bound=ControlMessage)
-
-
-def crowded(system: str) -> ClusterParams:
-    """Two workers that nothing may be dropped from: no layer would have a second copy."""
-    made = group_params(system=system)
-    facts = elastic_facts().model_copy(update={"has_host_copy": False})
-    return replace(made, workers=tuple(replace(worker, elastic=facts) for worker in made.workers))
 
 
 def uneven_load(count: int) -> list[SimRequest]:
@@ -35,26 +27,24 @@ def uneven_load(count: int) -> list[SimRequest]:
     return [SimRequest(f"r{i}", rng.integers(300, 30_000, 60), 3 if i % 2 else 250, seed=i) for i in range(count)]
 
 
-def serve(system: str) -> tuple[float, int]:
-    """Return when the last request had its first token, and how many were moved."""
-    found: list[tuple[float, int]] = []
+async def serve(system: str) -> tuple[float, int]:
+    """Return when the last request had its first token, and how many were moved.
 
-    async def main(room: Room) -> None:
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
+    From the two workers nothing may be dropped: no layer would have a second copy.
+    """
+    async with open_room(group_params(system=system, num_copies=0)) as room:
+        began_s = asyncio.get_running_loop().time()
         room.ask(*uneven_load(24))
         await room.check()
         answers = [answer.result() for answer in room.answers]
         first_s = max(answer.arrival_s + answer.delivered_s[0] for answer in answers) - began_s
-        found.append((first_s, room.cluster.dispatcher.sessions.recovery.num_lost[Loss.RELEASED]))
-
-    in_room(main, crowded(system))
-    return found[0]
+    return first_s, room.cluster.dispatcher.sessions.recovery.num_lost[Loss.RELEASED]
 
 
-def test_who_waits_for_memory_goes_where_there_is_some() -> None:
-    stayed_s, none = serve("fcfs-chunked")
-    moved_s, num_moved = serve("kunserve")
+@pytest.mark.virtual_time
+async def test_who_waits_for_memory_goes_where_there_is_some() -> None:
+    stayed_s, none = await serve("fcfs-chunked")
+    moved_s, num_moved = await serve("kunserve")
     assert none == 0
     assert num_moved > 0
     assert moved_s < 0.8 * stayed_s

@@ -19,7 +19,6 @@ from tests.support.group_room import (
     HALVES,
     NUM_LAYERS,
     PAGE_BYTES,
-    WHOLE,
     Room,
     draw_requests,
     group_params,
@@ -37,12 +36,8 @@ def slow_params(num_pages: int = 500) -> ClusterParams:
     return group_params(num_pages=num_pages, load_bytes_per_s=LOAD_BYTES_PER_S)
 
 
-def beside_blocks(room: Room) -> int:
-    return min(room.device(i).blocks_beside(WHOLE) for i in range(2))
-
-
 def usable(room: Room, index: int = 0) -> int:
-    return take_stats(room.cluster.workers[index].service.engine).num_blocks
+    return take_stats(room.engine(index)).num_blocks
 
 
 async def hold_beyond(room: Room, num_blocks: int) -> Engine:
@@ -60,7 +55,7 @@ async def test_parameters_come_beside_serving_and_a_restore_then_has_nothing_to_
     loop = asyncio.get_running_loop()
     before = [room.num_blocks(0), room.num_blocks(1)]
     assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
-    grouped, count = usable(room), beside_blocks(room)
+    grouped, count = usable(room), room.beside_blocks()
     assert sum(before) <= count + 1 < grouped, "without what the drop gave, rounded to pages"
     await asyncio.sleep(1.0)
     room.ask(*draw_requests(1, 4))
@@ -90,7 +85,7 @@ async def test_texts_are_the_same_whenever_parameters_come_and_go(room: Room, se
     for _ in range(3):
         await asyncio.sleep(float(rng.exponential(0.4)))
         await room.form()
-        grouped, count = usable(room), beside_blocks(room)
+        grouped, count = usable(room), room.beside_blocks()
         for _ in range(int(rng.integers(1, 4))):
             room.ask(next(more), next(more))
             await asyncio.sleep(float(rng.exponential(0.3)))
@@ -114,7 +109,7 @@ async def test_texts_are_the_same_whenever_parameters_come_and_go(room: Room, se
 async def test_sequences_leave_the_blocks_that_go_while_they_run(room: Room) -> None:
     """KV is moved, not computed again, and nobody is preempted."""
     await room.form()
-    count = beside_blocks(room)
+    count = room.beside_blocks()
     engine = await hold_beyond(room, count)
     counted = (engine.totals.num_recomputed_tokens, engine.totals.num_preemptions)
     answers = await room.driver.load(BOTH, count)
@@ -131,7 +126,7 @@ async def test_a_commit_that_comes_before_the_blocks_are_left_takes_no_memory(
     """No planner sends one; a group that hears one is over rather than wrong. Here blocks leave one by one."""
     monkeypatch.setattr(compaction, "MAX_MOVED_BLOCKS", 1)
     await room.form()
-    count, driver = beside_blocks(room), room.driver
+    count, driver = room.beside_blocks(), room.driver
     await hold_beyond(room, count)
     driver.epoch += 1
     step = load_beside([driver.reports[name] for name in BOTH], count)
@@ -153,7 +148,7 @@ async def test_a_worker_says_why_it_does_not_load_beside(room: Room) -> None:
     wrong = load_beside(whole, 100)  # they are no group
     _, answers = await room.driver.prepare(wrong)
     assert states(answers) == ["refused"] * 2
-    stages, count = await room.form(), beside_blocks(room)
+    stages, count = await room.form(), room.beside_blocks()
     other = unload_beside([stages[0], stages[1].model_copy(update={"worker_id": "w9"})], count)
     answer = await room.driver.answer("w0", PreparePlan(epoch=9, plan_id=9, step=other))
     assert "a group that stands" in answer.reason
@@ -168,7 +163,7 @@ async def test_a_worker_says_why_it_does_not_load_beside(room: Room) -> None:
 @room_test(slow_params())
 async def test_a_plan_that_is_abandoned_gives_the_blocks_back(room: Room) -> None:
     reports = await room.form()
-    grouped, count = usable(room), beside_blocks(room)
+    grouped, count = usable(room), room.beside_blocks()
     plan_id, answers = await room.driver.prepare(load_beside(reports, count))
     assert states(answers) == ["prepared"] * 2
     assert usable(room) == count
@@ -186,7 +181,7 @@ async def test_survivors_of_a_group_load_only_what_has_not_come_yet(room: Room, 
     assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
     room.ask(*draw_requests(5, 4))
     await asyncio.sleep(0.6)
-    count = beside_blocks(room)
+    count = room.beside_blocks()
     answers = await room.driver.load(BOTH, count)
     assert states(answers) == ["done"] * 2, answers
     await asyncio.sleep(LOAD_S * 0.2)
@@ -211,7 +206,7 @@ async def wait_until_broken(room: Room) -> None:
 
 @room_test(slow_params())
 async def test_nothing_is_loaded_beside_a_group_that_is_over(room: Room) -> None:
-    stages, count = await room.form(), beside_blocks(room)
+    stages, count = await room.form(), room.beside_blocks()
     await wait_until_broken(room)
     await asyncio.sleep(LOAD_S / 2)
     assert room.driver.reports["w0"].group == "w0", "says what it was"
@@ -231,7 +226,7 @@ async def test_a_group_that_ends_while_blocks_are_left_loads_nothing(
 ) -> None:
     """The plan was taken when the group stood; it gets its turn when the worker is whole again."""
     monkeypatch.setattr(compaction, "MAX_MOVED_BLOCKS", 1)
-    stages, count = await room.form(), beside_blocks(room)
+    stages, count = await room.form(), room.beside_blocks()
     await hold_beyond(room, count)
     agent = room.agent()
     asked = PreparePlan(epoch=9, plan_id=9, step=load_beside(stages, count))
@@ -248,7 +243,7 @@ async def test_a_group_that_ends_while_blocks_are_left_loads_nothing(
 @room_test(slow_params())
 async def test_a_group_that_ends_while_all_are_prepared_to_load_is_left_afterwards(room: Room) -> None:
     """The gate is held, so nobody becomes whole before the word has come."""
-    step = load_beside(await room.form(), beside_blocks(room))
+    step = load_beside(await room.form(), room.beside_blocks())
     room.ask(*draw_requests(4, 10))
     plan_id, answers = await room.driver.prepare(step)
     assert states(answers) == ["prepared"] * 2

@@ -35,10 +35,15 @@ def fails(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return captured.err
 
 
-def compared(scenario: str, out: Path, *flags: str) -> dict[str, Any]:
-    assert run("compare", "--scenario", scenario, "--json", str(out), *flags) == 0
+def written(out: Path, *argv: str) -> dict[str, Any]:
+    """Return what a command writes to a file."""
+    assert run(*argv, "--json", str(out)) == 0
     tree: dict[str, Any] = json.loads(out.read_text())
     return tree
+
+
+def compared(scenario: str, out: Path, *flags: str) -> dict[str, Any]:
+    return written(out, "compare", "--scenario", scenario, *flags)
 
 
 def test_a_comparison_is_a_table_and_a_file(scenario: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,9 +95,8 @@ def test_another_seed_draws_another_load(scenario: str, tmp_path: Path) -> None:
 def test_simulate_is_a_comparison_of_one(scenario: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     both = compared(scenario, tmp_path / "both.json", "--jobs", "1", "--duration", "2")
     capsys.readouterr()
-    flags = ("--scenario", scenario, "--duration", "2", "--json", str(tmp_path / "one.json"))
-    assert run("simulate", "--system", "fcfs-chunked", *flags) == 0
-    one = json.loads((tmp_path / "one.json").read_text())
+    flags = ("--scenario", scenario, "--duration", "2")
+    one = written(tmp_path / "one.json", "simulate", "--system", "fcfs-chunked", *flags)
     assert one["systems"] == {"fcfs-chunked": both["systems"]["fcfs-chunked"]}
     assert "×0" not in capsys.readouterr().out
 
@@ -124,12 +128,11 @@ def test_a_trace_is_run_with_its_own_times_and_lengths(scenario: str, tmp_path: 
     trace = tmp_path / "three.csv"
     trace.write_text("arrival_s,input_tokens,output_tokens\n0.0,100,5\n0.25,50,7\n1.5,20,9\n")
     out = tmp_path / "out.json"
-    assert run("simulate", "--trace", str(trace), "--instances", "1", "--json", str(out)) == 0
-    tree = json.loads(out.read_text())
+    tree = written(out, "simulate", "--trace", str(trace), "--instances", "1")
     assert tree["scenario"]["name"] == "three"
     assert tree["systems"]["fcfs-chunked"]["requests"] == 3
-    assert run("simulate", "--trace", str(trace), "--upscale", "4", "--json", str(out)) == 0
-    assert json.loads(out.read_text())["systems"]["fcfs-chunked"]["requests"] == 12
+    tree = written(out, "simulate", "--trace", str(trace), "--upscale", "4")
+    assert tree["systems"]["fcfs-chunked"]["requests"] == 12
 
 
 def test_the_load_of_another_scenario_comes_with_its_readers_to_the_same_cluster(scenario: str, tmp_path: Path) -> None:
@@ -154,16 +157,14 @@ def test_a_plan_says_how_many_instances_are_enough(
 ) -> None:
     out = tmp_path / "plan.json"
     flags = ("--scenario", scenario, "--slo", "ttft=0.3,tpot=0.05,share=0.95", "--duration", "3")
-    assert run("plan", *flags, "--json", str(out)) == 0
-    tree = json.loads(out.read_text())
+    tree = written(out, "plan", *flags)
     count = tree["instances"]
     assert count > 1
     assert tree["share"] >= 0.95 > tree["share_with_one_less"]
     assert tree["tried"][str(count)] == tree["share"]
     assert f"{count} instances suffice" in capsys.readouterr().out
 
-    assert run("simulate", *flags, "--instances", "auto", "--json", str(out)) == 0
-    simulated = json.loads(out.read_text())
+    simulated = written(out, "simulate", *flags, "--instances", "auto")
     assert simulated["scenario"]["instances"] == count
     assert simulated["systems"]["fcfs-chunked"]["slo"]["both_share"] == tree["share"]
 

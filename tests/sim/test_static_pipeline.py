@@ -7,18 +7,17 @@ import asyncio
 import numpy as np
 import pytest
 
-from services.worker.modelled.shadow_kv import TokenDraw
 from shared.errors import StartupError
 from sim.catalog.instance import find_instance
-from sim.cluster import ClusterParams, SimCluster
+from sim.cluster import SimCluster
 from sim.experiment.plan import plan_instances
 from sim.experiment.run import run_system
 from sim.experiment.setup import build_cluster
-from sim.requests import SimRequest, undisturbed_text
+from sim.requests import SimRequest
 from sim.scenarios.files import load_scenario
 from sim.scenarios.scenario import Scenario
-from sim.virtual_time import run
 from tests.support.group_room import group_params
+from tests.support.sim_clusters import ask_all
 
 
 def small() -> Scenario:
@@ -45,41 +44,33 @@ def test_pipelines_serve_every_request_with_idle_stages_told() -> None:
     assert run_system(small(), "fcfs", seed=0).facts.bubble_ratio == 0.0
 
 
-def test_the_text_is_that_of_an_undisturbed_sequence() -> None:
+@pytest.mark.virtual_time
+async def test_the_text_is_that_of_an_undisturbed_sequence() -> None:
     scenario = small()
     built = build_cluster(scenario, "fcfs-pp", scenario.workload(0))
 
-    async def ask() -> tuple[list[list[int]], TokenDraw]:
-        async with SimCluster(built.params) as cluster:
-            answers = [await cluster.ask(request) for request in requests]
-            cluster.check_idle()
-            return [answer.tokens for answer in answers], cluster.workers[0].draw
-
     rng = np.random.default_rng(0)
-    requests = [SimRequest(f"r{i}", rng.integers(300, 900, 50 + 40 * i), 20, seed=i) for i in range(3)]
-    texts, draw = run(ask())
-    assert texts == [undisturbed_text(request, draw) for request in requests]
+    async with SimCluster(built.params) as cluster:
+        for i in range(3):
+            await ask_all(cluster, [SimRequest(f"r{i}", rng.integers(300, 900, 50 + 40 * i), 20, seed=i)])
+        cluster.check_idle()
 
 
-def test_instances_that_join_by_a_plan_are_pairs_for_good_and_say_what_they_say_alone() -> None:
+@pytest.mark.virtual_time
+async def test_instances_that_join_by_a_plan_are_pairs_for_good_and_say_what_they_say_alone() -> None:
     """As live: whole instances drop half of their layers at the start; `build_cluster` makes the stages at once."""
-
-    async def ask(params: ClusterParams) -> None:
-        async with SimCluster(params) as cluster:
-            await asyncio.sleep(2.0)
-            led = [worker for worker in cluster.workers if worker.pipelines]
-            assert [len(worker.pipelines) for worker in led] == [1, 1], "two of four lead"
-            answers = await asyncio.gather(*(cluster.ask(request) for request in requests))
-            assert [a.tokens for a in answers] == [cluster.undisturbed(request) for request in requests]
-            await asyncio.sleep(60.0)
-            assert [len(worker.pipelines) for worker in led] == [1, 1], "and never stop to"
-            cluster.check_idle()
-
     rng = np.random.default_rng(1)
     requests = [
         SimRequest(f"r{i}", rng.integers(300, 30_000, int(rng.integers(1, 200))), 40, seed=i) for i in range(40)
     ]
-    run(ask(group_params(num_workers=4, system="fcfs-pp")))
+    async with SimCluster(group_params(num_workers=4, system="fcfs-pp")) as cluster:
+        await asyncio.sleep(2.0)
+        led = [worker for worker in cluster.workers if worker.pipelines]
+        assert [len(worker.pipelines) for worker in led] == [1, 1], "two of four lead"
+        await ask_all(cluster, requests)
+        await asyncio.sleep(60.0)
+        assert [len(worker.pipelines) for worker in led] == [1, 1], "and never stop to"
+        cluster.check_idle()
 
 
 def test_instances_that_do_not_come_out_even_are_refused() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from shared.systems import KvExchange
 from sim.cluster import ClusterParams
 from sim.devices.channel import ModelledLink
 from sim.requests import SimRequest
-from tests.support.group_room import BOTH, HALVES, NUM_LAYERS, PAGE_BYTES, WHOLE, Room, group_params, in_room
+from tests.support.group_room import BOTH, HALVES, NUM_LAYERS, PAGE_BYTES, Room, group_params, open_room
 from tests.support.hand_planner import states
 
 LOAD_S = 1.0
@@ -28,18 +27,21 @@ NUM_SEEDS = 20
 
 
 @pytest.fixture(autouse=True)
-def _short_splits() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (remote_kv, exchange_modes):
-            patch.setattr(module, "SPLIT_KEYS", 32)
-        yield
+def _short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (remote_kv, exchange_modes):
+        monkeypatch.setattr(module, "SPLIT_KEYS", 32)
 
 
 def params(rng: np.random.Generator) -> ClusterParams:
     """Links on which the KV of a few sequences takes from a tenth of a second to some."""
     rate = float(10 ** rng.uniform(5.5, 6.8))
-    cluster = group_params(system="kunserve-v1", num_pages=2400, load_bytes_per_s=NUM_LAYERS * 20 * PAGE_BYTES / LOAD_S)
-    return replace(cluster, link=ModelledLink(bytes_per_s=rate), kv_exchange=KvExchange.LIVE)
+    return group_params(
+        system="kunserve-v1",
+        num_pages=2400,
+        load_bytes_per_s=NUM_LAYERS * 20 * PAGE_BYTES / LOAD_S,
+        link=ModelledLink(bytes_per_s=rate),
+        kv_exchange=KvExchange.LIVE,
+    )
 
 
 def draw(rng: np.random.Generator, names: Iterator[int], count: int) -> list[SimRequest]:
@@ -50,8 +52,9 @@ def draw(rng: np.random.Generator, names: Iterator[int], count: int) -> list[Sim
     ]
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
-def test_kv_is_attended_elsewhere_and_a_restore_is_given_up_and_no_text_changes(seed: int) -> None:
+async def test_kv_is_attended_elsewhere_and_a_restore_is_given_up_and_no_text_changes(seed: int) -> None:
     rng, names = np.random.default_rng(seed), iter(range(1000))
 
     async def decoding(room: Room, count: int) -> None:
@@ -62,16 +65,17 @@ def test_kv_is_attended_elsewhere_and_a_restore_is_given_up_and_no_text_changes(
         while sum(engine.totals.num_generated_tokens for engine in engines) < before + 8 * count:
             await asyncio.sleep(0.002)
 
-    async def main(room: Room) -> None:
+    async with open_room(params(np.random.default_rng([seed, 1]))) as room:
         await decoding(room, int(rng.integers(6, 12)))
         assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
         await decoding(room, int(rng.integers(1, 4)))
         await asyncio.sleep(0.6)
 
         grouped = min(room.device(i).num_blocks(HALVES[i]) for i in range(2))
-        beside = min(room.device(i).blocks_beside(WHOLE) for i in range(2))
         ahead = min(room.device(i).whole_blocks for i in range(2))
-        assert states(await room.driver.load(BOTH, ahead if rng.random() < 0.5 else beside)) == ["done"] * 2
+        assert (
+            states(await room.driver.load(BOTH, ahead if rng.random() < 0.5 else room.beside_blocks())) == ["done"] * 2
+        )
         await asyncio.sleep(float(rng.uniform(0, 0.9 * LOAD_S)))
         assert room.device(0).loaded_ratio < 1, "the restore is under way"
         room.ask(*draw(rng, names, int(rng.integers(4, 12))))  # the burst
@@ -83,5 +87,3 @@ def test_kv_is_attended_elsewhere_and_a_restore_is_given_up_and_no_text_changes(
         assert room.cluster.network.num_remote_steps > 0, "KV was attended where it lay"
         room.ask(*draw(rng, names, 4))
         await room.check()
-
-    in_room(main, params(np.random.default_rng([seed, 1])))

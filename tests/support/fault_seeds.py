@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 
 from sim.faults.campaign import SeedReport
 from tests.support.seeds import first_of
@@ -18,17 +19,13 @@ class FaultSeeds:
 
     Args:
         run: runs one seed.
+
+    Attributes:
+        report_of: what came of a seed.
     """
 
     def __init__(self, run: Callable[[int], SeedReport]) -> None:
-        self._run = run
-        self._reports: dict[int, SeedReport] = {}
-
-    def report_of(self, seed: int) -> SeedReport:
-        """Return what came of a seed."""
-        if seed not in self._reports:
-            self._reports[seed] = self._run(seed)
-        return self._reports[seed]
+        self.report_of = cache(run)
 
     def check(self, first: int) -> None:
         """Check that some seeds, from the first on, violate nothing; names each that does."""

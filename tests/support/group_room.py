@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
-from collections.abc import Awaitable, Callable
-from typing import Concatenate, ParamSpec
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 
 from services.worker.engine.engine import Engine
 from services.worker.roles.agent import OrderAgent
-from shared.cost import load_profile
 from shared.ids import WorkerId
 from shared.layers import LayerRange, even_split
 from shared.messages.report import ElasticFacts, WorkerReport
@@ -20,9 +20,10 @@ from sim.cluster import ClusterParams, SimCluster
 from sim.devices.modelled_device import ModelledGroupDevice
 from sim.requests import SimAnswer, SimRequest
 from sim.virtual_time import run
-from sim.worker import SimWorkerParams
 from tests.support.drop_builders import make_elastic, make_model
 from tests.support.hand_planner import HandPlanner, states
+from tests.support.sim_clusters import cluster_of
+from tests.support.staged import played_in
 
 P = ParamSpec("P")
 
@@ -40,24 +41,23 @@ def elastic_facts(num_pages: int = 500) -> ElasticFacts:
 
 
 def group_params(
-    num_workers: int = 2, system: str = "fcfs-chunked", num_pages: int = 500, load_bytes_per_s: float = 25e9
+    num_workers: int = 2,
+    system: str = "fcfs-chunked",
+    num_pages: int = 500,
+    load_bytes_per_s: float = 25e9,
+    num_copies: int = 1024,
+    **changes: Any,
 ) -> ClusterParams:
-    """Workers of that many pages each, named w0 and following; parameters come back at that rate."""
-    cost = load_profile("llama-3-8b-tp1-a100").cost
-    workers = [
-        SimWorkerParams(
-            f"w{i}",
-            cost,
-            0,
-            system=system,
-            max_model_len=320,
-            max_batch_tokens=256,
-            elastic=elastic_facts(num_pages),
-            host_link_bytes_per_s=load_bytes_per_s,
-        )
-        for i in range(num_workers)
-    ]
-    return ClusterParams(tuple(workers), system=system)
+    """Workers of that many pages each, named w0 and following; parameters come back at that rate.
+
+    The hosts of the first `num_copies` workers have copies of them.
+    """
+    made = cluster_of(
+        num_workers, 0, system=system, max_model_len=320, max_batch_tokens=256, host_link_bytes_per_s=load_bytes_per_s
+    )
+    facts = [elastic_facts(num_pages).model_copy(update={"has_host_copy": i < num_copies}) for i in range(num_workers)]
+    workers = tuple(replace(worker, elastic=own) for worker, own in zip(made.workers, facts, strict=True))
+    return replace(made, workers=workers, **changes)
 
 
 def draw_requests(seed: int, count: int) -> list[SimRequest]:
@@ -114,39 +114,35 @@ class Room:
         """Return the KV blocks of a worker."""
         return self.engine(index).capacity_blocks
 
+    def beside_blocks(self, num_workers: int = 2) -> int:
+        """Return the blocks that each of the first workers has memory for beside all parameters."""
+        return min(self.device(index).blocks_beside(WHOLE) for index in range(num_workers))
+
     def role(self, index: int) -> tuple[str, int, tuple[int, int]]:
         """Return the group of a worker, its stage and its layers."""
         role = self.agent(index).role
         return role.group, role.stage, (role.layers.first, role.layers.end)
 
 
-def in_room(test: Callable[[Room], Awaitable[None]], cluster_params: ClusterParams) -> None:
-    """Run a test in a room of its own, at the end of which nothing may be left."""
-
-    async def main() -> None:
-        async with SimCluster(cluster_params) as cluster:
-            driver = HandPlanner(cluster.broker.connect("hand"))
-            await driver.start()
-            await asyncio.sleep(1.0)
-            await test(Room(cluster, driver))
-            await asyncio.sleep(3.0)
-            cluster.check_idle()
-
-    run(main())
+@asynccontextmanager
+async def open_room(cluster_params: ClusterParams) -> AsyncIterator[Room]:
+    """Have a room inside the block, at the end of which nothing may be left."""
+    async with SimCluster(cluster_params) as cluster:
+        driver = HandPlanner(cluster.broker.connect("hand"))
+        await driver.start()
+        await asyncio.sleep(1.0)
+        yield Room(cluster, driver)
+        await asyncio.sleep(3.0)
+        cluster.check_idle()
 
 
 def room_test(
     cluster_params: ClusterParams,
 ) -> Callable[[Callable[Concatenate[Room, P], Awaitable[None]]], Callable[P, None]]:
-    """Make a test of what is given a room of its own, beside what pytest gives; see `in_room`."""
+    """Make a test of what is given a room of its own, beside what pytest gives; see `open_room`."""
 
-    def decorate(test: Callable[Concatenate[Room, P], Awaitable[None]]) -> Callable[P, None]:
-        def run_test(*args: P.args, **kwargs: P.kwargs) -> None:
-            in_room(lambda room: test(room, *args, **kwargs), cluster_params)
+    async def main(test: Callable[[Room], Awaitable[None]]) -> None:
+        async with open_room(cluster_params) as room:
+            await test(room)
 
-        run_test.__name__, run_test.__doc__ = test.__name__, test.__doc__
-        parameters = list(inspect.signature(test).parameters.values())
-        run_test.__signature__ = inspect.Signature(parameters[1:])  # type: ignore[attr-defined]  # what pytest looks at
-        return run_test
-
-    return decorate
+    return played_in(lambda test: run(main(test)))
