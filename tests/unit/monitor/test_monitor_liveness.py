@@ -87,6 +87,9 @@ def test_layers_that_are_resident_contain_those_that_are_computed(resident: tupl
         ({"num_pages": 0}, "its memory has 0 pages and up to 100 blocks"),
         ({"num_pages": 2**45}, f"its memory has {2**45} pages and up to 100 blocks"),
         ({"max_blocks": -1}, "its memory has 64 pages and up to -1 blocks"),
+        ({"link_bytes_per_s": -1.0}, f"its link has -1 bytes/s, outside 0 to {2**50}"),
+        ({"link_bytes_per_s": float("nan")}, f"its link has nan bytes/s, outside 0 to {2**50}"),
+        ({"link_bytes_per_s": 2.0**51}, f"its link has 2.2518e+15 bytes/s, outside 0 to {2**50}"),
     ],
 )
 def test_memory_that_cannot_be_is_named(fields: dict[str, object], reason: str | None) -> None:
