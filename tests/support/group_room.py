@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Awaitable, Callable
-from typing import Concatenate, ParamSpec
+from typing import Concatenate
 
 import numpy as np
 
@@ -23,8 +22,7 @@ from sim.virtual_time import run
 from sim.worker import SimWorkerParams
 from tests.support.drop_builders import make_elastic, make_model
 from tests.support.hand_planner import HandPlanner, states
-
-P = ParamSpec("P")
+from tests.support.staged import P, played_in
 
 NUM_LAYERS = 8
 PAGE_BYTES = 4096
@@ -139,14 +137,4 @@ def room_test(
     cluster_params: ClusterParams,
 ) -> Callable[[Callable[Concatenate[Room, P], Awaitable[None]]], Callable[P, None]]:
     """Make a test of what is given a room of its own, beside what pytest gives; see `in_room`."""
-
-    def decorate(test: Callable[Concatenate[Room, P], Awaitable[None]]) -> Callable[P, None]:
-        def run_test(*args: P.args, **kwargs: P.kwargs) -> None:
-            in_room(lambda room: test(room, *args, **kwargs), cluster_params)
-
-        run_test.__name__, run_test.__doc__ = test.__name__, test.__doc__
-        parameters = list(inspect.signature(test).parameters.values())
-        run_test.__signature__ = inspect.Signature(parameters[1:])  # type: ignore[attr-defined]  # what pytest looks at
-        return run_test
-
-    return decorate
+    return played_in(lambda test: in_room(test, cluster_params))

@@ -40,7 +40,7 @@ async def finish(made: Cluster, session: Session, limit_s: float = 20.0) -> Fail
 
 
 @with_cluster()
-async def test_a_request_whose_worker_vanishes_goes_on_elsewhere_after_the_tokens_it_has(made: Cluster, /) -> None:
+async def test_a_request_whose_worker_vanishes_goes_on_elsewhere_after_the_tokens_it_has(made: Cluster) -> None:
     first, second = await made.add("a"), await made.add("b")
     session, taker = await run_on(made, "a")
     await first.stop()
@@ -56,9 +56,7 @@ async def test_a_request_whose_worker_vanishes_goes_on_elsewhere_after_the_token
 
 
 @with_cluster(lost_after_s=3.0)
-async def test_a_worker_that_hangs_is_left_after_the_limit_and_told_what_it_lost_when_it_is_back(
-    made: Cluster, /
-) -> None:
+async def test_a_worker_that_hangs_is_left_after_the_limit_and_told_what_it_lost_when_it_is_back(made: Cluster) -> None:
     first = await made.add("a", script=None)
     await made.add("b")
     session, taker = await run_on(made, "a", num_tokens=0)
@@ -78,7 +76,7 @@ async def test_a_worker_that_hangs_is_left_after_the_limit_and_told_what_it_lost
 
 
 @with_cluster()
-async def test_a_worker_that_was_lost_is_used_again_once_it_answers(made: Cluster, /) -> None:
+async def test_a_worker_that_was_lost_is_used_again_once_it_answers(made: Cluster) -> None:
     first, second = await made.add("a", script=None), await made.add("b")
     session = await made.admit()
     first.answers = False
@@ -95,7 +93,7 @@ async def test_a_worker_that_was_lost_is_used_again_once_it_answers(made: Cluste
 
 
 @with_cluster(silence_s=3600.0)
-async def test_another_process_of_a_workers_name_has_none_of_its_requests(made: Cluster, /) -> None:
+async def test_another_process_of_a_workers_name_has_none_of_its_requests(made: Cluster) -> None:
     first, second = await made.add("a", script=None), await made.add("b")
     first.incarnation = Incarnation(1)
     session = await made.admit()
@@ -108,7 +106,7 @@ async def test_another_process_of_a_workers_name_has_none_of_its_requests(made: 
 
 @pytest.mark.parametrize("status", [{"phase": WorkerPhase.STOPPED}, {"phase": WorkerPhase.LOADING, "incarnation": 7}])
 @with_cluster()
-async def test_a_worker_that_says_that_it_stopped_is_left_at_once(made: Cluster, /, status: dict[str, Any]) -> None:
+async def test_a_worker_that_says_that_it_stopped_is_left_at_once(made: Cluster, status: dict[str, Any]) -> None:
     first = await made.add("a")
     await made.add("b")
     session, taker = await run_on(made, "a")
@@ -121,7 +119,7 @@ async def test_a_worker_that_says_that_it_stopped_is_left_at_once(made: Cluster,
 
 
 @with_cluster()
-async def test_a_worker_that_only_the_monitor_cannot_hear_keeps_its_requests(made: Cluster, /) -> None:
+async def test_a_worker_that_only_the_monitor_cannot_hear_keeps_its_requests(made: Cluster) -> None:
     first, second = await made.add("a", script=None), await made.add("b")
     session = await made.admit()
     await asyncio.sleep(0.6)
@@ -135,7 +133,7 @@ async def test_a_worker_that_only_the_monitor_cannot_hear_keeps_its_requests(mad
 
 
 @with_cluster()
-async def test_requests_leave_a_draining_worker_only_if_another_one_takes_them(made: Cluster, /) -> None:
+async def test_requests_leave_a_draining_worker_only_if_another_one_takes_them(made: Cluster) -> None:
     first, second = await made.add("a", script=None), await made.add("b")
     session, taker = await run_on(made, "a", num_tokens=0)
     await first.emit(first.running["r", 1], ANSWER[:2])
@@ -155,7 +153,7 @@ async def test_requests_leave_a_draining_worker_only_if_another_one_takes_them(m
 
 
 @with_cluster(queue_limit_s=5.0)
-async def test_without_any_worker_a_running_request_waits_and_then_fails_as_no_capacity(made: Cluster, /) -> None:
+async def test_without_any_worker_a_running_request_waits_and_then_fails_as_no_capacity(made: Cluster) -> None:
     worker = await made.add("a", script=None)
     session = await made.admit()
     await worker.stop()
@@ -166,7 +164,7 @@ async def test_without_any_worker_a_running_request_waits_and_then_fails_as_no_c
 
 
 @with_cluster()
-async def test_a_running_request_waits_before_the_new_ones_and_goes_on_at_a_worker_that_comes(made: Cluster, /) -> None:
+async def test_a_running_request_waits_before_the_new_ones_and_goes_on_at_a_worker_that_comes(made: Cluster) -> None:
     first = await made.add("a")
     session, taker = await run_on(made, "a")
     first.refuse = RefusalReason.FULL
@@ -185,7 +183,7 @@ async def test_a_running_request_waits_before_the_new_ones_and_goes_on_at_a_work
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.4, 1.2, 2.0])
 @with_cluster()
-async def test_a_client_that_leaves_during_a_recovery_leaves_nothing_behind(made: Cluster, /, wait_s: float) -> None:
+async def test_a_client_that_leaves_during_a_recovery_leaves_nothing_behind(made: Cluster, wait_s: float) -> None:
     first, second = await made.add("a"), await made.add("b")
     second.answers = False
     session, _ = await run_on(made, "a")
@@ -200,7 +198,7 @@ async def test_a_client_that_leaves_during_a_recovery_leaves_nothing_behind(made
 
 
 @with_cluster()
-async def test_a_request_that_kills_two_workers_ends_and_the_others_go_on(made: Cluster, /) -> None:
+async def test_a_request_that_kills_two_workers_ends_and_the_others_go_on(made: Cluster) -> None:
     """Whoever works on the poison dies before it gives a token; the healthy requests beside it must not be blamed."""
     deaths: list[asyncio.Task[None]] = []
 
@@ -229,7 +227,7 @@ async def test_a_request_that_kills_two_workers_ends_and_the_others_go_on(made: 
 
 
 @with_cluster()
-async def test_a_request_that_kills_whom_it_is_offered_to_ends_after_two(made: Cluster, /) -> None:
+async def test_a_request_that_kills_whom_it_is_offered_to_ends_after_two(made: Cluster) -> None:
     """They die before they have answered the submission."""
     workers = [await made.add(name) for name in "abcd"]
     for worker in workers:
@@ -247,7 +245,7 @@ async def test_a_request_that_kills_whom_it_is_offered_to_ends_after_two(made: C
 @pytest.mark.parametrize(("incarnation", "loss"), [(1, Loss.UNKNOWN), (2, Loss.RESTARTED)])
 @with_cluster()
 async def test_a_worker_that_does_not_know_a_request_says_whether_it_is_the_process_that_had_it(
-    made: Cluster, /, incarnation: int, loss: Loss
+    made: Cluster, incarnation: int, loss: Loss
 ) -> None:
     """Else a poison request whose worker comes back before anybody misses it would never be blamed."""
     worker = await made.add(script=None)
@@ -264,7 +262,7 @@ async def test_a_worker_that_does_not_know_a_request_says_whether_it_is_the_proc
 
 
 @with_cluster(silence_s=3600.0)
-async def test_a_lost_last_message_is_noticed_by_the_numbers_of_the_renewals(made: Cluster, /) -> None:
+async def test_a_lost_last_message_is_noticed_by_the_numbers_of_the_renewals(made: Cluster) -> None:
     worker = await made.add(script=None)
     session = await made.admit()
     await worker.emit(worker.running["r", 1], [1])
@@ -275,7 +273,7 @@ async def test_a_lost_last_message_is_noticed_by_the_numbers_of_the_renewals(mad
 
 
 @with_cluster()
-async def test_a_second_dispatcher_takes_a_resumable_request_over(made: Cluster, /) -> None:
+async def test_a_second_dispatcher_takes_a_resumable_request_over(made: Cluster) -> None:
     async with cluster(made.broker, "d1") as other:
         worker = await made.add(script=None)
         await other.view(make_status("w0"))
@@ -292,7 +290,7 @@ async def test_a_second_dispatcher_takes_a_resumable_request_over(made: Cluster,
 @pytest.mark.parametrize("reason", [RefusalReason.CANCELLED, RefusalReason.DUPLICATE])
 @with_cluster()
 async def test_a_name_that_a_worker_knows_from_before_gets_the_next_number_at_once(
-    made: Cluster, /, reason: RefusalReason
+    made: Cluster, reason: RefusalReason
 ) -> None:
     """The request is sent again by way of a dispatcher that knows nothing of it, and the worker remembers its end."""
     worker = await made.add()
@@ -305,7 +303,7 @@ async def test_a_name_that_a_worker_knows_from_before_gets_the_next_number_at_on
 
 
 @with_cluster()
-async def test_what_a_worker_ended_as_an_orphan_goes_on(made: Cluster, /) -> None:
+async def test_what_a_worker_ended_as_an_orphan_goes_on(made: Cluster) -> None:
     """The dispatcher's process was frozen for so long that the worker gave its request up."""
     worker = await made.add(script=None)
     session = await made.admit()
@@ -318,7 +316,7 @@ async def test_what_a_worker_ended_as_an_orphan_goes_on(made: Cluster, /) -> Non
 
 
 @with_cluster()
-async def test_a_request_that_is_asked_again_goes_on_after_the_tokens_that_it_has(made: Cluster, /) -> None:
+async def test_a_request_that_is_asked_again_goes_on_after_the_tokens_that_it_has(made: Cluster) -> None:
     worker = await made.add()
     session, taker = await made.serve(generated=tuple(ANSWER[:7]), num_attempts=3, resumable=True)
     assert taker.tokens == session.tokens == ANSWER
@@ -327,7 +325,7 @@ async def test_a_request_that_is_asked_again_goes_on_after_the_tokens_that_it_ha
 
 
 @with_cluster()
-async def test_a_request_whose_time_is_over_at_its_worker_has_timed_out(made: Cluster, /) -> None:
+async def test_a_request_whose_time_is_over_at_its_worker_has_timed_out(made: Cluster) -> None:
     worker = await made.add(script=None)
     session = await made.admit(limit_s=10.0)
     await asyncio.sleep(9.99)
@@ -337,7 +335,7 @@ async def test_a_request_whose_time_is_over_at_its_worker_has_timed_out(made: Cl
 
 @with_cluster()
 async def test_late_tokens_of_an_attempt_that_was_given_up_do_not_count_though_the_same_worker_has_the_next(
-    made: Cluster, /
+    made: Cluster,
 ) -> None:
     worker = await made.add(script=None)
     session = await made.admit()
@@ -355,7 +353,7 @@ async def test_late_tokens_of_an_attempt_that_was_given_up_do_not_count_though_t
 
 
 @with_cluster()
-async def test_a_worker_that_a_new_monitor_has_not_heard_yet_is_still_there(made: Cluster, /) -> None:
+async def test_a_worker_that_a_new_monitor_has_not_heard_yet_is_still_there(made: Cluster) -> None:
     """Its first view names only whom it has heard; if it dies too, that was the last view."""
     first, second = await made.add("a"), await made.add("b")
     await made.view(make_status("a"))

@@ -178,21 +178,19 @@ async def test_a_lost_broker_is_not_the_workers_death(room: Room) -> None:
     assert room.monitor.counters["views_not_written"] >= 59
 
 
-def test_it_answers_the_service_protocol_and_its_endpoints() -> None:
-    answers: dict[str, Any] = {}
-
-    async def ask(room: Room) -> None:
-        await room.report("b")
-        await room.report("a")
-        await asyncio.sleep(0.1)
+@played_in(in_room)
+async def test_it_answers_the_service_protocol_and_its_endpoints(room: Room) -> None:
+    await room.report("b")
+    await room.report("a")
+    await asyncio.sleep(0.1)
+    answers = {
+        name: json.loads(await room.bus.request(subject, b"", timeout_s=1))
         for name, subject in (
             ("info", "$SRV.INFO.sluice-monitor"),
             ("view", SUBJECTS.admin("monitor", "m", "view")),
             ("counters", SUBJECTS.admin("monitor", "m", "counters")),
-        ):
-            answers[name] = json.loads(await room.bus.request(subject, b"", timeout_s=1))
-
-    in_room(ask)
+        )
+    }
     assert answers["info"]["description"]
     assert all(isinstance(value, str) for value in answers["info"]["metadata"].values())
     assert [endpoint["name"] for endpoint in answers["info"]["endpoints"]] == ["view", "counters"]

@@ -81,15 +81,14 @@ class Room:
         await self.bus.close()
 
 
-def in_room(test: Callable[[Room], Awaitable[None]]) -> Room:
-    async def main() -> Room:
+def in_room(test: Callable[[Room], Awaitable[None]]) -> None:
+    async def main() -> None:
         room = Room(MemoryBroker(latency_s=0.001))
         await room.bus.subscribe("sluice.*.event.>", room.on_event)
         await test(room)
         await room.close()
-        return room
 
-    return run(main())
+    run(main())
 
 
 @played_in(in_room)
@@ -285,46 +284,40 @@ async def test_an_uncertain_write_is_settled_by_a_new_claim(room: Room, monkeypa
     assert (plan.epoch, plan.lever) == (4, "preempt"), "3 is the claim"
 
 
-def test_after_a_write_without_an_answer_nothing_is_written_before_a_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.virtual_time
+async def test_after_a_write_without_an_answer_nothing_is_written_before_a_claim(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The write arrives; by its revision the next one would look like another planner's."""
+    bucket = await MemoryBroker().connect("p").key_value(SUBJECTS.plan_bucket())
+    book, epochs = PlanBook(bucket), []
+    epochs.append((await book.claim("test")).epoch)
+    update = type(bucket).update
 
-    async def main() -> list[int]:
-        bucket = await MemoryBroker().connect("p").key_value(SUBJECTS.plan_bucket())
-        book, epochs = PlanBook(bucket), []
-        epochs.append((await book.claim("test")).epoch)
-        update = type(bucket).update
+    async def lose_answer(*values: Any) -> int:
+        await update(*values)
+        raise BusError("no answer")
 
-        async def lose_answer(*values: Any) -> int:
-            await update(*values)
-            raise BusError("no answer")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(type(bucket), "update", lose_answer)
-            with pytest.raises(BusError, match="no answer"):
-                await book.write("none", "lost")
-        with pytest.raises(BusError, match="nobody knows what the plan key holds"):
-            await book.write("none", "too early")
-        epochs.append((await book.claim("test")).epoch)
-        epochs.append((await book.write("none", "again")).epoch)
-        return epochs
-
-    assert run(main()) == [1, 3, 4]
+    with monkeypatch.context() as patch:
+        patch.setattr(type(bucket), "update", lose_answer)
+        with pytest.raises(BusError, match="no answer"):
+            await book.write("none", "lost")
+    with pytest.raises(BusError, match="nobody knows what the plan key holds"):
+        await book.write("none", "too early")
+    epochs.append((await book.claim("test")).epoch)
+    epochs.append((await book.write("none", "again")).epoch)
+    assert epochs == [1, 3, 4]
 
 
-def test_it_answers_the_service_protocol_and_says_its_decision() -> None:
-    answers: dict[str, Any] = {}
-
-    async def ask(room: Room) -> None:
-        await room.start()
-        await asyncio.sleep(1)
-        answers["info"] = json.loads(await room.bus.request("$SRV.INFO.sluice-planner", b"", timeout_s=1))
-        answers["plan"] = json.loads(await room.bus.request(SUBJECTS.admin("planner", "p", "plan"), b"", timeout_s=1))
-
-    in_room(ask)
-    assert answers["info"]["description"]
-    assert [endpoint["name"] for endpoint in answers["info"]["endpoints"]] == ["plan", "drop", "restore", "metrics"]
-    assert all(isinstance(value, str) for value in answers["info"]["metadata"].values())
-    assert answers["plan"] == {
+@played_in(in_room)
+async def test_it_answers_the_service_protocol_and_says_its_decision(room: Room) -> None:
+    await room.start()
+    await asyncio.sleep(1)
+    info = json.loads(await room.bus.request("$SRV.INFO.sluice-planner", b"", timeout_s=1))
+    assert info["description"]
+    assert [endpoint["name"] for endpoint in info["endpoints"]] == ["plan", "drop", "restore", "metrics"]
+    assert all(isinstance(value, str) for value in info["metadata"].values())
+    assert json.loads(await room.bus.request(SUBJECTS.admin("planner", "p", "plan"), b"", timeout_s=1)) == {
         "epoch": 1,
         "superseded": False,
         "levers": [],
