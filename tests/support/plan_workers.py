@@ -45,8 +45,7 @@ from shared.transport.bus import BusError, Endpoint, KvEntry, Message, ServiceIn
 from shared.transport.memory_bus import Delivery, MemoryBroker, MemoryBus
 from shared.wire import decode_json, decode_union_json, encode_json
 from sim.faults.nodes import MonitorNode, PlannerNode
-from tests.support.drop_builders import make_model
-from tests.support.statuses import make_elastic
+from tests.support.drop_builders import make_elastic, make_model
 
 SUBJECTS = Subjects()
 MODEL = make_model(8, layer_bytes=(8 * 64,) * 8)
@@ -199,8 +198,6 @@ class PlanWorker:
         resident = self.resident or self.layers
         used, demanded = sum(load.used for load in loads), sum(load.demanded for load in loads)
         queued = sum(load.queued for load in loads)
-        sizes = {"layer_bytes": self.model.layer_bytes, "block_bytes": self.model.block_bytes, "num_pages": NUM_PAGES}
-        elastic = make_elastic(**sizes, max_blocks=10_000, has_host_copy=True)
         return WorkerReport(
             worker_id=self.worker_id,
             sequence_number=self._number,
@@ -224,7 +221,7 @@ class PlanWorker:
             num_stages=max(len(self.group), 1),
             plan_id=self.plan_id,
             stage_address=f"{self.worker_id}:1",
-            elastic=elastic if self.is_elastic else None,
+            elastic=make_elastic(self.model, num_pages=NUM_PAGES) if self.is_elastic else None,
             token_s=0.0001,
         )
 

@@ -26,13 +26,21 @@ from shared.ids import Incarnation, WorkerId
 from shared.layers import LayerRange
 from shared.messages.plan import FormGroup, PlannedWorker, RestoreInstance
 from shared.messages.report import Liveness, WorkerPhase, WorkerStatus
-from tests.support.drop_builders import make_facts, make_group, make_instance, make_model, make_pair, random_facts
+from tests.support.drop_builders import (
+    make_elastic,
+    make_facts,
+    make_group,
+    make_instance,
+    make_model,
+    make_pair,
+    random_facts,
+)
 from tests.support.kinds import of_kind, some
-from tests.support.statuses import make_elastic, make_status, make_view
+from tests.support.statuses import make_status, make_view
 
 PACING = PacingParams(restore_ratio=0.5, restore_hold_s=10.0, cooldown_s=5.0, retry_s=2.0, max_retry_s=20.0)
 OBSERVE = ObserveParams((1.0, 1.8), horizon_s=2.0)
-ELASTIC = make_elastic(has_host_copy=True)
+ELASTIC = make_elastic(make_model(), num_pages=64, max_blocks=50)
 
 
 def status(name: str, **fields: Any) -> WorkerStatus:
