@@ -39,14 +39,20 @@ async def finish(made: Cluster, session: Session, limit_s: float = 20.0) -> Fail
     return outcome
 
 
+async def finish_whole(made: Cluster, session: Session, reader: Taker | None = None) -> None:
+    """Wait for the end: the answer is whole, and the reader has all of it."""
+    assert await finish(made, session) is None
+    assert session.tokens == ANSWER
+    assert reader is None or reader.tokens == ANSWER
+
+
 @with_cluster()
 async def test_a_request_whose_worker_vanishes_goes_on_elsewhere_after_the_tokens_it_has(made: Cluster) -> None:
     first, second = await made.add("a"), await made.add("b")
     session, taker = await run_on(made, "a")
     await first.stop()
     died_s = made.now_s
-    assert await finish(made, session) is None
-    assert taker.tokens == ANSWER
+    await finish_whole(made, session, taker)
     (submit,) = second.submits
     assert submit.attempt == 2
     assert submit.generated_ids().tolist() == ANSWER[: len(submit.generated) // 4]
@@ -65,8 +71,7 @@ async def test_a_worker_that_hangs_is_left_after_the_limit_and_told_what_it_lost
     await asyncio.sleep(0.6)
     first.answers = False
     hung_s = made.now_s
-    assert await finish(made, session) is None
-    assert taker.tokens == ANSWER
+    await finish_whole(made, session, taker)
     assert 2.0 < made.now_s - hung_s < 5.5
     await first.emit(running, [7, 7], FinishReason.STOP)
     first.answers = True
@@ -114,8 +119,7 @@ async def test_a_worker_that_says_that_it_stopped_is_left_at_once(made: Cluster,
     await made.view(make_status("a", **status), make_status("b"))
     await asyncio.sleep(0.001)
     assert session.worker_id == "b"
-    assert await finish(made, session) is None
-    assert taker.tokens == ANSWER
+    await finish_whole(made, session, taker)
 
 
 @with_cluster()
@@ -146,8 +150,7 @@ async def test_requests_leave_a_draining_worker_only_if_another_one_takes_them(m
     assert taker.tokens == ANSWER[:4]
     second.refuse = None
     await made.view(make_status("a", phase=WorkerPhase.DRAINING, num_steps=2), make_status("b"))
-    assert await finish(made, session) is None
-    assert taker.tokens == ANSWER
+    await finish_whole(made, session, taker)
     assert [cancel.attempt for cancel in first.cancels] == [1]
     assert second.submits[-1].generated_ids().tolist() == ANSWER[:4]
 
@@ -173,12 +176,9 @@ async def test_a_running_request_waits_before_the_new_ones_and_goes_on_at_a_work
     await first.stop()
     await asyncio.sleep(2)
     second = await made.add("b")
-    assert await finish(made, session) is None
-    assert taker.tokens == ANSWER
+    await finish_whole(made, session, taker)
     assert second.submits[0].request_id == "r"
-    for task in newcomers:
-        _, other = await task
-        assert other.tokens == ANSWER
+    assert [taker.tokens for _, taker in await asyncio.gather(*newcomers)] == [ANSWER] * len(newcomers)
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.4, 1.2, 2.0])
@@ -221,9 +221,7 @@ async def test_a_request_that_kills_two_workers_ends_and_the_others_go_on(made: 
     assert await finish(made, session, limit_s=30) is FailureCode.REQUEST_FAILED
     assert len(deaths) == 2
     assert made.sessions.recovery.num_poison == 1
-    for task in healthy:
-        _, taker = await task
-        assert taker.tokens == ANSWER
+    assert [taker.tokens for _, taker in await asyncio.gather(*healthy)] == [ANSWER] * len(healthy)
 
 
 @with_cluster()
@@ -237,9 +235,7 @@ async def test_a_request_that_kills_whom_it_is_offered_to_ends_after_two(made: C
     assert await made.refusal("poison") is FailureCode.REQUEST_FAILED
     assert sum(worker.death is not None for worker in workers) == 2
     assert made.sessions.recovery.num_poison == 1
-    for task in healthy:
-        _, taker = await task
-        assert taker.tokens == ANSWER
+    assert [taker.tokens for _, taker in await asyncio.gather(*healthy)] == [ANSWER] * len(healthy)
 
 
 @pytest.mark.parametrize(("incarnation", "loss"), [(1, Loss.UNKNOWN), (2, Loss.RESTARTED)])
@@ -310,8 +306,7 @@ async def test_what_a_worker_ended_as_an_orphan_goes_on(made: Cluster) -> None:
     await worker.emit(worker.running["r", 1], ANSWER[:4])
     worker.script = lambda _: ANSWER
     await worker.emit(worker.running.pop(("r", 1)), [], FinishReason.CANCELLED)
-    assert await finish(made, session) is None
-    assert session.tokens == ANSWER
+    await finish_whole(made, session)
     assert [submit.attempt for submit in worker.submits] == [1, 2]
 
 
@@ -348,8 +343,7 @@ async def test_late_tokens_of_an_attempt_that_was_given_up_do_not_count_though_t
     await asyncio.sleep(0.1)
     assert session.tokens == ANSWER[:2]
     await worker.emit(worker.running["r", 2], ANSWER[2:], FinishReason.STOP)
-    assert await finish(made, session) is None
-    assert session.tokens == ANSWER
+    await finish_whole(made, session)
 
 
 @with_cluster()
@@ -359,6 +353,5 @@ async def test_a_worker_that_a_new_monitor_has_not_heard_yet_is_still_there(made
     await made.view(make_status("a"))
     session, taker = await run_on(made, "a")
     await first.stop()
-    assert await finish(made, session) is None
-    assert taker.tokens == ANSWER
+    await finish_whole(made, session, taker)
     assert [submit.request_id for submit in second.submits] == ["r"]
