@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Concatenate
 
 import numpy as np
@@ -18,7 +20,6 @@ from shared.types import FinishReason
 from sim.cluster import ClusterParams, SimCluster
 from sim.devices.modelled_device import ModelledGroupDevice
 from sim.requests import SimAnswer, SimRequest
-from sim.virtual_time import run
 from sim.worker import SimWorkerParams
 from tests.support.drop_builders import make_elastic, make_model
 from tests.support.hand_planner import HandPlanner, states
@@ -118,23 +119,25 @@ class Room:
         return role.group, role.stage, (role.layers.first, role.layers.end)
 
 
-def in_room(test: Callable[[Room], Awaitable[None]], cluster_params: ClusterParams) -> None:
-    """Run a test in a room of its own, at the end of which nothing may be left."""
-
-    async def main() -> None:
-        async with SimCluster(cluster_params) as cluster:
-            driver = HandPlanner(cluster.broker.connect("hand"))
-            await driver.start()
-            await asyncio.sleep(1.0)
-            await test(Room(cluster, driver))
-            await asyncio.sleep(3.0)
-            cluster.check_idle()
-
-    run(main())
+@asynccontextmanager
+async def open_room(cluster_params: ClusterParams) -> AsyncIterator[Room]:
+    """A room, at the end of which nothing may be left."""
+    async with SimCluster(cluster_params) as cluster:
+        driver = HandPlanner(cluster.broker.connect("hand"))
+        await driver.start()
+        await asyncio.sleep(1.0)
+        yield Room(cluster, driver)
+        await asyncio.sleep(3.0)
+        cluster.check_idle()
 
 
 def room_test(
     cluster_params: ClusterParams,
 ) -> Callable[[Callable[Concatenate[Room, P], Awaitable[None]]], Callable[P, None]]:
-    """Make a test of what is given a room of its own, beside what pytest gives; see `in_room`."""
-    return played_in(lambda test: in_room(test, cluster_params))
+    """Make a test of what is given a room of its own, beside what pytest gives; see `open_room`."""
+    return played_in(partial(open_room, cluster_params))
+
+
+def in_room(test: Callable[[Room], Awaitable[None]], cluster_params: ClusterParams) -> None:
+    """Run this in a room of its own."""
+    room_test(cluster_params)(test)()

@@ -379,6 +379,8 @@ class PlanCluster:
         self.workers: dict[WorkerId, PlanWorker] = {}
         self.heard: list[Heard] = []
         self.violations: list[str] = []
+        self.is_lossless = True
+        """Whether whoever lives must have heard what became of each plan."""
         self.plans: list[Plan] = []
         self._new_plan = asyncio.Event()
         self.events: list[tuple[float, str, str]] = []
@@ -538,12 +540,12 @@ class PlanCluster:
         self.plans.append(decode_json(entry.value, Plan))
         self._new_plan.set()
 
-    def check(self, *, is_lossless: bool = True) -> None:
+    def check(self) -> None:
         """Hold what was heard to the laws; raises AssertionError."""
         assert not self.violations
         self._check_epochs()
         for plan_id in dict.fromkeys(heard.plan_id for heard in self.heard):
-            self._check_plan(plan_id, is_lossless=is_lossless)
+            self._check_plan(plan_id)
         self._check_groups()
 
     def _check_epochs(self) -> None:
@@ -556,7 +558,7 @@ class PlanCluster:
                     for stage in step.stages:
                         assert LayerRange(*stage.held).covers(LayerRange(*stage.layers)), "it would have to load"
 
-    def _check_plan(self, plan_id: int, *, is_lossless: bool) -> None:
+    def _check_plan(self, plan_id: int) -> None:
         heard = [each for each in self.heard if each.plan_id == plan_id]
         named = {worker.worker_id for p in self.plans if p.plan_id == plan_id for worker in p.workers}
         assert {each.worker_id for each in heard} <= named, "somebody else was asked"
@@ -571,7 +573,7 @@ class PlanCluster:
             refused = [name for name, each in first.items() if each.state is not PlanState.PREPARED]
             assert not refused, f"plan {plan_id} was committed although {refused} refused"
             assert first.keys() == named, f"plan {plan_id} was committed although not all were prepared"
-        if is_lossless:
+        if self.is_lossless:
             told = {each.worker_id for each in (*commits, *aborts)}
             silent = {name for name in named - told if self.workers[name].is_alive}
             assert not silent, f"{sorted(silent)} never heard what became of plan {plan_id}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate
 
@@ -18,7 +19,6 @@ from shared.ids import Incarnation, RequestId
 from shared.messages.request import pack_token_ids
 from shared.transport.memory_bus import MemoryBroker
 from shared.types import FinishReason, QoeTarget, SamplingParams
-from sim.virtual_time import run
 from tests.support.fake_worker import FakeWorker, make_status, publish_view
 from tests.support.staged import P, played_in
 
@@ -155,9 +155,4 @@ def with_cluster(
     **settings: Any,
 ) -> Callable[[Callable[Concatenate[Cluster, P], Awaitable[None]]], Callable[P, None]]:
     """Run a test on the virtual clock, with a cluster of its own as its first argument."""
-
-    async def play(test: Callable[[Cluster], Awaitable[None]]) -> None:
-        async with cluster(**settings) as made:
-            await test(made)
-
-    return played_in(lambda test: run(play(test)))
+    return played_in(partial(cluster, **settings))
