@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any, Concatenate, ParamSpec
+from functools import partial
+from typing import Any, Concatenate
 
 import numpy as np
 
@@ -19,13 +20,10 @@ from shared.types import FinishReason
 from sim.cluster import ClusterParams, SimCluster
 from sim.devices.modelled_device import ModelledGroupDevice
 from sim.requests import SimAnswer, SimRequest
-from sim.virtual_time import run
 from tests.support.drop_builders import make_elastic, make_model
 from tests.support.hand_planner import HandPlanner, states
 from tests.support.sim_clusters import cluster_of
-from tests.support.staged import played_in
-
-P = ParamSpec("P")
+from tests.support.staged import P, played_in
 
 NUM_LAYERS = 8
 PAGE_BYTES = 4096
@@ -140,9 +138,4 @@ def room_test(
     cluster_params: ClusterParams,
 ) -> Callable[[Callable[Concatenate[Room, P], Awaitable[None]]], Callable[P, None]]:
     """Make a test of what is given a room of its own, beside what pytest gives; see `open_room`."""
-
-    async def main(test: Callable[[Room], Awaitable[None]]) -> None:
-        async with open_room(cluster_params) as room:
-            await test(room)
-
-    return played_in(lambda test: run(main(test)))
+    return played_in(partial(open_room, cluster_params))

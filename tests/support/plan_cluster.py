@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Concatenate
 
 from services.planner.config import PlannerSettings
-from sim.virtual_time import run
 from tests.support.plan_workers import Faults, PlanCluster
 from tests.support.staged import P, played_in
 
@@ -17,31 +17,26 @@ def settings(**changes: object) -> PlannerSettings:
     return PlannerSettings.model_validate({"instance_id": "p", "system": "kunserve", **changes})
 
 
-def in_cluster(
-    test: Callable[[PlanCluster], Awaitable[None]],
+@asynccontextmanager
+async def open_cluster(
     num_workers: int = 4,
     planner: PlannerSettings | None = None,
     deliver: Faults | None = None,
     *,
     loads_beside: bool = False,
-) -> PlanCluster:
-    """Run a test in virtual time, in a cluster whose workers are ready and whose planner is not started."""
-
-    async def main() -> PlanCluster:
-        cluster = PlanCluster(num_workers, planner or settings(), deliver, loads_beside=loads_beside)
-        await cluster.start()
-        await asyncio.sleep(2)
-        await test(cluster)
-        await cluster.close()
-        return cluster
-
-    return run(main())
+) -> AsyncIterator[PlanCluster]:
+    """A cluster whose workers are ready and whose planner is not started."""
+    cluster = PlanCluster(num_workers, planner or settings(), deliver, loads_beside=loads_beside)
+    await cluster.start()
+    await asyncio.sleep(2)
+    yield cluster
+    await cluster.close()
 
 
 def clustered(
     num_workers: int = 4, *, loads_beside: bool = False, **changes: object
 ) -> Callable[[Callable[Concatenate[PlanCluster, P], Awaitable[None]]], Callable[P, None]]:
-    """Have a test run `in_cluster`, and hold what its workers have heard to the laws when it has ended.
+    """Have a test be given an `open_cluster`, and hold what its workers have heard to the laws when it has ended.
 
     Args:
         num_workers: of the cluster.
@@ -49,7 +44,10 @@ def clustered(
         changes: of the planner's settings.
     """
 
-    def play(test: Callable[[PlanCluster], Awaitable[None]]) -> None:
-        in_cluster(test, num_workers, settings(**changes), loads_beside=loads_beside).check()
+    @asynccontextmanager
+    async def open_checked() -> AsyncIterator[PlanCluster]:
+        async with open_cluster(num_workers, settings(**changes), loads_beside=loads_beside) as cluster:
+            yield cluster
+        cluster.check()
 
-    return played_in(play)
+    return played_in(open_checked)

@@ -45,8 +45,7 @@ from shared.transport.bus import BusError, Endpoint, KvEntry, Message, ServiceIn
 from shared.transport.memory_bus import Delivery, MemoryBroker, MemoryBus
 from shared.wire import decode_json, decode_union_json, encode_json
 from sim.faults.nodes import MonitorNode, PlannerNode
-from tests.support.drop_builders import make_model
-from tests.support.statuses import make_elastic
+from tests.support.drop_builders import make_elastic, make_model
 
 SUBJECTS = Subjects()
 MODEL = make_model(8, layer_bytes=(8 * 64,) * 8)
@@ -199,8 +198,6 @@ class PlanWorker:
         resident = self.resident or self.layers
         used, demanded = sum(load.used for load in loads), sum(load.demanded for load in loads)
         queued = sum(load.queued for load in loads)
-        sizes = {"layer_bytes": self.model.layer_bytes, "block_bytes": self.model.block_bytes, "num_pages": NUM_PAGES}
-        elastic = make_elastic(**sizes, max_blocks=10_000, has_host_copy=True)
         return WorkerReport(
             worker_id=self.worker_id,
             sequence_number=self._number,
@@ -224,7 +221,7 @@ class PlanWorker:
             num_stages=max(len(self.group), 1),
             plan_id=self.plan_id,
             stage_address=f"{self.worker_id}:1",
-            elastic=elastic if self.is_elastic else None,
+            elastic=make_elastic(self.model, num_pages=NUM_PAGES) if self.is_elastic else None,
             token_s=0.0001,
         )
 
@@ -382,6 +379,8 @@ class PlanCluster:
         self.workers: dict[WorkerId, PlanWorker] = {}
         self.heard: list[Heard] = []
         self.violations: list[str] = []
+        self.is_lossless = True
+        """Whether whoever lives must have heard what became of each plan."""
         self.plans: list[Plan] = []
         self._new_plan = asyncio.Event()
         self.events: list[tuple[float, str, str]] = []
@@ -541,12 +540,12 @@ class PlanCluster:
         self.plans.append(decode_json(entry.value, Plan))
         self._new_plan.set()
 
-    def check(self, *, is_lossless: bool = True) -> None:
+    def check(self) -> None:
         """Hold what was heard to the laws; raises AssertionError."""
         assert not self.violations
         self._check_epochs()
         for plan_id in dict.fromkeys(heard.plan_id for heard in self.heard):
-            self._check_plan(plan_id, is_lossless=is_lossless)
+            self._check_plan(plan_id)
         self._check_groups()
 
     def _check_epochs(self) -> None:
@@ -559,7 +558,7 @@ class PlanCluster:
                     for stage in step.stages:
                         assert LayerRange(*stage.held).covers(LayerRange(*stage.layers)), "it would have to load"
 
-    def _check_plan(self, plan_id: int, *, is_lossless: bool) -> None:
+    def _check_plan(self, plan_id: int) -> None:
         heard = [each for each in self.heard if each.plan_id == plan_id]
         named = {worker.worker_id for p in self.plans if p.plan_id == plan_id for worker in p.workers}
         assert {each.worker_id for each in heard} <= named, "somebody else was asked"
@@ -574,7 +573,7 @@ class PlanCluster:
             refused = [name for name, each in first.items() if each.state is not PlanState.PREPARED]
             assert not refused, f"plan {plan_id} was committed although {refused} refused"
             assert first.keys() == named, f"plan {plan_id} was committed although not all were prepared"
-        if is_lossless:
+        if self.is_lossless:
             told = {each.worker_id for each in (*commits, *aborts)}
             silent = {name for name in named - told if self.workers[name].is_alive}
             assert not silent, f"{sorted(silent)} never heard what became of plan {plan_id}"

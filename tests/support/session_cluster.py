@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import wraps
+from functools import partial
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate
 
 import pytest
 
@@ -19,10 +19,9 @@ from shared.ids import Incarnation, RequestId
 from shared.messages.request import pack_token_ids
 from shared.transport.memory_bus import MemoryBroker
 from shared.types import FinishReason, QoeTarget, SamplingParams
-from sim.virtual_time import run
 from tests.support.fake_worker import FakeWorker, make_status, publish_view
+from tests.support.staged import P, played_in
 
-P = ParamSpec("P")
 ANSWER = list(range(100, 120))
 
 
@@ -154,18 +153,6 @@ async def cluster(
 
 def with_cluster(
     **settings: Any,
-) -> Callable[[Callable[Concatenate[Cluster, P], Coroutine[Any, Any, None]]], Callable[P, None]]:
-    """Run a test on the virtual clock, with a cluster of its own as its first, positional argument."""
-
-    def decorate(test: Callable[Concatenate[Cluster, P], Coroutine[Any, Any, None]]) -> Callable[P, None]:
-        @wraps(test)
-        def run_test(*args: P.args, **arguments: P.kwargs) -> None:
-            async def main() -> None:
-                async with cluster(**settings) as made:
-                    await test(made, *args, **arguments)
-
-            run(main())
-
-        return run_test
-
-    return decorate
+) -> Callable[[Callable[Concatenate[Cluster, P], Awaitable[None]]], Callable[P, None]]:
+    """Run a test on the virtual clock, with a cluster of its own as its first argument."""
+    return played_in(partial(cluster, **settings))

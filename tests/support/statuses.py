@@ -5,22 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shared.ids import WorkerId
-from shared.messages.report import ClusterView, ElasticFacts, Liveness, WorkerPhase, WorkerReport, WorkerStatus
-
-
-def make_elastic(**fields: Any) -> ElasticFacts:
-    """Eight equal layers of two pages each, no outer parts, blocks as large as a page."""
-    common: dict[str, Any] = {
-        "layer_bytes": (128,) * 8,
-        "outer_bytes": 0,
-        "first_stage_end": 0,
-        "last_stage_begin": 0,
-        "block_bytes": 64,
-        "page_bytes": 64,
-        "num_pages": 64,
-        "max_blocks": 50,
-    }
-    return ElasticFacts(**(common | fields))
+from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
 
 
 def make_report(worker_id: str = "w", **fields: Any) -> WorkerReport:

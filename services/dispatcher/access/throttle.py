@@ -13,7 +13,7 @@ BURST: Final = 60
 MAX_ADDRESSES: Final = 4096
 """Addresses that are remembered; of more, the ones that were quiet for longest are forgotten."""
 _IPV6_PREFIX: Final = 64
-"""Bits of an IPv6 address that name a network: a host has all of it to itself."""
+"""Bits of an IPv6 address that name a network; one client may have all addresses in it."""
 
 
 class WrongKeyThrottle:
@@ -27,7 +27,7 @@ class WrongKeyThrottle:
 
     def note(self, address: str, now_s: float) -> float:
         """Count a wrong key and return for how many seconds its sender should wait; 0: it gets an ordinary refusal."""
-        network = _network(address)
+        network = network_of(address) or address[:64]
         bucket = self._buckets.pop(network, Bucket(BURST, now_s))
         outcome = take(bucket, BURST, 1, now_s)
         self._buckets[network] = bucket if isinstance(outcome, Short) else outcome
@@ -36,11 +36,14 @@ class WrongKeyThrottle:
         return (outcome.wait_s or 0.0) if isinstance(outcome, Short) else 0.0
 
 
-def _network(address: str) -> str:
+def network_of(address: str) -> str | None:
+    """Return whom an address counts for: the IPv4 address, however written, or the IPv6 network; None: neither."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
-        return address[:64]
-    if found.version == 4:
+        return None
+    if isinstance(found, ipaddress.IPv4Address):
         return str(found)
+    if found.ipv4_mapped is not None:
+        return str(found.ipv4_mapped)
     return str(ipaddress.ip_network((found, _IPV6_PREFIX), strict=False))

@@ -5,16 +5,14 @@ No address can use up the places of all others, and all together leave the proce
 
 from __future__ import annotations
 
-import ipaddress
 import resource
 from typing import Final
 
+from services.dispatcher.access.throttle import network_of
 from services.dispatcher.http.errors import ApiError
 
 RESERVED_FILES: Final = 256
 """Descriptors that are not for clients: the broker, files, the log."""
-_IPV6_PREFIX: Final = 64
-"""Bits of an IPv6 address that name a network; one client may have all addresses in it."""
 
 
 class Doorway:
@@ -71,15 +69,7 @@ def address_of(peer: object) -> str:
     """
     if not isinstance(peer, tuple) or not peer:
         return "unknown"
-    try:
-        address = ipaddress.ip_address(str(peer[0]).partition("%")[0])
-    except ValueError:
-        return "unknown"
-    if isinstance(address, ipaddress.IPv4Address):
-        return str(address)
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    return str(ipaddress.ip_network((address, _IPV6_PREFIX), strict=False))
+    return network_of(str(peer[0])) or "unknown"
 
 
 def raise_file_limit(max_connections: int) -> None:

@@ -98,4 +98,6 @@ def _find_absurd_memory(elastic: ElasticFacts) -> str | None:
         return f"a size of its model is outside 0 to {MAX_BYTES}"
     if not (1 <= elastic.num_pages <= MAX_BYTES // max(elastic.page_bytes, 1) and 0 <= elastic.max_blocks <= MAX_COUNT):
         return f"its memory has {elastic.num_pages} pages and up to {elastic.max_blocks} blocks"
+    if not 0 <= elastic.link_bytes_per_s <= MAX_BYTES:
+        return f"its link has {elastic.link_bytes_per_s:g} bytes/s, outside 0 to {MAX_BYTES}"
     return None

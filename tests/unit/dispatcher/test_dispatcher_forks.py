@@ -16,7 +16,7 @@ WITH_LOGPROBS = SamplingParams(max_tokens=50, logprobs=1)
 
 
 @with_cluster()
-async def test_a_sibling_goes_to_its_parents_worker_and_not_to_the_least_loaded_one(made: Cluster, /) -> None:
+async def test_a_sibling_goes_to_its_parents_worker_and_not_to_the_least_loaded_one(made: Cluster) -> None:
     first = await made.add("a", script=None)
     await made.add("b", script=None)
     parent, child = await made.siblings(made.request("r"), made.request("r-1", cache_salt="s"))
@@ -29,7 +29,7 @@ async def test_a_sibling_goes_to_its_parents_worker_and_not_to_the_least_loaded_
 @pytest.mark.parametrize("reason", [RefusalReason.FULL, RefusalReason.DRAINING])
 @with_cluster()
 async def test_a_sibling_that_is_refused_there_goes_elsewhere_as_a_request_of_its_own(
-    made: Cluster, /, reason: RefusalReason
+    made: Cluster, reason: RefusalReason
 ) -> None:
     first = await made.add("a", script=None)
     second = await made.add("b", script=None)
@@ -42,7 +42,7 @@ async def test_a_sibling_that_is_refused_there_goes_elsewhere_as_a_request_of_it
 
 
 @with_cluster()
-async def test_a_sibling_whose_parent_was_lost_goes_where_there_is_room(made: Cluster, /) -> None:
+async def test_a_sibling_whose_parent_was_lost_goes_where_there_is_room(made: Cluster) -> None:
     await made.add("a", script=None)
     second = await made.add("b", script=None)
     parent, child = await made.siblings(made.request("r"), made.request("r-1"))
@@ -53,7 +53,7 @@ async def test_a_sibling_whose_parent_was_lost_goes_where_there_is_room(made: Cl
 
 
 @with_cluster(queue_limit_s=1.0)
-async def test_a_sibling_that_cannot_be_placed_leaves_nothing_and_its_parent_runs_on(made: Cluster, /) -> None:
+async def test_a_sibling_that_cannot_be_placed_leaves_nothing_and_its_parent_runs_on(made: Cluster) -> None:
     worker = await made.add(script=None)
     parent, child = await made.siblings(made.request("r"), made.request("r-1"))
     worker.refuse = RefusalReason.FULL
@@ -65,7 +65,7 @@ async def test_a_sibling_that_cannot_be_placed_leaves_nothing_and_its_parent_run
 
 
 @with_cluster()
-async def test_a_session_that_failed_before_its_turn_reaches_no_worker(made: Cluster, /) -> None:
+async def test_a_session_that_failed_before_its_turn_reaches_no_worker(made: Cluster) -> None:
     worker = await made.add(script=None)
     (session,) = made.sessions.open([made.request()])
     made.sessions.fail_all(FailureCode.DRAINING)
@@ -76,7 +76,7 @@ async def test_a_session_that_failed_before_its_turn_reaches_no_worker(made: Clu
 
 
 @with_cluster(max_requests=4)
-async def test_sessions_are_opened_all_together_or_not_at_all(made: Cluster, /) -> None:
+async def test_sessions_are_opened_all_together_or_not_at_all(made: Cluster) -> None:
     await made.add(script=None)
     requests = [made.request(f"r-{index}") for index in range(5)]
     with pytest.raises(RequestFailedError):
@@ -90,7 +90,7 @@ async def test_sessions_are_opened_all_together_or_not_at_all(made: Cluster, /) 
 
 
 @with_cluster()
-async def test_a_sibling_does_not_count_the_prompt_again_at_its_worker(made: Cluster, /) -> None:
+async def test_a_sibling_does_not_count_the_prompt_again_at_its_worker(made: Cluster) -> None:
     """Prompts of 160 tokens are 10 blocks; two choices that share one ask for 10, and none once both have left."""
     await made.add(script=None)
     await asyncio.sleep(0.01)
@@ -105,7 +105,7 @@ async def test_a_sibling_does_not_count_the_prompt_again_at_its_worker(made: Clu
 
 
 @with_cluster()
-async def test_log_probabilities_and_cached_tokens_come_with_the_tokens(made: Cluster, /) -> None:
+async def test_log_probabilities_and_cached_tokens_come_with_the_tokens(made: Cluster) -> None:
     worker = await made.add()
     worker.cached_tokens = 4
     session, _ = await made.serve(sampling=WITH_LOGPROBS)
@@ -117,7 +117,7 @@ async def test_log_probabilities_and_cached_tokens_come_with_the_tokens(made: Cl
 
 
 @with_cluster()
-async def test_tokens_that_come_by_replay_without_their_numbers_are_kept_all_the_same(made: Cluster, /) -> None:
+async def test_tokens_that_come_by_replay_without_their_numbers_are_kept_all_the_same(made: Cluster) -> None:
     """The message with token 3 is lost; a replay brings tokens 3 and 4, and has no numbers for them."""
     worker = await made.add()
     worker.lose = {3}

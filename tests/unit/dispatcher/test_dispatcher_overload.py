@@ -60,7 +60,7 @@ async def burst(made: Cluster, rng: random.Random) -> tuple[Counter[Tier], Count
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @with_cluster(max_queued=32, queue_limit_s=2.0)
 async def test_under_a_burst_urgent_requests_are_served_flexible_ones_refused_and_the_worker_stays_busy(
-    made: Cluster, /, seed: int
+    made: Cluster, seed: int
 ) -> None:
     """Urgent requests are half of what the worker can do: none is refused. It answers at 95 % of its rate or more."""
     limit_places(await made.add())
@@ -75,7 +75,7 @@ async def test_under_a_burst_urgent_requests_are_served_flexible_ones_refused_an
 
 
 @with_cluster(max_queued=32, queue_limit_s=30.0)
-async def test_urgent_requests_wait_in_front_of_those_that_came_before(made: Cluster, /) -> None:
+async def test_urgent_requests_wait_in_front_of_those_that_came_before(made: Cluster) -> None:
     limit_places(await made.add())
     order: list[str] = []
 
@@ -92,7 +92,7 @@ async def test_urgent_requests_wait_in_front_of_those_that_came_before(made: Clu
 
 
 @with_cluster(max_queued=8, queue_limit_s=30.0)
-async def test_a_tenant_that_fills_its_part_of_the_queue_leaves_room_for_others(made: Cluster, /) -> None:
+async def test_a_tenant_that_fills_its_part_of_the_queue_leaves_room_for_others(made: Cluster) -> None:
     limit_places(await made.add())
     greedy = [asyncio.create_task(made.serve(f"g{index}", tenant="greedy", max_tenant_queued=2)) for index in range(20)]
     await asyncio.sleep(0.05)

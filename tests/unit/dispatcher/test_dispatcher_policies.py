@@ -13,6 +13,7 @@ from services.dispatcher.policy.placement import PLACEMENTS, WorkerLoad, place_l
 from services.dispatcher.session.request import FailureCode
 from shared.ids import WorkerId
 from shared.systems import SYSTEMS
+from tests.support.kinds import some
 
 
 def make_load(worker_id: str = "w0", **fields: object) -> WorkerLoad:
@@ -63,21 +64,16 @@ def test_the_chosen_worker_can_take_the_request_and_no_other_one_that_can_is_les
 
 def test_equal_memory_is_decided_by_sequences_and_then_by_name() -> None:
     busy, idle = make_load("a", num_sequences=2), make_load("b", num_sequences=1)
-    placed = place_least_loaded([busy, idle], 10)
-    assert placed is not None
+    placed = some(place_least_loaded([busy, idle], 10))
     assert (placed.worker_id, placed.reason) == ("b", "least loaded: 0% of its KV memory asked for, 1 sequences")
-    again = place_least_loaded([make_load("b"), make_load("a")], 10)
-    assert again is not None
-    assert again.worker_id == "a"
+    assert some(place_least_loaded([make_load("b"), make_load("a")], 10)).worker_id == "a"
 
 
 def test_a_worker_with_memory_to_spare_gets_no_more_than_it_computes() -> None:
     """Half of the memory counts as one second of prompts that wait."""
     roomy, full = make_load("g", num_blocks=270, num_demanded_blocks=135), make_load("a", num_demanded_blocks=90)
     for waiting_s, expected in ((0.0, "g"), (0.7, "g"), (0.9, "a")):
-        placed = place_least_loaded([replace(roomy, waiting_s=waiting_s), full], 10)
-        assert placed is not None
-        assert placed.worker_id == expected
+        assert some(place_least_loaded([replace(roomy, waiting_s=waiting_s), full], 10)).worker_id == expected
 
 
 def test_every_system_names_a_placement_that_exists() -> None:

@@ -39,14 +39,20 @@ async def finish(made: Cluster, session: Session, limit_s: float = 20.0) -> Fail
     return outcome
 
 
+async def finish_whole(made: Cluster, session: Session, reader: Taker | None = None) -> None:
+    """Wait for the end: the answer is whole, and the reader has all of it."""
+    assert await finish(made, session) is None
+    assert session.tokens == ANSWER
+    assert reader is None or reader.tokens == ANSWER
+
+
 @with_cluster()
-async def test_a_request_whose_worker_vanishes_goes_on_elsewhere_after_the_tokens_it_has(made: Cluster, /) -> None:
+async def test_a_request_whose_worker_vanishes_goes_on_elsewhere_after_the_tokens_it_has(made: Cluster) -> None:
     first, second = await made.add("a"), await made.add("b")
     session, taker = await run_on(made, "a")
     await first.stop()
     died_s = made.now_s
-    assert await finish(made, session) is None
-    assert taker.tokens == ANSWER
+    await finish_whole(made, session, taker)
     (submit,) = second.submits
     assert submit.attempt == 2
     assert submit.generated_ids().tolist() == ANSWER[: len(submit.generated) // 4]
@@ -56,9 +62,7 @@ async def test_a_request_whose_worker_vanishes_goes_on_elsewhere_after_the_token
 
 
 @with_cluster(lost_after_s=3.0)
-async def test_a_worker_that_hangs_is_left_after_the_limit_and_told_what_it_lost_when_it_is_back(
-    made: Cluster, /
-) -> None:
+async def test_a_worker_that_hangs_is_left_after_the_limit_and_told_what_it_lost_when_it_is_back(made: Cluster) -> None:
     first = await made.add("a", script=None)
     await made.add("b")
     session, taker = await run_on(made, "a", num_tokens=0)
@@ -67,8 +71,7 @@ async def test_a_worker_that_hangs_is_left_after_the_limit_and_told_what_it_lost
     await asyncio.sleep(0.6)
     first.answers = False
     hung_s = made.now_s
-    assert await finish(made, session) is None
-    assert taker.tokens == ANSWER
+    await finish_whole(made, session, taker)
     assert 2.0 < made.now_s - hung_s < 5.5
     await first.emit(running, [7, 7], FinishReason.STOP)
     first.answers = True
@@ -78,7 +81,7 @@ async def test_a_worker_that_hangs_is_left_after_the_limit_and_told_what_it_lost
 
 
 @with_cluster()
-async def test_a_worker_that_was_lost_is_used_again_once_it_answers(made: Cluster, /) -> None:
+async def test_a_worker_that_was_lost_is_used_again_once_it_answers(made: Cluster) -> None:
     first, second = await made.add("a", script=None), await made.add("b")
     session = await made.admit()
     first.answers = False
@@ -95,7 +98,7 @@ async def test_a_worker_that_was_lost_is_used_again_once_it_answers(made: Cluste
 
 
 @with_cluster(silence_s=3600.0)
-async def test_another_process_of_a_workers_name_has_none_of_its_requests(made: Cluster, /) -> None:
+async def test_another_process_of_a_workers_name_has_none_of_its_requests(made: Cluster) -> None:
     first, second = await made.add("a", script=None), await made.add("b")
     first.incarnation = Incarnation(1)
     session = await made.admit()
@@ -108,7 +111,7 @@ async def test_another_process_of_a_workers_name_has_none_of_its_requests(made: 
 
 @pytest.mark.parametrize("status", [{"phase": WorkerPhase.STOPPED}, {"phase": WorkerPhase.LOADING, "incarnation": 7}])
 @with_cluster()
-async def test_a_worker_that_says_that_it_stopped_is_left_at_once(made: Cluster, /, status: dict[str, Any]) -> None:
+async def test_a_worker_that_says_that_it_stopped_is_left_at_once(made: Cluster, status: dict[str, Any]) -> None:
     first = await made.add("a")
     await made.add("b")
     session, taker = await run_on(made, "a")
@@ -116,12 +119,11 @@ async def test_a_worker_that_says_that_it_stopped_is_left_at_once(made: Cluster,
     await made.view(make_status("a", **status), make_status("b"))
     await asyncio.sleep(0.001)
     assert session.worker_id == "b"
-    assert await finish(made, session) is None
-    assert taker.tokens == ANSWER
+    await finish_whole(made, session, taker)
 
 
 @with_cluster()
-async def test_a_worker_that_only_the_monitor_cannot_hear_keeps_its_requests(made: Cluster, /) -> None:
+async def test_a_worker_that_only_the_monitor_cannot_hear_keeps_its_requests(made: Cluster) -> None:
     first, second = await made.add("a", script=None), await made.add("b")
     session = await made.admit()
     await asyncio.sleep(0.6)
@@ -135,7 +137,7 @@ async def test_a_worker_that_only_the_monitor_cannot_hear_keeps_its_requests(mad
 
 
 @with_cluster()
-async def test_requests_leave_a_draining_worker_only_if_another_one_takes_them(made: Cluster, /) -> None:
+async def test_requests_leave_a_draining_worker_only_if_another_one_takes_them(made: Cluster) -> None:
     first, second = await made.add("a", script=None), await made.add("b")
     session, taker = await run_on(made, "a", num_tokens=0)
     await first.emit(first.running["r", 1], ANSWER[:2])
@@ -148,14 +150,13 @@ async def test_requests_leave_a_draining_worker_only_if_another_one_takes_them(m
     assert taker.tokens == ANSWER[:4]
     second.refuse = None
     await made.view(make_status("a", phase=WorkerPhase.DRAINING, num_steps=2), make_status("b"))
-    assert await finish(made, session) is None
-    assert taker.tokens == ANSWER
+    await finish_whole(made, session, taker)
     assert [cancel.attempt for cancel in first.cancels] == [1]
     assert second.submits[-1].generated_ids().tolist() == ANSWER[:4]
 
 
 @with_cluster(queue_limit_s=5.0)
-async def test_without_any_worker_a_running_request_waits_and_then_fails_as_no_capacity(made: Cluster, /) -> None:
+async def test_without_any_worker_a_running_request_waits_and_then_fails_as_no_capacity(made: Cluster) -> None:
     worker = await made.add("a", script=None)
     session = await made.admit()
     await worker.stop()
@@ -166,7 +167,7 @@ async def test_without_any_worker_a_running_request_waits_and_then_fails_as_no_c
 
 
 @with_cluster()
-async def test_a_running_request_waits_before_the_new_ones_and_goes_on_at_a_worker_that_comes(made: Cluster, /) -> None:
+async def test_a_running_request_waits_before_the_new_ones_and_goes_on_at_a_worker_that_comes(made: Cluster) -> None:
     first = await made.add("a")
     session, taker = await run_on(made, "a")
     first.refuse = RefusalReason.FULL
@@ -175,17 +176,14 @@ async def test_a_running_request_waits_before_the_new_ones_and_goes_on_at_a_work
     await first.stop()
     await asyncio.sleep(2)
     second = await made.add("b")
-    assert await finish(made, session) is None
-    assert taker.tokens == ANSWER
+    await finish_whole(made, session, taker)
     assert second.submits[0].request_id == "r"
-    for task in newcomers:
-        _, other = await task
-        assert other.tokens == ANSWER
+    assert [taker.tokens for _, taker in await asyncio.gather(*newcomers)] == [ANSWER] * len(newcomers)
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.4, 1.2, 2.0])
 @with_cluster()
-async def test_a_client_that_leaves_during_a_recovery_leaves_nothing_behind(made: Cluster, /, wait_s: float) -> None:
+async def test_a_client_that_leaves_during_a_recovery_leaves_nothing_behind(made: Cluster, wait_s: float) -> None:
     first, second = await made.add("a"), await made.add("b")
     second.answers = False
     session, _ = await run_on(made, "a")
@@ -200,7 +198,7 @@ async def test_a_client_that_leaves_during_a_recovery_leaves_nothing_behind(made
 
 
 @with_cluster()
-async def test_a_request_that_kills_two_workers_ends_and_the_others_go_on(made: Cluster, /) -> None:
+async def test_a_request_that_kills_two_workers_ends_and_the_others_go_on(made: Cluster) -> None:
     """Whoever works on the poison dies before it gives a token; the healthy requests beside it must not be blamed."""
     deaths: list[asyncio.Task[None]] = []
 
@@ -223,13 +221,11 @@ async def test_a_request_that_kills_two_workers_ends_and_the_others_go_on(made: 
     assert await finish(made, session, limit_s=30) is FailureCode.REQUEST_FAILED
     assert len(deaths) == 2
     assert made.sessions.recovery.num_poison == 1
-    for task in healthy:
-        _, taker = await task
-        assert taker.tokens == ANSWER
+    assert [taker.tokens for _, taker in await asyncio.gather(*healthy)] == [ANSWER] * len(healthy)
 
 
 @with_cluster()
-async def test_a_request_that_kills_whom_it_is_offered_to_ends_after_two(made: Cluster, /) -> None:
+async def test_a_request_that_kills_whom_it_is_offered_to_ends_after_two(made: Cluster) -> None:
     """They die before they have answered the submission."""
     workers = [await made.add(name) for name in "abcd"]
     for worker in workers:
@@ -239,15 +235,13 @@ async def test_a_request_that_kills_whom_it_is_offered_to_ends_after_two(made: C
     assert await made.refusal("poison") is FailureCode.REQUEST_FAILED
     assert sum(worker.death is not None for worker in workers) == 2
     assert made.sessions.recovery.num_poison == 1
-    for task in healthy:
-        _, taker = await task
-        assert taker.tokens == ANSWER
+    assert [taker.tokens for _, taker in await asyncio.gather(*healthy)] == [ANSWER] * len(healthy)
 
 
 @pytest.mark.parametrize(("incarnation", "loss"), [(1, Loss.UNKNOWN), (2, Loss.RESTARTED)])
 @with_cluster()
 async def test_a_worker_that_does_not_know_a_request_says_whether_it_is_the_process_that_had_it(
-    made: Cluster, /, incarnation: int, loss: Loss
+    made: Cluster, incarnation: int, loss: Loss
 ) -> None:
     """Else a poison request whose worker comes back before anybody misses it would never be blamed."""
     worker = await made.add(script=None)
@@ -264,7 +258,7 @@ async def test_a_worker_that_does_not_know_a_request_says_whether_it_is_the_proc
 
 
 @with_cluster(silence_s=3600.0)
-async def test_a_lost_last_message_is_noticed_by_the_numbers_of_the_renewals(made: Cluster, /) -> None:
+async def test_a_lost_last_message_is_noticed_by_the_numbers_of_the_renewals(made: Cluster) -> None:
     worker = await made.add(script=None)
     session = await made.admit()
     await worker.emit(worker.running["r", 1], [1])
@@ -275,7 +269,7 @@ async def test_a_lost_last_message_is_noticed_by_the_numbers_of_the_renewals(mad
 
 
 @with_cluster()
-async def test_a_second_dispatcher_takes_a_resumable_request_over(made: Cluster, /) -> None:
+async def test_a_second_dispatcher_takes_a_resumable_request_over(made: Cluster) -> None:
     async with cluster(made.broker, "d1") as other:
         worker = await made.add(script=None)
         await other.view(make_status("w0"))
@@ -292,7 +286,7 @@ async def test_a_second_dispatcher_takes_a_resumable_request_over(made: Cluster,
 @pytest.mark.parametrize("reason", [RefusalReason.CANCELLED, RefusalReason.DUPLICATE])
 @with_cluster()
 async def test_a_name_that_a_worker_knows_from_before_gets_the_next_number_at_once(
-    made: Cluster, /, reason: RefusalReason
+    made: Cluster, reason: RefusalReason
 ) -> None:
     """The request is sent again by way of a dispatcher that knows nothing of it, and the worker remembers its end."""
     worker = await made.add()
@@ -305,20 +299,19 @@ async def test_a_name_that_a_worker_knows_from_before_gets_the_next_number_at_on
 
 
 @with_cluster()
-async def test_what_a_worker_ended_as_an_orphan_goes_on(made: Cluster, /) -> None:
+async def test_what_a_worker_ended_as_an_orphan_goes_on(made: Cluster) -> None:
     """The dispatcher's process was frozen for so long that the worker gave its request up."""
     worker = await made.add(script=None)
     session = await made.admit()
     await worker.emit(worker.running["r", 1], ANSWER[:4])
     worker.script = lambda _: ANSWER
     await worker.emit(worker.running.pop(("r", 1)), [], FinishReason.CANCELLED)
-    assert await finish(made, session) is None
-    assert session.tokens == ANSWER
+    await finish_whole(made, session)
     assert [submit.attempt for submit in worker.submits] == [1, 2]
 
 
 @with_cluster()
-async def test_a_request_that_is_asked_again_goes_on_after_the_tokens_that_it_has(made: Cluster, /) -> None:
+async def test_a_request_that_is_asked_again_goes_on_after_the_tokens_that_it_has(made: Cluster) -> None:
     worker = await made.add()
     session, taker = await made.serve(generated=tuple(ANSWER[:7]), num_attempts=3, resumable=True)
     assert taker.tokens == session.tokens == ANSWER
@@ -327,7 +320,7 @@ async def test_a_request_that_is_asked_again_goes_on_after_the_tokens_that_it_ha
 
 
 @with_cluster()
-async def test_a_request_whose_time_is_over_at_its_worker_has_timed_out(made: Cluster, /) -> None:
+async def test_a_request_whose_time_is_over_at_its_worker_has_timed_out(made: Cluster) -> None:
     worker = await made.add(script=None)
     session = await made.admit(limit_s=10.0)
     await asyncio.sleep(9.99)
@@ -337,7 +330,7 @@ async def test_a_request_whose_time_is_over_at_its_worker_has_timed_out(made: Cl
 
 @with_cluster()
 async def test_late_tokens_of_an_attempt_that_was_given_up_do_not_count_though_the_same_worker_has_the_next(
-    made: Cluster, /
+    made: Cluster,
 ) -> None:
     worker = await made.add(script=None)
     session = await made.admit()
@@ -350,17 +343,15 @@ async def test_late_tokens_of_an_attempt_that_was_given_up_do_not_count_though_t
     await asyncio.sleep(0.1)
     assert session.tokens == ANSWER[:2]
     await worker.emit(worker.running["r", 2], ANSWER[2:], FinishReason.STOP)
-    assert await finish(made, session) is None
-    assert session.tokens == ANSWER
+    await finish_whole(made, session)
 
 
 @with_cluster()
-async def test_a_worker_that_a_new_monitor_has_not_heard_yet_is_still_there(made: Cluster, /) -> None:
+async def test_a_worker_that_a_new_monitor_has_not_heard_yet_is_still_there(made: Cluster) -> None:
     """Its first view names only whom it has heard; if it dies too, that was the last view."""
     first, second = await made.add("a"), await made.add("b")
     await made.view(make_status("a"))
     session, taker = await run_on(made, "a")
     await first.stop()
-    assert await finish(made, session) is None
-    assert taker.tokens == ANSWER
+    await finish_whole(made, session, taker)
     assert [submit.request_id for submit in second.submits] == ["r"]

@@ -38,13 +38,17 @@ def new_session(gaps: GapHistogram | None = None, logprobs: int | None = None) -
     return Session(new_request(logprobs), StreamId(7), gaps or GapHistogram())
 
 
+@pytest.fixture
+def session() -> Session:
+    return new_session()
+
+
 def test_a_request_counts_its_prompt_and_all_that_it_may_say() -> None:
     assert new_session().request.num_prompt_tokens == 3
     assert new_session().request.num_tokens == 13
 
 
-def test_a_submission_says_how_old_the_request_is_how_long_it_has_left_and_what_it_has() -> None:
-    session = new_session()
+def test_a_submission_says_how_old_the_request_is_how_long_it_has_left_and_what_it_has(session: Session) -> None:
     session.receive(0, [5, 6], NONE, 101.0)
     submit = session.next_submit(SENDER, 110.0)
     assert (submit.attempt, submit.age_s, submit.remaining_s) == (1, 10.0, 50.0)
@@ -52,8 +56,7 @@ def test_a_submission_says_how_old_the_request_is_how_long_it_has_left_and_what_
     assert session.next_submit(SENDER, 170.0).remaining_s == 0.001
 
 
-def test_parts_are_taken_in_order_and_a_gap_is_told_as_long_as_there_is_one() -> None:
-    session = new_session()
+def test_parts_are_taken_in_order_and_a_gap_is_told_as_long_as_there_is_one(session: Session) -> None:
     assert session.receive(0, [10], NONE, 101.0)
     assert not session.receive(4, [14], LENGTH, 101.0)
     assert not session.receive(2, [12], NONE, 101.0)
@@ -77,16 +80,14 @@ def test_gaps_are_counted_between_tokens_and_not_before_the_first() -> None:
     assert session.first_token_s == 101.0
 
 
-def test_a_part_that_says_less_than_is_known_ends_nothing() -> None:
-    session = new_session()
+def test_a_part_that_says_less_than_is_known_ends_nothing(session: Session) -> None:
     session.receive(0, [10, 11, 12], NONE, 101.0)
     assert session.receive(0, [10, 11], LENGTH, 102.0) is True
     assert (session.tokens, session.finish, session.ended.is_set()) == ([10, 11, 12], NONE, False)
     assert session.last_token_s == 101.0
 
 
-def test_of_two_early_parts_with_one_beginning_the_longer_one_is_kept() -> None:
-    session = new_session()
+def test_of_two_early_parts_with_one_beginning_the_longer_one_is_kept(session: Session) -> None:
     assert session.receive(1, [11, 12], NONE, 101.0) is False
     assert session.receive(1, [11], NONE, 101.0) is False
     assert session.receive(3, [13], NONE, 101.0) is False
@@ -156,8 +157,7 @@ def has_progressed(session: Session) -> bool:
     return session.has_progressed
 
 
-def test_the_first_sign_of_work_counts_once_and_for_the_attempt() -> None:
-    session = new_session()
+def test_the_first_sign_of_work_counts_once_and_for_the_attempt(session: Session) -> None:
     assert not has_started(session)
     assert not session.questions.is_suspect
     session.begin(WorkerId("a"), 1, 100.5)
@@ -173,8 +173,7 @@ def test_the_first_sign_of_work_counts_once_and_for_the_attempt() -> None:
     assert session.started_s == 101.0, "the request started when its first attempt did"
 
 
-def test_an_attempt_has_progressed_when_it_gave_a_token_itself() -> None:
-    session = new_session()
+def test_an_attempt_has_progressed_when_it_gave_a_token_itself(session: Session) -> None:
     seen = [has_progressed(session)]
     session.receive(0, [1], NONE, 101.0)
     seen.append(has_progressed(session))
@@ -185,8 +184,7 @@ def test_an_attempt_has_progressed_when_it_gave_a_token_itself() -> None:
     assert seen == [False, True, False, True]
 
 
-def test_a_new_attempt_begins_without_the_faults_of_the_one_before() -> None:
-    session = new_session()
+def test_a_new_attempt_begins_without_the_faults_of_the_one_before(session: Session) -> None:
     session.begin(WorkerId("a"), 1, 101.0)
     session.accept(WorkerId("a"), 101.0, Incarnation(7))
     session.questions.accept(2.0, is_behind=True)
@@ -214,8 +212,7 @@ def test_whoever_waits_for_progress_hears_of_tokens_of_the_end_and_of_giving_up(
         assert progress.is_set()
 
 
-def test_a_fenced_session_belongs_to_no_worker_and_no_attempt() -> None:
-    session = new_session()
+def test_a_fenced_session_belongs_to_no_worker_and_no_attempt(session: Session) -> None:
     session.begin(WorkerId("a"), 3, 100.5)
     session.receive(1, [11], NONE, 101.0)
     session.fence()

@@ -17,7 +17,7 @@ from tests.support.session_cluster import ANSWER, Cluster, Taker, with_cluster
 
 
 @with_cluster()
-async def test_tokens_reach_the_reader_in_order_and_the_worker_keeps_nothing_to_cancel(made: Cluster, /) -> None:
+async def test_tokens_reach_the_reader_in_order_and_the_worker_keeps_nothing_to_cancel(made: Cluster) -> None:
     worker = await made.add()
     session, taker = await made.serve()
     assert taker.tokens == ANSWER
@@ -29,7 +29,7 @@ async def test_tokens_reach_the_reader_in_order_and_the_worker_keeps_nothing_to_
 
 
 @with_cluster()
-async def test_two_workers_share_the_requests_before_the_next_report(made: Cluster, /) -> None:
+async def test_two_workers_share_the_requests_before_the_next_report(made: Cluster) -> None:
     await made.add("a")
     await made.add("b")
     await asyncio.gather(*(made.serve(f"r{index}") for index in range(6)))
@@ -38,7 +38,7 @@ async def test_two_workers_share_the_requests_before_the_next_report(made: Clust
 
 @pytest.mark.parametrize("reason", [RefusalReason.FULL, RefusalReason.DRAINING])
 @with_cluster()
-async def test_a_worker_that_refuses_is_passed_over(made: Cluster, /, reason: RefusalReason) -> None:
+async def test_a_worker_that_refuses_is_passed_over(made: Cluster, reason: RefusalReason) -> None:
     refusing, willing = await made.add("a"), await made.add("b")
     refusing.refuse = reason
     session, taker = await made.serve()
@@ -49,7 +49,7 @@ async def test_a_worker_that_refuses_is_passed_over(made: Cluster, /, reason: Re
 
 
 @with_cluster()
-async def test_workers_that_do_not_answer_are_cancelled_and_passed_over_and_nobody_is_blamed(made: Cluster, /) -> None:
+async def test_workers_that_do_not_answer_are_cancelled_and_passed_over_and_nobody_is_blamed(made: Cluster) -> None:
     first, second, third = [await made.add(name) for name in "abc"]
     first.answers = second.answers = False
     session, taker = await made.serve()
@@ -61,7 +61,7 @@ async def test_workers_that_do_not_answer_are_cancelled_and_passed_over_and_nobo
 
 
 @with_cluster()
-async def test_what_is_released_before_it_goes_on_elsewhere_goes_on_nowhere(made: Cluster, /) -> None:
+async def test_what_is_released_before_it_goes_on_elsewhere_goes_on_nowhere(made: Cluster) -> None:
     one, other = await made.add("a", None), await made.add("b", None)
     session = await made.admit()
     here, there = (one, other) if one.submits else (other, one)
@@ -74,7 +74,7 @@ async def test_what_is_released_before_it_goes_on_elsewhere_goes_on_nowhere(made
 
 
 @with_cluster()
-async def test_a_worker_that_vanished_is_passed_over_at_once(made: Cluster, /) -> None:
+async def test_a_worker_that_vanished_is_passed_over_at_once(made: Cluster) -> None:
     gone = await made.add("a")
     await made.add("b")
     await gone.stop()
@@ -90,21 +90,21 @@ async def test_a_worker_that_vanished_is_passed_over_at_once(made: Cluster, /) -
 )
 @with_cluster()
 async def test_a_refusal_that_no_worker_can_mend_ends_the_request(
-    made: Cluster, /, reason: RefusalReason, code: FailureCode
+    made: Cluster, reason: RefusalReason, code: FailureCode
 ) -> None:
     (await made.add()).refuse = reason
     assert await made.refusal() is code
 
 
 @with_cluster()
-async def test_without_a_worker_a_request_is_refused_at_once_and_says_whether_one_is_loading(made: Cluster, /) -> None:
+async def test_without_a_worker_a_request_is_refused_at_once_and_says_whether_one_is_loading(made: Cluster) -> None:
     assert await made.refusal() is FailureCode.NO_CAPACITY
     await made.view(make_status(phase=WorkerPhase.LOADING, model=""))
     assert await made.refusal() is FailureCode.MODEL_LOADING
 
 
 @with_cluster(max_queued=2, queue_limit_s=5.0)
-async def test_full_workers_make_requests_wait_in_order_and_the_queue_is_bounded(made: Cluster, /) -> None:
+async def test_full_workers_make_requests_wait_in_order_and_the_queue_is_bounded(made: Cluster) -> None:
     worker = await made.add()
     worker.refuse = RefusalReason.FULL
     tasks = [asyncio.create_task(made.serve(f"r{index}")) for index in range(2)]
@@ -119,7 +119,7 @@ async def test_full_workers_make_requests_wait_in_order_and_the_queue_is_bounded
 
 
 @with_cluster(max_queued=2, queue_limit_s=5.0)
-async def test_a_burst_does_not_exceed_the_queue(made: Cluster, /) -> None:
+async def test_a_burst_does_not_exceed_the_queue(made: Cluster) -> None:
     """All fifty ask before the first one has been refused by the worker; two may wait."""
     worker = await made.add(script=None)
     worker.refuse = RefusalReason.FULL
@@ -133,7 +133,7 @@ async def test_a_burst_does_not_exceed_the_queue(made: Cluster, /) -> None:
 
 
 @with_cluster()
-async def test_when_one_waiting_request_finds_room_the_next_one_tries_at_once(made: Cluster, /) -> None:
+async def test_when_one_waiting_request_finds_room_the_next_one_tries_at_once(made: Cluster) -> None:
     worker = await made.add(script=None)
     worker.refuse = RefusalReason.FULL
     tasks = [asyncio.create_task(made.admit(f"r{index}")) for index in range(3)]
@@ -145,7 +145,7 @@ async def test_when_one_waiting_request_finds_room_the_next_one_tries_at_once(ma
 
 
 @with_cluster(queue_limit_s=5.0)
-async def test_a_request_waits_for_room_no_longer_than_its_limit_and_than_it_may_take(made: Cluster, /) -> None:
+async def test_a_request_waits_for_room_no_longer_than_its_limit_and_than_it_may_take(made: Cluster) -> None:
     (await made.add()).refuse = RefusalReason.FULL
     for limit_s, waited_s in ((600.0, 5.0), (0.5, 0.5)):
         start_s = made.now_s
@@ -155,7 +155,7 @@ async def test_a_request_waits_for_room_no_longer_than_its_limit_and_than_it_may
 
 
 @with_cluster()
-async def test_a_cancelled_admission_leaves_nothing_at_the_worker(made: Cluster, /) -> None:
+async def test_a_cancelled_admission_leaves_nothing_at_the_worker(made: Cluster) -> None:
     worker = await made.add()
     worker.answers = False
     task = asyncio.create_task(made.admit())
@@ -168,7 +168,7 @@ async def test_a_cancelled_admission_leaves_nothing_at_the_worker(made: Cluster,
 
 
 @with_cluster()
-async def test_releasing_a_running_request_cancels_it_at_once(made: Cluster, /) -> None:
+async def test_releasing_a_running_request_cancels_it_at_once(made: Cluster) -> None:
     worker = await made.add(script=None)
     session = await made.admit()
     made.sessions.release(session)
@@ -180,7 +180,7 @@ async def test_releasing_a_running_request_cancels_it_at_once(made: Cluster, /) 
 
 
 @with_cluster()
-async def test_a_reader_that_has_enough_ends_the_request_and_cancels_it(made: Cluster, /) -> None:
+async def test_a_reader_that_has_enough_ends_the_request_and_cancels_it(made: Cluster) -> None:
     worker = await made.add()
     session, taker = await made.serve(reader=Taker(enough=3))
     assert taker.tokens == ANSWER[:3]
@@ -190,7 +190,7 @@ async def test_a_reader_that_has_enough_ends_the_request_and_cancels_it(made: Cl
 
 
 @with_cluster()
-async def test_a_lost_message_in_the_middle_is_asked_for_and_nothing_is_missing_or_doubled(made: Cluster, /) -> None:
+async def test_a_lost_message_in_the_middle_is_asked_for_and_nothing_is_missing_or_doubled(made: Cluster) -> None:
     worker = await made.add()
     worker.lose = {3, 4, 11}
     _, taker = await made.serve()
@@ -199,7 +199,7 @@ async def test_a_lost_message_in_the_middle_is_asked_for_and_nothing_is_missing_
 
 
 @with_cluster(silence_s=2.0)
-async def test_a_lost_last_message_is_noticed_by_the_silence(made: Cluster, /) -> None:
+async def test_a_lost_last_message_is_noticed_by_the_silence(made: Cluster) -> None:
     worker = await made.add()
     worker.lose = {len(ANSWER) - 1}
     start_s = made.now_s
@@ -210,7 +210,7 @@ async def test_a_lost_last_message_is_noticed_by_the_silence(made: Cluster, /) -
 
 
 @with_cluster(silence_s=60.0)
-async def test_a_gap_in_the_workers_numbers_makes_every_silent_request_there_ask(made: Cluster, /) -> None:
+async def test_a_gap_in_the_workers_numbers_makes_every_silent_request_there_ask(made: Cluster) -> None:
     worker = await made.add(script=None)
     sessions = [await made.admit(f"r{index}") for index in range(2)]
     quiet, lively = (worker.running[f"r{index}", 1] for index in range(2))
@@ -225,7 +225,7 @@ async def test_a_gap_in_the_workers_numbers_makes_every_silent_request_there_ask
 
 
 @with_cluster(silence_s=1.0)
-async def test_a_request_that_waits_at_its_worker_is_asked_about_ever_more_rarely(made: Cluster, /) -> None:
+async def test_a_request_that_waits_at_its_worker_is_asked_about_ever_more_rarely(made: Cluster) -> None:
     worker = await made.add(script=None)
     session = await made.admit()
     await asyncio.sleep(60.0)
@@ -234,7 +234,7 @@ async def test_a_request_that_waits_at_its_worker_is_asked_about_ever_more_rarel
 
 
 @with_cluster()
-async def test_a_worker_that_is_only_missing_from_the_view_keeps_its_requests(made: Cluster, /) -> None:
+async def test_a_worker_that_is_only_missing_from_the_view_keeps_its_requests(made: Cluster) -> None:
     await made.add()
     task = asyncio.create_task(made.serve())
     await asyncio.sleep(0.05)
@@ -244,7 +244,7 @@ async def test_a_worker_that_is_only_missing_from_the_view_keeps_its_requests(ma
 
 
 @with_cluster(silence_s=1.0)
-async def test_a_broker_that_is_down_for_a_minute_only_pauses_the_stream(made: Cluster, /) -> None:
+async def test_a_broker_that_is_down_for_a_minute_only_pauses_the_stream(made: Cluster) -> None:
     worker = await made.add(script=None)
     session = await made.admit()
     running = worker.running["r", 1]
@@ -262,7 +262,7 @@ async def test_a_broker_that_is_down_for_a_minute_only_pauses_the_stream(made: C
 
 
 @with_cluster()
-async def test_late_tokens_of_an_older_attempt_and_of_strangers_are_ignored(made: Cluster, /) -> None:
+async def test_late_tokens_of_an_older_attempt_and_of_strangers_are_ignored(made: Cluster) -> None:
     late = await made.add("a", script=None)
     late.answers = False
     await made.add("b")
@@ -277,7 +277,7 @@ async def test_late_tokens_of_an_older_attempt_and_of_strangers_are_ignored(made
 
 
 @with_cluster()
-async def test_tokens_from_a_worker_that_does_not_run_the_request_are_ignored(made: Cluster, /) -> None:
+async def test_tokens_from_a_worker_that_does_not_run_the_request_are_ignored(made: Cluster) -> None:
     """As when a worker goes on for the dispatcher's process before, whose handles were the same."""
     await made.add("a", script=None)
     stranger = await made.add("b", script=None)
@@ -292,7 +292,7 @@ async def test_tokens_from_a_worker_that_does_not_run_the_request_are_ignored(ma
 
 
 @with_cluster()
-async def test_tokens_that_overtake_the_workers_answer_are_not_lost(made: Cluster, /) -> None:
+async def test_tokens_that_overtake_the_workers_answer_are_not_lost(made: Cluster) -> None:
     worker = await made.add(script=None)
     worker.answers = False
     task = asyncio.create_task(made.admit())
@@ -306,7 +306,7 @@ async def test_tokens_that_overtake_the_workers_answer_are_not_lost(made: Cluste
 
 
 @with_cluster()
-async def test_a_reader_with_a_bug_ends_its_own_request_and_no_other(made: Cluster, /) -> None:
+async def test_a_reader_with_a_bug_ends_its_own_request_and_no_other(made: Cluster) -> None:
     await made.add()
     (broken, _), (_, taker) = await asyncio.gather(made.serve("bad", Taker(fails_at=0)), made.serve("good"))
     assert made.sessions.outcome(broken) is FailureCode.INTERNAL
@@ -314,14 +314,14 @@ async def test_a_reader_with_a_bug_ends_its_own_request_and_no_other(made: Clust
 
 
 @with_cluster()
-async def test_an_end_without_an_answer_is_a_failure(made: Cluster, /) -> None:
+async def test_an_end_without_an_answer_is_a_failure(made: Cluster) -> None:
     await made.add(finish=FinishReason.ERROR)
     session, _ = await made.serve()
     assert made.sessions.outcome(session) is FailureCode.REQUEST_FAILED
 
 
 @with_cluster()
-async def test_a_request_past_its_time_limit_ends(made: Cluster, /) -> None:
+async def test_a_request_past_its_time_limit_ends(made: Cluster) -> None:
     await made.add(script=None)
     session, _ = await made.serve(limit_s=3.0)
     assert made.sessions.outcome(session) is FailureCode.TIMED_OUT
@@ -329,9 +329,7 @@ async def test_a_request_past_its_time_limit_ends(made: Cluster, /) -> None:
 
 
 @with_cluster()
-async def test_draining_refuses_new_requests_lets_old_ones_end_and_fails_the_rest_at_the_limit(
-    made: Cluster, /
-) -> None:
+async def test_draining_refuses_new_requests_lets_old_ones_end_and_fails_the_rest_at_the_limit(made: Cluster) -> None:
     worker = await made.add()
     finishing = asyncio.create_task(made.serve("short"))
     await asyncio.sleep(0.05)

@@ -7,19 +7,16 @@ import pytest
 from services.dispatcher.session.gaps import BOUNDS_S, GapHistogram
 from services.dispatcher.state import UNNAMED_LIMIT_S, ClusterState
 from shared.ids import WorkerId
-from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerStatus
+from shared.messages.report import Liveness, WorkerPhase, WorkerStatus
 from tests.support.fake_worker import make_status
+from tests.support.statuses import make_view
 
 W0 = WorkerId("w0")
 
 
-def view(*statuses: WorkerStatus) -> ClusterView:
-    return ClusterView(sequence_number=1, workers=statuses)
-
-
 def make_state(*statuses: WorkerStatus, now_s: float = 0.0) -> ClusterState:
     state = ClusterState("tiny", step_limit_s=10.0)
-    state.apply(view(*statuses), now_s)
+    state.apply(make_view(*statuses), now_s)
     return state
 
 
@@ -35,9 +32,9 @@ def test_own_submissions_count_until_a_report_that_was_made_after_them() -> None
     state.submitted(W0, 33, 0, 1.0)
     state.submitted(W0, 10, 6, 2.0)
     assert load_of(state) == (2, 4)
-    state.apply(view(make_status(num_running=1, num_used_blocks=3, age_s=1.0)), 2.5)
+    state.apply(make_view(make_status(num_running=1, num_used_blocks=3, age_s=1.0)), 2.5)
     assert load_of(state) == (2, 4)
-    state.apply(view(make_status(num_running=2, num_used_blocks=4)), 3.0)
+    state.apply(make_view(make_status(num_running=2, num_used_blocks=4)), 3.0)
     assert load_of(state) == (2, 4)
 
 
@@ -45,10 +42,10 @@ def test_of_a_request_that_has_left_all_that_the_report_had_is_taken_off() -> No
     """Sent at 0.0 with 32 tokens, 96 tokens of output at 3.0; at 2.0 it had 64 of them: (32 + 64) / 16 = 6 blocks."""
     state = make_state(make_status())
     counted = state.submitted(W0, 32, 0, 0.0)
-    state.apply(view(make_status(num_running=2, num_used_blocks=10)), 2.0)
+    state.apply(make_view(make_status(num_running=2, num_used_blocks=10)), 2.0)
     state.ended(counted, 96, 3.0)
     assert load_of(state) == (1, 4)
-    state.apply(view(make_status(num_running=1, num_used_blocks=4)), 3.5)
+    state.apply(make_view(make_status(num_running=1, num_used_blocks=4)), 3.5)
     assert load_of(state) == (1, 4)
 
 
@@ -64,7 +61,7 @@ def test_output_from_before_an_attempt_is_there_from_its_beginning() -> None:
     state = make_state(make_status())
     counted = state.submitted(W0, 16, 64, 0.0)
     assert load_of(state) == (1, 5)
-    state.apply(view(make_status(num_running=2, num_used_blocks=10)), 1.0)
+    state.apply(make_view(make_status(num_running=2, num_used_blocks=10)), 1.0)
     state.ended(counted, 96, 2.0)
     assert load_of(state) == (1, 4)
 
@@ -124,12 +121,12 @@ def test_the_largest_request_is_what_every_ready_worker_holds() -> None:
 
 def test_steps_that_stand_still_make_a_worker_lost_only_while_sequences_run_and_views_come() -> None:
     state = make_state(make_status(num_running=1, num_steps=5))
-    assert state.apply(view(make_status(num_running=1, num_steps=5)), 10.0) == []
+    assert state.apply(make_view(make_status(num_running=1, num_steps=5)), 10.0) == []
     assert state.num_ready == 1  # no view since 10.0: nobody is judged by his silence
-    assert state.apply(view(make_status(num_running=1, num_steps=5)), 10.5) == [W0]
+    assert state.apply(make_view(make_status(num_running=1, num_steps=5)), 10.5) == [W0]
     assert state.num_ready == 0
-    assert state.apply(view(make_status(num_running=1, num_steps=6)), 11.0) == []
-    assert state.apply(view(make_status(num_running=0, num_steps=6)), 99.0) == []
+    assert state.apply(make_view(make_status(num_running=1, num_steps=6)), 11.0) == []
+    assert state.apply(make_view(make_status(num_running=0, num_steps=6)), 99.0) == []
 
 
 def test_gaps_are_counted_in_the_bucket_whose_border_they_do_not_exceed() -> None:
@@ -151,7 +148,7 @@ def test_a_worker_that_views_do_not_name_counts_for_a_while_unless_its_end_was_s
     state.submitted(WorkerId("a"), 16, 0, 2.0)
     other = make_status("d", model="another")
     for now_s, names in ((3.0, ["a"]), (1.0 + UNNAMED_LIMIT_S - 0.1, ["a"]), (1.0 + UNNAMED_LIMIT_S, [])):
-        assert not state.apply(view(other), now_s)
+        assert not state.apply(make_view(other), now_s)
         assert [load.worker_id for load in state.loads()] == names
         assert state.num_ready == len(names)
         assert [load.num_sequences for load in state.loads()] == [1] * len(names)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.dispatcher.limits.waiting_room import WaitingRoom
 from shared.api_keys import Tier
-from sim.virtual_time import run
 
+pytestmark = pytest.mark.virtual_time
 ENTRIES = st.lists(st.tuples(st.sampled_from(Tier), st.booleans()), max_size=30)
 """Requests by tier, and whether they have begun."""
 
@@ -52,46 +53,37 @@ def test_a_full_queue_sends_away_the_last_of_the_least_urgent(entries: list[tupl
         assert room.num_before(tier) == len(before)
 
 
-def test_one_that_is_sent_away_is_told_at_once() -> None:
-    async def main() -> None:
-        room = WaitingRoom()
-        flex = room.enter(Tier.FLEX, "a")
-        waiting = asyncio.create_task(room.turn(flex, 100.0))
-        await asyncio.sleep(1.0)
-        room.enter(Tier.DEFAULT)
-        room.shrink(1)
-        assert not await waiting
-        assert asyncio.get_running_loop().time() == 1.0
-        assert room.num_of("a") == 0
-        room.leave(flex)
-
-    run(main())
+async def test_one_that_is_sent_away_is_told_at_once() -> None:
+    room = WaitingRoom()
+    flex = room.enter(Tier.FLEX, "a")
+    waiting = asyncio.create_task(room.turn(flex, 100.0))
+    await asyncio.sleep(1.0)
+    room.enter(Tier.DEFAULT)
+    room.shrink(1)
+    assert not await waiting
+    assert asyncio.get_running_loop().time() == 1.0
+    assert room.num_of("a") == 0
+    room.leave(flex)
 
 
-def test_one_that_overtakes_while_the_first_tries_is_called_when_that_one_leaves() -> None:
-    async def main() -> None:
-        room = WaitingRoom()
-        flex = room.enter(Tier.FLEX)
-        room.signal()
-        assert await room.turn(flex, 1.0)
-        urgent = room.enter(Tier.PRIORITY, "a")
-        assert room.num_of("a") == 1
-        room.leave(flex)
-        room.leave(flex)
-        assert await room.turn(urgent, 1.0)
-        room.leave(urgent)
-        assert len(room) == 0
-
-    run(main())
+async def test_one_that_overtakes_while_the_first_tries_is_called_when_that_one_leaves() -> None:
+    room = WaitingRoom()
+    flex = room.enter(Tier.FLEX)
+    room.signal()
+    assert await room.turn(flex, 1.0)
+    urgent = room.enter(Tier.PRIORITY, "a")
+    assert room.num_of("a") == 1
+    room.leave(flex)
+    room.leave(flex)
+    assert await room.turn(urgent, 1.0)
+    room.leave(urgent)
+    assert len(room) == 0
 
 
-def test_a_turn_that_does_not_come_ends_with_the_time() -> None:
-    async def main() -> None:
-        room = WaitingRoom()
-        room.enter(Tier.PRIORITY)
-        late = room.enter(Tier.FLEX)
-        room.signal()
-        assert not await room.turn(late, 5.0)
-        assert asyncio.get_running_loop().time() == 5.0
-
-    run(main())
+async def test_a_turn_that_does_not_come_ends_with_the_time() -> None:
+    room = WaitingRoom()
+    room.enter(Tier.PRIORITY)
+    late = room.enter(Tier.FLEX)
+    room.signal()
+    assert not await room.turn(late, 5.0)
+    assert asyncio.get_running_loop().time() == 5.0

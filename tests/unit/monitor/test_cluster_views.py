@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -15,7 +16,6 @@ from shared.subjects import Subjects
 from shared.transport.bus import BusError
 from shared.transport.memory_bus import MemoryBroker, MemoryBus
 from shared.wire import WireError, encode_json
-from sim.virtual_time import run
 from tests.support.staged import played_in
 
 SUBJECTS = Subjects()
@@ -47,18 +47,16 @@ class Room:
         await asyncio.sleep(0.1)
 
 
-def in_room(test: Callable[[Room], Awaitable[None]]) -> None:
-    async def main() -> None:
-        bus = MemoryBroker(latency_s=0.001).connect("test")
-        room = Room(bus)
-        await test(room)
-        await room.feed.close()
-        await bus.close()
-
-    run(main())
+@asynccontextmanager
+async def open_room() -> AsyncIterator[Room]:
+    bus = MemoryBroker(latency_s=0.001).connect("test")
+    room = Room(bus)
+    yield room
+    await room.feed.close()
+    await bus.close()
 
 
-@played_in(in_room)
+@played_in(open_room)
 async def test_the_stored_view_comes_first_and_its_age_is_unknown(room: Room) -> None:
     await room.store(7)
     await room.feed.start()
@@ -67,7 +65,7 @@ async def test_the_stored_view_comes_first_and_its_age_is_unknown(room: Room) ->
     assert room.told == [(7, False), (8, True)]
 
 
-@played_in(in_room)
+@played_in(open_room)
 async def test_what_is_stored_is_not_heard_twice_once_views_are_published(room: Room) -> None:
     await room.store(7)
     await room.feed.start()
@@ -78,7 +76,7 @@ async def test_what_is_stored_is_not_heard_twice_once_views_are_published(room: 
     assert room.told == [(7, False), (8, True), (9, True)]
 
 
-@played_in(in_room)
+@played_in(open_room)
 async def test_what_is_no_view_is_told_and_changes_nothing(room: Room) -> None:
     bucket = await room.bus.key_value(SUBJECTS.view_bucket())
     await bucket.put(VIEW_KEY, b"[]")
@@ -90,7 +88,7 @@ async def test_what_is_no_view_is_told_and_changes_nothing(room: Room) -> None:
     assert room.told == [(3, False)]
 
 
-@played_in(in_room)
+@played_in(open_room)
 async def test_nothing_is_heard_after_the_end(room: Room) -> None:
     await room.feed.start()
     await room.feed.close()
@@ -99,7 +97,7 @@ async def test_nothing_is_heard_after_the_end(room: Room) -> None:
     assert room.told == []
 
 
-@played_in(in_room)
+@played_in(open_room)
 async def test_a_monitor_whose_store_is_full_is_heard_all_the_same(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
     await room.feed.start()
     monitor = Monitor(MonitorSettings(), room.bus)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from services.monitor.policy.liveness import LivenessParams, judge, next_change_age_s
 from services.monitor.policy.sanity import find_absurdity
 from shared.messages.report import Liveness, WorkerReport
+from tests.support.drop_builders import make_elastic
 from tests.support.kinds import some
-from tests.support.statuses import make_elastic, make_report
+from tests.support.statuses import make_report
 
 PARAMS = LivenessParams(suspect_after_s=1.5, dead_after_s=3.0, forget_after_s=60.0)
 RANK = {Liveness.ALIVE: 0, Liveness.SUSPECT: 1, Liveness.DEAD: 2, None: 3}
@@ -87,8 +88,11 @@ def test_layers_that_are_resident_contain_those_that_are_computed(resident: tupl
         ({"num_pages": 0}, "its memory has 0 pages and up to 100 blocks"),
         ({"num_pages": 2**45}, f"its memory has {2**45} pages and up to 100 blocks"),
         ({"max_blocks": -1}, "its memory has 64 pages and up to -1 blocks"),
+        ({"link_bytes_per_s": -1.0}, f"its link has -1 bytes/s, outside 0 to {2**50}"),
+        ({"link_bytes_per_s": float("nan")}, f"its link has nan bytes/s, outside 0 to {2**50}"),
+        ({"link_bytes_per_s": 2.0**51}, f"its link has 2.2518e+15 bytes/s, outside 0 to {2**50}"),
     ],
 )
 def test_memory_that_cannot_be_is_named(fields: dict[str, object], reason: str | None) -> None:
-    elastic = make_elastic(max_blocks=100).model_copy(update=fields)
+    elastic = make_elastic(num_pages=64, max_blocks=100).model_copy(update=fields)
     assert find_absurdity(make_report().model_copy(update={"elastic": elastic})) == reason

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -60,26 +61,22 @@ def _now() -> float:
     return round(asyncio.get_running_loop().time(), 6)
 
 
-def in_room(test: Callable[[Room], Awaitable[None]], settings: MonitorSettings = SETTINGS) -> Room:
-    """Run the test with a monitor, in virtual time from 0 s."""
-
-    async def main() -> Room:
-        broker = MemoryBroker(latency_s=0.0)
-        bus, monitor_bus = broker.connect("test"), broker.connect("monitor")
-        room = Room(Monitor(settings, monitor_bus), bus, broker)
-        await bus.subscribe("sluice.*.event.>", room.on_event)
-        await room.monitor.start()
-        await (await bus.key_value(SUBJECTS.view_bucket())).watch("cluster", room.on_view)
-        await test(room)
-        await room.monitor.stop()
-        await monitor_bus.close()
-        await bus.close()
-        return room
-
-    return run(main())
+@asynccontextmanager
+async def open_room(settings: MonitorSettings = SETTINGS) -> AsyncIterator[Room]:
+    """A room with a monitor, from 0 s of virtual time on."""
+    broker = MemoryBroker(latency_s=0.0)
+    bus, monitor_bus = broker.connect("test"), broker.connect("monitor")
+    room = Room(Monitor(settings, monitor_bus), bus, broker)
+    await bus.subscribe("sluice.*.event.>", room.on_event)
+    await room.monitor.start()
+    await (await bus.key_value(SUBJECTS.view_bucket())).watch("cluster", room.on_view)
+    yield room
+    await room.monitor.stop()
+    await monitor_bus.close()
+    await bus.close()
 
 
-@played_in(in_room)
+@played_in(open_room)
 async def test_a_silent_worker_is_suspect_dead_and_gone_in_events_and_views_at_exactly_its_times(room: Room) -> None:
     await asyncio.sleep(0.77)
     await room.report()
@@ -97,7 +94,7 @@ async def test_a_silent_worker_is_suspect_dead_and_gone_in_events_and_views_at_e
     assert [seen[0.77 + after_s] for after_s in (0.0, 1.5, 3.0)] == judged, "and at the moment of each change"
 
 
-@played_in(in_room)
+@played_in(open_room)
 async def test_a_new_monitor_does_not_replace_the_view_before_it_has_heard_the_workers(room: Room) -> None:
     """The view of the monitor before stays; two workers report at 0.2 s and 0.4 s, as they do every 0.5 s."""
     await asyncio.sleep(0.2)
@@ -108,13 +105,13 @@ async def test_a_new_monitor_does_not_replace_the_view_before_it_has_heard_the_w
     assert [status.report.worker_id for status in first.workers] == ["w"]
 
 
-@played_in(in_room)
+@played_in(open_room)
 async def test_a_monitor_that_hears_nobody_says_so_after_a_while(room: Room) -> None:
     await asyncio.sleep(1.6)
     assert [(at_s, view.workers) for at_s, view in room.views] == [(1.5, ())]
 
 
-@played_in(in_room)
+@played_in(open_room)
 async def test_views_are_numbered_and_reports_without_a_change_do_not_cause_more(room: Room) -> None:
     """10 s at one view per 0.5 s are 20 views, and 1 for the worker's appearance; 100 reports add none."""
     for _ in range(100):
@@ -125,7 +122,7 @@ async def test_views_are_numbered_and_reports_without_a_change_do_not_cause_more
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
 
 
-@played_in(in_room)
+@played_in(open_room)
 async def test_each_phase_is_told_once(room: Room) -> None:
     for phase in WorkerPhase:
         for _ in range(3):
@@ -136,7 +133,7 @@ async def test_each_phase_is_told_once(room: Room) -> None:
     assert names == ["worker_loading", "worker_ready", "worker_draining", "worker_gone"]
 
 
-@played_in(in_room)
+@played_in(open_room)
 async def test_refused_reports_change_nothing_and_are_counted(room: Room) -> None:
     subject = SUBJECTS.report(WorkerId("w"))
     good = make_report("w")
@@ -151,7 +148,7 @@ async def test_refused_reports_change_nothing_and_are_counted(room: Room) -> Non
     assert all(view.workers == () for _, view in room.views)
 
 
-@played_in(partial(in_room, settings=SETTINGS.model_copy(update={"max_workers": 1})))
+@played_in(partial(open_room, settings=SETTINGS.model_copy(update={"max_workers": 1})))
 async def test_one_worker_too_many_is_refused(room: Room) -> None:
     await room.report("a")
     await room.report("b")
@@ -160,7 +157,7 @@ async def test_one_worker_too_many_is_refused(room: Room) -> None:
     assert room.monitor.counters["reports_refused"] == 1
 
 
-@played_in(in_room)
+@played_in(open_room)
 async def test_a_lost_broker_is_not_the_workers_death(room: Room) -> None:
     """Cut off from 1 s to 31 s: nobody is judged; after that a silent worker gets its 1.5 s and 3 s anew."""
     await room.report()
@@ -177,7 +174,7 @@ async def test_a_lost_broker_is_not_the_workers_death(room: Room) -> None:
     assert room.monitor.counters["views_not_written"] >= 59
 
 
-@played_in(in_room)
+@played_in(open_room)
 async def test_it_answers_the_service_protocol_and_its_endpoints(room: Room) -> None:
     await room.report("b")
     await room.report("a")
@@ -201,7 +198,7 @@ def throttled(view: ClusterView) -> list[str]:
     return [status.report.worker_id for status in view.workers if status.throttled]
 
 
-@played_in(in_room)
+@played_in(open_room)
 async def test_a_worker_that_begins_to_run_short_is_in_a_view_at_once_and_told_once(room: Room) -> None:
     await room.report(**ENOUGH)
     await asyncio.sleep(1.23)
@@ -220,7 +217,7 @@ async def test_a_worker_that_begins_to_run_short_is_in_a_view_at_once_and_told_o
     assert room.views[-1][1].workers[0].throttled_reason == ""
 
 
-@played_in(in_room)
+@played_in(open_room)
 async def test_requests_that_begin_to_wait_at_a_worker_that_was_about_to_run_short_are_in_a_view_at_once(
     room: Room,
 ) -> None:
@@ -237,7 +234,7 @@ async def test_requests_that_begin_to_wait_at_a_worker_that_was_about_to_run_sho
     assert at_s == 1.23
 
 
-@played_in(in_room)
+@played_in(open_room)
 async def test_many_that_run_short_together_are_no_flood_of_views(room: Room) -> None:
     """100 workers within 0.1 s: one view at once, and one per 20 ms."""
     for number in range(100):
@@ -252,7 +249,7 @@ async def test_many_that_run_short_together_are_no_flood_of_views(room: Room) ->
     assert len(throttled(room.views[-1][1])) == 100
 
 
-@played_in(in_room)
+@played_in(open_room)
 async def test_a_plan_that_is_carried_out_is_what_lets_it_be_told_again(room: Room) -> None:
     bucket = await room.bus.key_value(SUBJECTS.plan_bucket())
     await room.report(**ENOUGH)
@@ -267,7 +264,7 @@ async def test_a_plan_that_is_carried_out_is_what_lets_it_be_told_again(room: Ro
     assert [name for _, name, _ in room.events] == ["worker_ready", "worker_throttled", "worker_throttled"]
 
 
-@played_in(in_room)
+@played_in(open_room)
 async def test_a_worker_that_is_gone_runs_short_of_nothing(room: Room) -> None:
     await room.report(**SHORT)
     await asyncio.sleep(0.2)
@@ -277,7 +274,7 @@ async def test_a_worker_that_is_gone_runs_short_of_nothing(room: Room) -> None:
     assert throttled(room.views[-1][1]) == []
 
 
-@played_in(in_room)
+@played_in(open_room)
 async def test_after_stop_nothing_is_heard_or_written(room: Room) -> None:
     await room.report()
     await asyncio.sleep(0.1)
@@ -297,19 +294,21 @@ def test_limits_out_of_order_are_refused_by_the_settings() -> None:
 
 
 def test_the_same_run_twice_gives_the_same_trace() -> None:
-    async def life(room: Room) -> None:
-        for worker in "cab":
-            await room.report(worker)
-            await asyncio.sleep(0.3)
-        await asyncio.sleep(70)
+    async def life() -> Room:
+        async with open_room() as room:
+            for worker in "cab":
+                await room.report(worker)
+                await asyncio.sleep(0.3)
+            await asyncio.sleep(70)
+        return room
 
-    first, second = in_room(life), in_room(life)
+    first, second = run(life()), run(life())
     assert first.events == second.events
     assert first.views == second.views
     assert len(first.events) == 12
 
 
-@played_in(in_room)
+@played_in(open_room)
 async def test_reports_of_another_major_version_are_shown_and_those_of_a_newer_minor_are_read(room: Room) -> None:
     newer = json.loads(encode_json(make_report("new")))
     await room.bus.publish("sluice.default.worker.new.report", json.dumps({**newer, "hue": {"a": 1}}).encode())

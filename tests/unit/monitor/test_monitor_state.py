@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,6 +26,11 @@ def make_state(max_workers: int = 8) -> ClusterState:
     return ClusterState(PARAMS, max_workers)
 
 
+@pytest.fixture
+def state() -> ClusterState:
+    return make_state()
+
+
 def names(state: ClusterState) -> list[str]:
     return [change.name for change in state.take_changes()]
 
@@ -43,16 +49,14 @@ def test_the_view_shows_the_newest_report_in_whatever_order_they_arrive(order: l
     assert shown(state, 0.0) == {"w": (Liveness.ALIVE, 7)}
 
 
-def test_the_same_report_twice_is_stale_and_does_not_prove_life() -> None:
-    state = make_state()
+def test_the_same_report_twice_is_stale_and_does_not_prove_life(state: ClusterState) -> None:
     state.absorb(make_report(5), 0.0)
     assert state.absorb(make_report(5), 2.0) is Verdict.STALE
     state.judge(2.0)
     assert shown(state, 2.0) == {"w": (Liveness.SUSPECT, 5)}
 
 
-def test_another_pid_is_a_new_process_and_late_reports_of_the_old_one_are_ignored() -> None:
-    state = make_state()
+def test_another_pid_is_a_new_process_and_late_reports_of_the_old_one_are_ignored(state: ClusterState) -> None:
     state.absorb(make_report(900, pid=1), 0.0)
     names(state)
     assert state.absorb(make_report(0, pid=2, phase=WorkerPhase.LOADING), 0.5) is Verdict.ACCEPTED
@@ -61,8 +65,9 @@ def test_another_pid_is_a_new_process_and_late_reports_of_the_old_one_are_ignore
     assert shown(state, 0.6) == {"w": (Liveness.ALIVE, 0)}
 
 
-def test_a_container_that_restarts_with_the_same_pid_is_recognised_once_its_predecessor_is_dead() -> None:
-    state = make_state()
+def test_a_container_that_restarts_with_the_same_pid_is_recognised_once_its_predecessor_is_dead(
+    state: ClusterState,
+) -> None:
     state.absorb(make_report(900), 0.0)
     assert state.absorb(make_report(0), 1.0) is Verdict.STALE
     state.judge(3.0)
@@ -72,8 +77,7 @@ def test_a_container_that_restarts_with_the_same_pid_is_recognised_once_its_pred
     assert shown(state, 3.0) == {"w": (Liveness.ALIVE, 4)}
 
 
-def test_silence_is_judged_step_by_step_and_a_report_ends_it() -> None:
-    state = make_state()
+def test_silence_is_judged_step_by_step_and_a_report_ends_it(state: ClusterState) -> None:
     state.absorb(make_report(0), 10.0)
     assert names(state) == ["worker_ready"]
     for now_s, expected in [(11.49, []), (11.5, ["worker_suspect"]), (12.9, []), (13.0, ["worker_dead"])]:
@@ -86,8 +90,9 @@ def test_silence_is_judged_step_by_step_and_a_report_ends_it() -> None:
     assert shown(state, 80.0) == {}
 
 
-def test_a_stopped_worker_is_shown_until_everybody_has_seen_it_and_a_late_report_does_not_bring_it_back() -> None:
-    state = make_state()
+def test_a_stopped_worker_is_shown_until_everybody_has_seen_it_and_a_late_report_does_not_bring_it_back(
+    state: ClusterState,
+) -> None:
     state.absorb(make_report(5), 0.0)
     state.absorb(make_report(6, phase=WorkerPhase.DRAINING), 0.1)
     state.absorb(make_report(8, phase=WorkerPhase.STOPPED), 0.2)
@@ -99,8 +104,7 @@ def test_a_stopped_worker_is_shown_until_everybody_has_seen_it_and_a_late_report
     assert names(state) == [], "it went in order: its silence is no news"
 
 
-def test_a_stopped_worker_may_come_back_as_a_new_process() -> None:
-    state = make_state()
+def test_a_stopped_worker_may_come_back_as_a_new_process(state: ClusterState) -> None:
     state.absorb(make_report(5, phase=WorkerPhase.STOPPED), 0.0)
     names(state)
     state.absorb(make_report(0, pid=2), 0.4)
@@ -115,8 +119,7 @@ def test_more_workers_than_allowed_are_refused_until_one_is_forgotten() -> None:
     assert state.absorb(make_report(1, worker="b"), 60.0) is Verdict.ACCEPTED
 
 
-def test_excused_silence_makes_no_judgement_worse_and_none_better() -> None:
-    state = make_state()
+def test_excused_silence_makes_no_judgement_worse_and_none_better(state: ClusterState) -> None:
     state.absorb(make_report(0, worker="suspect"), 0.0)
     state.absorb(make_report(0, worker="alive"), 1.0)
     state.judge(2.0)
@@ -133,8 +136,7 @@ def test_excused_silence_makes_no_judgement_worse_and_none_better() -> None:
     }
 
 
-def test_the_view_says_the_true_age_and_is_sorted() -> None:
-    state = make_state()
+def test_the_view_says_the_true_age_and_is_sorted(state: ClusterState) -> None:
     order = [f"w{index}" for index in range(8)]
     random.Random(3).shuffle(order)
     for worker in order:
@@ -146,8 +148,7 @@ def test_the_view_says_the_true_age_and_is_sorted() -> None:
     assert view.sequence_number == 7
 
 
-def test_the_next_judgement_is_that_of_the_longest_silent_worker() -> None:
-    state = make_state()
+def test_the_next_judgement_is_that_of_the_longest_silent_worker(state: ClusterState) -> None:
     assert state.next_judgement_s(0.0) is None
     state.absorb(make_report(0, worker="a"), 0.0)
     state.absorb(make_report(0, worker="b"), 1.0)
@@ -156,8 +157,7 @@ def test_the_next_judgement_is_that_of_the_longest_silent_worker() -> None:
     assert state.next_judgement_s(1.5) == 2.5
 
 
-def test_a_worker_of_another_protocol_is_shown_dead_by_name_until_it_is_silent() -> None:
-    state = make_state()
+def test_a_worker_of_another_protocol_is_shown_dead_by_name_until_it_is_silent(state: ClusterState) -> None:
     state.absorb(make_report(5), 0.0)
     names(state)
     assert state.absorb_incompatible(WorkerId("w"), "2", 1.0) is Verdict.ACCEPTED
@@ -170,8 +170,7 @@ def test_a_worker_of_another_protocol_is_shown_dead_by_name_until_it_is_silent()
     assert names(state) == []
 
 
-def test_a_worker_that_speaks_our_protocol_again_is_used_again() -> None:
-    state = make_state()
+def test_a_worker_that_speaks_our_protocol_again_is_used_again(state: ClusterState) -> None:
     state.absorb_incompatible(WorkerId("w"), "2", 0.0)
     names(state)
     assert state.absorb(make_report(0), 0.5) is Verdict.ACCEPTED

@@ -35,20 +35,22 @@ class Source:
         return bool(self.detector.strain(self.worker))
 
 
-def test_a_full_worker_with_nobody_in_line_is_not_throttled() -> None:
-    source = Source()
+@pytest.fixture
+def source() -> Source:
+    return Source()
+
+
+def test_a_full_worker_with_nobody_in_line_is_not_throttled(source: Source) -> None:
     assert source.say(0.0, 100) is None
     assert source.say(0.5, 100) is None
 
 
-def test_a_head_of_line_that_does_not_fit_is_throttling() -> None:
-    source = Source()
+def test_a_head_of_line_that_does_not_fit_is_throttling(source: Source) -> None:
     assert source.say(0.0, 90, 11) == "101 of 100 KV blocks wanted; in 1 s it would be 101 of 100"
     assert source.detector.rule(source.worker) is ThrottlingRule.RATE
 
 
-def test_a_request_queued_for_memory_is_throttling_whatever_the_rates() -> None:
-    source = Source()
+def test_a_request_queued_for_memory_is_throttling_whatever_the_rates(source: Source) -> None:
     reason = source.say(0.0, 60, num_queued_for_memory=2)
     assert reason == "60 of 100 KV blocks wanted, and 2 requests are queued for lack of them"
     assert source.detector.rule(source.worker) is ThrottlingRule.QUEUED
@@ -79,16 +81,14 @@ def test_steady_rates_are_seen_at_the_first_report_from_which_a_second_would_not
             return
 
 
-def test_falling_capacity_is_as_good_a_reason_as_rising_demand() -> None:
-    source = Source()
+def test_falling_capacity_is_as_good_a_reason_as_rising_demand(source: Source) -> None:
     assert source.say(0.0, 80) is None
     event = source.say(0.5, 80, blocks=95)  # 10 blocks a second less: 85 then
     assert event is None
     assert source.say(1.0, 80, blocks=85) is not None  # by now about 13 a second
 
 
-def test_there_is_one_event_per_epoch_while_it_lasts() -> None:
-    source = Source()
+def test_there_is_one_event_per_epoch_while_it_lasts(source: Source) -> None:
     events = [source.say(0.5 * i, 100, 20, epoch=1 + i // 4) for i in range(12)]
     assert [i for i, event in enumerate(events) if event is not None] == [0, 4, 8]
 
@@ -102,8 +102,7 @@ def test_flapping_at_the_limit_is_silent_and_calm_arms_it_again() -> None:
     assert source.say(3.5, 100, 1) is not None
 
 
-def test_a_worker_that_stays_full_is_calm_once_its_rates_have_faded() -> None:
-    source = Source()
+def test_a_worker_that_stays_full_is_calm_once_its_rates_have_faded(source: Source) -> None:
     source.say(0.0, 0)
     assert source.say(0.5, 100) is not None
     for tick in range(2, 20):
@@ -111,16 +110,14 @@ def test_a_worker_that_stays_full_is_calm_once_its_rates_have_faded() -> None:
     assert not source.is_throttled()
 
 
-def test_what_changes_at_once_makes_no_rate_of_its_own() -> None:
+def test_what_changes_at_once_makes_no_rate_of_its_own(source: Source) -> None:
     """20 blocks within 10 ms are no 2 000 a second: they count over the half second to the next report."""
-    source = Source()
     source.say(0.0, 0)
     assert source.say(0.01, 20) is None
     assert source.say(0.5, 20) is None
 
 
-def test_another_process_begins_without_rates() -> None:
-    source = Source()
+def test_another_process_begins_without_rates(source: Source) -> None:
     source.say(0.0, 10)
     source.say(0.5, 60)  # 100 a second: in a second 160
     assert source.is_throttled()
@@ -131,9 +128,8 @@ def test_another_process_begins_without_rates() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"plan_id": 4}, {"layers": (0, 4)}])
-def test_what_a_plan_changes_makes_no_rates(fields: dict[str, Any]) -> None:
+def test_what_a_plan_changes_makes_no_rates(source: Source, fields: dict[str, Any]) -> None:
     """A leader takes over the other's requests; later it has less memory again: no trend in either."""
-    source = Source()
     source.say(0.0, 60)
     assert source.say(0.5, 60) is None
     assert source.say(1.0, 120, blocks=250, **fields) is None
@@ -142,8 +138,7 @@ def test_what_a_plan_changes_makes_no_rates(fields: dict[str, Any]) -> None:
     assert not source.is_throttled()
 
 
-def test_workers_that_do_not_serve_are_forgotten() -> None:
-    source = Source()
+def test_workers_that_do_not_serve_are_forgotten(source: Source) -> None:
     assert source.say(0.0, 100, 5) is not None
     for fields in ({"phase": WorkerPhase.DRAINING}, {"num_blocks": 0}):
         assert source.say(0.5, 0, 5, **fields) is None
@@ -153,8 +148,7 @@ def test_workers_that_do_not_serve_are_forgotten() -> None:
     assert not source.is_throttled()
 
 
-def test_two_reports_of_one_instant_make_no_rate() -> None:
-    source = Source()
+def test_two_reports_of_one_instant_make_no_rate(source: Source) -> None:
     source.say(0.0, 50)
     assert source.say(0.0, 60) is None
     event = source.say(1.0, 70)  # 20 in a second, from the first of the two

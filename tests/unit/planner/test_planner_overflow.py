@@ -12,8 +12,9 @@ from shared.ids import RequestId, WorkerId
 from shared.messages.queue import QueuedPart
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerStatus
 from shared.types import RequestClass
+from tests.support.drop_builders import make_elastic
 from tests.support.kinds import some
-from tests.support.statuses import make_elastic, make_status, make_view
+from tests.support.statuses import make_status, make_view
 
 
 def worker(name: str, *, used: int = 0, waits: int = 0, **fields: Any) -> WorkerStatus:

@@ -26,13 +26,21 @@ from shared.ids import Incarnation, WorkerId
 from shared.layers import LayerRange
 from shared.messages.plan import FormGroup, PlannedWorker, RestoreInstance
 from shared.messages.report import Liveness, WorkerPhase, WorkerStatus
-from tests.support.drop_builders import make_facts, make_group, make_instance, make_model, make_pair, random_facts
+from tests.support.drop_builders import (
+    make_elastic,
+    make_facts,
+    make_group,
+    make_instance,
+    make_model,
+    make_pair,
+    random_facts,
+)
 from tests.support.kinds import of_kind, some
-from tests.support.statuses import make_elastic, make_status, make_view
+from tests.support.statuses import make_status, make_view
 
 PACING = PacingParams(restore_ratio=0.5, restore_hold_s=10.0, cooldown_s=5.0, retry_s=2.0, max_retry_s=20.0)
 OBSERVE = ObserveParams((1.0, 1.8), horizon_s=2.0)
-ELASTIC = make_elastic(has_host_copy=True)
+ELASTIC = make_elastic(make_model(), num_pages=64, max_blocks=50)
 
 
 def status(name: str, **fields: Any) -> WorkerStatus:
@@ -109,8 +117,7 @@ def test_a_leader_speaks_for_its_group_and_is_the_one_that_takes_requests() -> N
         ("w3", False),
     ]
     assert (seen.snapshot.num_unavailable, seen.snapshot.view_age_s, seen.left_out) == (2, 0.3, ())
-    assert seen.snapshot.facts is not None
-    member, leader, alone = seen.snapshot.facts.instances
+    member, leader, alone = some(seen.snapshot.facts).instances
     assert (member.group, member.used_tokens, member.throttled) == ("w1", 0, False)
     assert (leader.group, leader.used_tokens, leader.throttled) == ("w1", 480, True)
     assert (alone.group, alone.group_id) == ("w2", "")
@@ -139,8 +146,7 @@ def test_without_elastic_workers_there_are_no_facts() -> None:
 def test_workers_that_no_plan_can_count_on_are_left_out_with_the_reason(fields: dict[str, Any], reason: str) -> None:
     seen = observe(make_view(status("w0", **fields), status("w1"), status("w2")), 0.1, OBSERVE)
     assert seen.left_out == (("w0", reason),)
-    assert seen.snapshot.facts is not None
-    assert [each.instance_id for each in seen.snapshot.facts.instances] == ["w1", "w2"]
+    assert [each.instance_id for each in some(seen.snapshot.facts).instances] == ["w1", "w2"]
     assert len(seen.snapshot.workers) == 3, "requests are placed on it all the same"
 
 
@@ -278,29 +284,29 @@ def test_a_group_of_named_instances_is_exactly_of_these_or_there_is_a_reason(see
     assert sorted(stage.instance_id for stage in group.stages) == sorted(names)
 
 
+GROUPED = [*make_group(0, (4, 8)), make_instance(3), make_instance(4)]
+BROKEN = [GROUPED[0], *GROUPED[2:]]
+"""One of the group is gone."""
+
+
 @pytest.mark.parametrize(
-    ("names", "reason"),
+    ("there", "names", "reason"),
     [
-        ((), "a group takes two workers at least"),
-        ((0, 0), "a group takes two workers at least"),
-        ((0, 1), "they are one group already"),
-        ((0, 3), "'w00001' is in a group with some of them; name it too, or restore the group first"),
-        ((3, 9), "'w00009' is no worker that is ready and can drop parameters"),
-        ((0, 1, 3, 4), "a layer would be left without a second copy"),
+        (GROUPED, (), "a group takes two workers at least"),
+        (GROUPED, (0, 0), "a group takes two workers at least"),
+        (GROUPED, (0, 1), "they are one group already"),
+        (GROUPED, (0, 3), "'w00001' is in a group with some of them; name it too, or restore the group first"),
+        (GROUPED, (3, 9), "'w00009' is no worker that is ready and can drop parameters"),
+        (GROUPED, (0, 1, 3, 4), "a layer would be left without a second copy"),
+        (BROKEN, (0, 3), "one of them is in a group that lacks layers; it is restored soon"),
+        (BROKEN, (3, 0), "one of them is in a group that lacks layers; it is restored soon"),
     ],
 )
-def test_what_a_person_cannot_have_is_refused_with_the_reason(names: tuple[int, ...], reason: str) -> None:
-    facts = make_facts([*make_group(0, (4, 8)), make_instance(3), make_instance(4)])
-    refusal = of_kind(DropRefusal, plan_chosen(facts, DropParams(), [WorkerId(f"w{number:05d}") for number in names]))
-    assert refusal.reason == reason
-
-
-def test_a_person_cannot_have_an_instance_whose_group_lacks_layers() -> None:
-    survivor, whole = make_group(0, (4, 8))[0], [make_instance(number) for number in (3, 4)]
-    for names in (("w00000", "w00003"), ("w00003", "w00000")):
-        refusal = plan_chosen(make_facts([survivor, *whole]), DropParams(), [WorkerId(name) for name in names])
-        assert isinstance(refusal, DropRefusal)
-        assert refusal.reason == "one of them is in a group that lacks layers; it is restored soon"
+def test_what_a_person_cannot_have_is_refused_with_the_reason(
+    there: list[InstanceFacts], names: tuple[int, ...], reason: str
+) -> None:
+    chosen = [WorkerId(f"w{number:05d}") for number in names]
+    assert of_kind(DropRefusal, plan_chosen(make_facts(there), DropParams(), chosen)).reason == reason
 
 
 def test_a_person_may_grow_a_group_by_naming_all_of_it() -> None:
@@ -318,12 +324,9 @@ def test_workers_are_told_process_address_and_layers_of_the_view_that_the_plan_w
         status(f"w{number}", incarnation=50 + number, stage_address=f"a:{number}", num_used_blocks=10)
         for number in range(2)
     ]
-    seen = observe(make_view(*statuses), 0.1, OBSERVE)
-    assert seen.snapshot.facts is not None
-    plan = of_kind(DropPlan, plan_chosen(seen.snapshot.facts, DropParams(), [WorkerId("w0"), WorkerId("w1")]))
-    intent = intent_of(plan, seen.snapshot.facts, make_view(*statuses))
-    (group,) = intent.steps
-    assert isinstance(group, FormGroup)
+    facts = some(observe(make_view(*statuses), 0.1, OBSERVE).snapshot.facts)
+    plan = of_kind(DropPlan, plan_chosen(facts, DropParams(), [WorkerId("w0"), WorkerId("w1")]))
+    group = of_kind(FormGroup, intent_of(plan, facts, make_view(*statuses)).steps[0])
     assert [(s.worker_id, s.incarnation, s.address, s.held, s.layers) for s in group.stages] == [
         ("w0", 50, "a:0", (0, 8), (0, 4)),
         ("w1", 51, "a:1", (0, 8), (4, 8)),
@@ -361,8 +364,7 @@ def test_a_group_that_cannot_be_restored_keeps_no_other_from_it() -> None:
     assert decides.decide(seen, 0.1, 0.0).intent is None
     verdict = decides.decide(seen, 0.1, 10.0)
     assert verdict.refusals == ("a0: a whole copy leaves an instance no room for KV",)
-    assert verdict.intent is not None
-    assert [worker.worker_id for step in verdict.intent.steps for worker in step.workers] == ["b0", "b1"]
+    assert [worker.worker_id for step in some(verdict.intent).steps for worker in step.workers] == ["b0", "b1"]
     only = make_view(*pair_of("a0", "a1", 17))
     told = [decides.decide(only, 0.1, 10.0 + tick * 0.5).refusals for tick in range(1, 61)]
     assert sum(map(len, told)) == 2, "once in 10 s"
@@ -378,8 +380,7 @@ class Tidying:
 
     def offer(self, snapshot: ClusterSnapshot) -> Offer | None:
         """Return it at a price of half a second."""
-        assert snapshot.facts is not None
-        order = self.plan(snapshot.facts)
+        order = self.plan(some(snapshot.facts))
         return None if isinstance(order, RestoreRefusal) else Offer(0.5, order.reason, order)
 
 
@@ -394,9 +395,9 @@ def test_a_lever_may_offer_any_order(plan: Callable[[ClusterFacts], Order | Rest
     decides = Decider(PlannerSettings(instance_id="p", system="kunserve").deciding(), (Tidying(plan),))
     seen = make_view(*pair_of("a0", "a1"))
     verdict = decides.decide(seen, 0.1, 0.0)
-    assert verdict.intent is not None
-    assert [step.kind for step in verdict.intent.steps] == kinds
-    assert (verdict.intent.lever, verdict.intent.reason) == ("tidy", verdict.decision.reason)
+    intent = some(verdict.intent)
+    assert [step.kind for step in intent.steps] == kinds
+    assert (intent.lever, intent.reason) == ("tidy", verdict.decision.reason)
     assert not decides.decide(seen, 0.1, 0.5).decision.differs_from(verdict.decision)
 
 

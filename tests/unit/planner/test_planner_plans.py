@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,10 +16,12 @@ from services.planner.service import Planner
 from shared.ids import WorkerId
 from shared.messages.plan import FormGroup, Plan, PlanPhase
 from shared.transport.bus import BusError
+from sim.virtual_time import run
 from tests.support.kinds import some
 from tests.support.levers import FakeLever
-from tests.support.plan_cluster import clustered, in_cluster
+from tests.support.plan_cluster import clustered, open_cluster
 from tests.support.plan_workers import Load, PlanCluster
+from tests.support.staged import played_in
 
 # --- the life of a drop ----------------------------------------------------------------------------------------------
 
@@ -176,21 +179,19 @@ async def test_a_worker_that_does_not_answer_costs_two_seconds_and_no_more(clust
 
 
 @pytest.mark.parametrize("after_ms", [1, 4, 7, 10, 13, 16, 500])
-def test_a_worker_that_dies_on_the_way_leaves_whole_instances(after_ms: float) -> None:
+@clustered(2)
+async def test_a_worker_that_dies_on_the_way_leaves_whole_instances(cluster: PlanCluster, after_ms: float) -> None:
     """At 7 ms it is prepared, at 13 ms it is carrying out, at 500 ms it is in the group."""
-
-    async def death(cluster: PlanCluster) -> None:
-        await cluster.burst("w0", after_s=1.2)
-        await asyncio.sleep(after_ms / 1000)
-        cluster.workers[WorkerId("w1")].die()
-        cluster.workers[WorkerId("w0")].load = Load(2)
-        await asyncio.sleep(6)
-        assert cluster.plan.phase is PlanPhase.DONE, "3 s of silence are death, and nobody waits for the dead"
-        await cluster.restart(WorkerId("w1"))
-        await asyncio.sleep(5)
-        assert cluster.groups() == []
-
-    in_cluster(death, num_workers=2).check(is_lossless=after_ms == 500)
+    cluster.is_lossless = after_ms == 500
+    await cluster.burst("w0", after_s=1.2)
+    await asyncio.sleep(after_ms / 1000)
+    cluster.workers[WorkerId("w1")].die()
+    cluster.workers[WorkerId("w0")].load = Load(2)
+    await asyncio.sleep(6)
+    assert cluster.plan.phase is PlanPhase.DONE, "3 s of silence are death, and nobody waits for the dead"
+    await cluster.restart(WorkerId("w1"))
+    await asyncio.sleep(5)
+    assert cluster.groups() == []
 
 
 @clustered(2, commit_limit_s=5)
@@ -204,14 +205,12 @@ async def test_a_worker_that_hangs_in_the_middle_counts_as_failed_after_a_limit(
     await asyncio.sleep(60)
 
 
-def test_a_worker_that_has_heard_a_newer_epoch_ends_this_planner() -> None:
-    async def fence(cluster: PlanCluster) -> None:
-        cluster.workers[WorkerId("w1")].newest_epoch = 1000
-        node = await cluster.burst("w0")
-        await asyncio.sleep(10)
-        assert some(node.planner).superseded
-
-    cluster = in_cluster(fence, num_workers=2)
+@played_in(partial(open_cluster, 2))
+async def test_a_worker_that_has_heard_a_newer_epoch_ends_this_planner(cluster: PlanCluster) -> None:
+    cluster.workers[WorkerId("w1")].newest_epoch = 1000
+    node = await cluster.burst("w0")
+    await asyncio.sleep(10)
+    assert some(node.planner).superseded
     assert "plan_committed" not in cluster.names()
     assert len(cluster.reasons("planner_superseded")) == 1
 
@@ -308,11 +307,13 @@ async def test_a_write_whose_answer_is_lost_is_settled_by_a_new_claim(
 
 
 def test_the_same_seed_gives_the_same_story() -> None:
-    async def story(cluster: PlanCluster) -> None:
-        await cluster.burst("w0", "w3")
-        await asyncio.sleep(40)
+    async def story() -> str:
+        async with open_cluster() as cluster:
+            await cluster.burst("w0", "w3")
+            await asyncio.sleep(40)
+        return repr([(each.at_s, each.worker_id, each.kind, each.epoch) for each in cluster.heard])
 
-    stories = {repr([(e.at_s, e.worker_id, e.kind, e.epoch) for e in in_cluster(story).heard]) for _ in range(3)}
+    stories = {run(story()) for _ in range(3)}
     assert len(stories) == 1
 
 

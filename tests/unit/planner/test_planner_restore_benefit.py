@@ -21,7 +21,7 @@ from shared.ids import WorkerId
 from shared.layers import LayerRange
 from tests.support.drop_builders import make_facts, make_group, make_instance
 from tests.support.kinds import of_kind
-from tests.support.plan_cluster import clustered, in_cluster, settings
+from tests.support.plan_cluster import clustered, settings
 from tests.support.plan_workers import PlanCluster
 
 PARAMS = PacingParams(
@@ -319,22 +319,19 @@ def test_with_more_requests_a_group_is_due_no_later_and_with_a_dearer_price_no_e
 @pytest.mark.parametrize(
     ("used", "rule", "is_restored"), [(7, "benefit", True), (7, "ratio", False), (4, "ratio", True)]
 )
-def test_a_group_that_fits_and_costs_is_restored_by_benefit_and_the_plan_says_why(
-    used: int, rule: str, is_restored: bool
+@clustered(2, loads_beside=True)
+async def test_a_group_that_fits_and_costs_is_restored_by_benefit_and_the_plan_says_why(
+    cluster: PlanCluster, used: int, rule: str, is_restored: bool
 ) -> None:
     """Alone 10 blocks each: 7 of w0 and 7 of w1 are 70 % of the room, which the ratio of 50 % never lets go.
 
     More than 0.85 of the 13 with which each has memory for all of its share: it has the 17 that it wants meanwhile.
     """
-
-    async def calm(cluster: PlanCluster) -> None:
-        await cluster.burst("w0", after_s=1.3, until_groups=1)
-        cluster.relax(used)
-        await asyncio.sleep(40)
-        assert (cluster.groups() == []) is is_restored
-
-    cluster = in_cluster(calm, 2, settings(restore_by=rule, restore_hold_s=4.0), loads_beside=True)
-    cluster.check()
+    cluster.settings = settings(restore_by=rule, restore_hold_s=4.0)
+    await cluster.burst("w0", after_s=1.3, until_groups=1)
+    cluster.relax(used)
+    await asyncio.sleep(40)
+    assert (cluster.groups() == []) is is_restored
     assert cluster.levers == (["drop", "load", "restore"] if is_restored else ["drop"])
     if is_restored and rule == "benefit":
         reason = cluster.committed[1].reason

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -23,7 +24,6 @@ from shared.subjects import Subjects
 from shared.transport.bus import BusError, KeyValue, Message
 from shared.transport.memory_bus import MemoryBroker, MemoryBus
 from shared.wire import decode_json, encode_json
-from sim.virtual_time import run
 from tests.support.kinds import some
 from tests.support.levers import FakeLever
 from tests.support.staged import played_in
@@ -81,18 +81,15 @@ class Room:
         await self.bus.close()
 
 
-def in_room(test: Callable[[Room], Awaitable[None]]) -> Room:
-    async def main() -> Room:
-        room = Room(MemoryBroker(latency_s=0.001))
-        await room.bus.subscribe("sluice.*.event.>", room.on_event)
-        await test(room)
-        await room.close()
-        return room
-
-    return run(main())
+@asynccontextmanager
+async def open_room() -> AsyncIterator[Room]:
+    room = Room(MemoryBroker(latency_s=0.001))
+    await room.bus.subscribe("sluice.*.event.>", room.on_event)
+    yield room
+    await room.close()
 
 
-@played_in(in_room)
+@played_in(open_room)
 async def test_the_epoch_grows_with_every_restart(room: Room) -> None:
     epochs = []
     for _ in range(4):
@@ -104,7 +101,7 @@ async def test_the_epoch_grows_with_every_restart(room: Room) -> None:
     assert (await room.plan()).epoch == 4
 
 
-@played_in(in_room)
+@played_in(open_room)
 async def test_planners_that_start_together_never_share_an_epoch(room: Room) -> None:
     planners = await asyncio.gather(*(room.start(f"p{index}") for index in range(8)))
     assert sorted(planner.epoch for planner in planners) == list(range(1, 9))
@@ -114,7 +111,7 @@ async def test_planners_that_start_together_never_share_an_epoch(room: Room) -> 
     assert room.names().count("planner_superseded") == 7
 
 
-@played_in(in_room)
+@played_in(open_room)
 async def test_a_superseded_planner_decides_nothing_more(room: Room) -> None:
     await room.start("old")
     await asyncio.sleep(1)
@@ -128,7 +125,7 @@ async def test_a_superseded_planner_decides_nothing_more(room: Room) -> None:
     assert len(room.events) == 3
 
 
-@played_in(in_room)
+@played_in(open_room)
 async def test_a_decision_is_told_once_with_its_reason(room: Room) -> None:
     planner = await room.start()
     await asyncio.sleep(1)
@@ -149,7 +146,7 @@ async def test_a_decision_is_told_once_with_its_reason(room: Room) -> None:
     assert reasons[2].startswith("epoch 1: pressure: 120 of 100 KV blocks wanted on 1 workers; the ladder has no lever")
 
 
-@played_in(in_room)
+@played_in(open_room)
 async def test_a_view_of_unknown_age_is_not_acted_upon(room: Room) -> None:
     await (await room.bus.key_value(SUBJECTS.view_bucket())).put("cluster", encode_json(view_of(90, 90)))
     await room.start()
@@ -157,7 +154,7 @@ async def test_a_view_of_unknown_age_is_not_acted_upon(room: Room) -> None:
     assert [reason.split(":")[1] for _, name, reason in room.events if name == "plan_none"] == [" blind"]
 
 
-@played_in(in_room)
+@played_in(open_room)
 async def test_a_pulled_lever_is_written_under_the_next_epoch_and_taken_back_under_another(room: Room) -> None:
     planner = await room.start(levers=(FakeLever(),))
     await room.show(view_of(90, 30), 2)
@@ -169,7 +166,7 @@ async def test_a_pulled_lever_is_written_under_the_next_epoch_and_taken_back_und
     assert planner.epoch == 3
 
 
-@played_in(in_room)
+@played_in(open_room)
 async def test_the_old_planner_cannot_write_after_the_new_one_claimed(room: Room) -> None:
     old, new = PlanBook(await room.plans()), PlanBook(await room.plans())
     assert (await old.claim("old")).epoch == 1
@@ -188,7 +185,7 @@ STEP = RestoreInstance(worker=PlannedWorker(worker_id=WorkerId("w"), held=(0, 4)
 
 @pytest.mark.parametrize("num_claims", [1, 3])
 @pytest.mark.parametrize("phase", list(PlanPhase))
-@played_in(in_room)
+@played_in(open_room)
 async def test_whoever_claims_carries_on_what_is_not_done(room: Room, phase: PlanPhase, num_claims: int) -> None:
     old = PlanBook(await room.plans())
     await old.claim("old")
@@ -207,7 +204,7 @@ async def test_whoever_claims_carries_on_what_is_not_done(room: Room, phase: Pla
         await old.begin("drop", "too late", (STEP,))
 
 
-@played_in(in_room)
+@played_in(open_room)
 async def test_what_was_begun_keeps_its_name_under_every_epoch(room: Room) -> None:
     book = PlanBook(await room.plans())
     await book.claim("start")
@@ -221,7 +218,7 @@ async def test_what_was_begun_keeps_its_name_under_every_epoch(room: Room) -> No
         await book.advance(PlanPhase.DONE, "again")
 
 
-@played_in(in_room)
+@played_in(open_room)
 async def test_a_system_that_nobody_knows_is_refused_by_name(room: Room) -> None:
     with pytest.raises(StartupError, match=r"unknown system 'kunsrve'; did you mean 'kunserve'.*--system"):
         Planner(PlannerSettings(system="kunsrve"), room.broker.connect("p"))
@@ -254,7 +251,7 @@ def test_a_profile_is_measured_or_linear() -> None:
     assert measured.observation().throughput == (100.0, 180.0, 250.0)
 
 
-@played_in(in_room)
+@played_in(open_room)
 async def test_a_key_that_holds_no_plan_is_left_alone(room: Room) -> None:
     await (await room.plans()).put("plan", b"not a plan")
     with pytest.raises(StartupError, match="does not hold a plan"):
@@ -263,7 +260,7 @@ async def test_a_key_that_holds_no_plan_is_left_alone(room: Room) -> None:
     assert entry.value == b"not a plan"
 
 
-@played_in(in_room)
+@played_in(open_room)
 async def test_an_uncertain_write_is_settled_by_a_new_claim(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
     """The write of epoch 2 arrives but its answer is lost: the planner takes 3, and is not superseded by itself."""
     planner = await room.start(levers=(FakeLever(),))
@@ -285,46 +282,40 @@ async def test_an_uncertain_write_is_settled_by_a_new_claim(room: Room, monkeypa
     assert (plan.epoch, plan.lever) == (4, "preempt"), "3 is the claim"
 
 
-def test_after_a_write_without_an_answer_nothing_is_written_before_a_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.virtual_time
+async def test_after_a_write_without_an_answer_nothing_is_written_before_a_claim(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The write arrives; by its revision the next one would look like another planner's."""
+    bucket = await MemoryBroker().connect("p").key_value(SUBJECTS.plan_bucket())
+    book, epochs = PlanBook(bucket), []
+    epochs.append((await book.claim("test")).epoch)
+    update = type(bucket).update
 
-    async def main() -> list[int]:
-        bucket = await MemoryBroker().connect("p").key_value(SUBJECTS.plan_bucket())
-        book, epochs = PlanBook(bucket), []
-        epochs.append((await book.claim("test")).epoch)
-        update = type(bucket).update
+    async def lose_answer(*values: Any) -> int:
+        await update(*values)
+        raise BusError("no answer")
 
-        async def lose_answer(*values: Any) -> int:
-            await update(*values)
-            raise BusError("no answer")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(type(bucket), "update", lose_answer)
-            with pytest.raises(BusError, match="no answer"):
-                await book.write("none", "lost")
-        with pytest.raises(BusError, match="nobody knows what the plan key holds"):
-            await book.write("none", "too early")
-        epochs.append((await book.claim("test")).epoch)
-        epochs.append((await book.write("none", "again")).epoch)
-        return epochs
-
-    assert run(main()) == [1, 3, 4]
+    with monkeypatch.context() as patch:
+        patch.setattr(type(bucket), "update", lose_answer)
+        with pytest.raises(BusError, match="no answer"):
+            await book.write("none", "lost")
+    with pytest.raises(BusError, match="nobody knows what the plan key holds"):
+        await book.write("none", "too early")
+    epochs.append((await book.claim("test")).epoch)
+    epochs.append((await book.write("none", "again")).epoch)
+    assert epochs == [1, 3, 4]
 
 
-def test_it_answers_the_service_protocol_and_says_its_decision() -> None:
-    answers: dict[str, Any] = {}
-
-    async def ask(room: Room) -> None:
-        await room.start()
-        await asyncio.sleep(1)
-        answers["info"] = json.loads(await room.bus.request("$SRV.INFO.sluice-planner", b"", timeout_s=1))
-        answers["plan"] = json.loads(await room.bus.request(SUBJECTS.admin("planner", "p", "plan"), b"", timeout_s=1))
-
-    in_room(ask)
-    assert answers["info"]["description"]
-    assert [endpoint["name"] for endpoint in answers["info"]["endpoints"]] == ["plan", "drop", "restore", "metrics"]
-    assert all(isinstance(value, str) for value in answers["info"]["metadata"].values())
-    assert answers["plan"] == {
+@played_in(open_room)
+async def test_it_answers_the_service_protocol_and_says_its_decision(room: Room) -> None:
+    await room.start()
+    await asyncio.sleep(1)
+    info = json.loads(await room.bus.request("$SRV.INFO.sluice-planner", b"", timeout_s=1))
+    assert info["description"]
+    assert [endpoint["name"] for endpoint in info["endpoints"]] == ["plan", "drop", "restore", "metrics"]
+    assert all(isinstance(value, str) for value in info["metadata"].values())
+    assert json.loads(await room.bus.request(SUBJECTS.admin("planner", "p", "plan"), b"", timeout_s=1)) == {
         "epoch": 1,
         "superseded": False,
         "levers": [],

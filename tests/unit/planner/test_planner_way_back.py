@@ -13,7 +13,7 @@ from shared.messages.plan import LoadBeside, PlanPhase
 from shared.transport.memory_bus import Delivery
 from sim.faults.nodes import PlannerNode
 from tests.support.kinds import some
-from tests.support.plan_cluster import clustered, in_cluster, settings
+from tests.support.plan_cluster import clustered, open_cluster, settings
 from tests.support.plan_workers import Faults, PlanCluster
 
 W0, W1 = WorkerId("w0"), WorkerId("w1")
@@ -111,15 +111,13 @@ async def test_each_group_loads_in_a_plan_of_its_own(cluster: PlanCluster) -> No
 
 
 @pytest.mark.parametrize("how", ["switched off", "not able"])
-def test_without_loads_beside_a_group_is_restored_in_one_step(how: str) -> None:
-    async def calm(cluster: PlanCluster) -> None:
-        cluster.workers[W1].loads_beside = how != "not able"
-        await group_of_two(cluster)
-        await asyncio.sleep(20)
-        assert cluster.groups() == []
-
-    cluster = in_cluster(calm, 2, settings(restore_beside=how != "switched off"), loads_beside=True)
-    cluster.check()
+@clustered(2, loads_beside=True)
+async def test_without_loads_beside_a_group_is_restored_in_one_step(cluster: PlanCluster, how: str) -> None:
+    cluster.settings = settings(restore_beside=how != "switched off")
+    cluster.workers[W1].loads_beside = how != "not able"
+    await group_of_two(cluster)
+    await asyncio.sleep(20)
+    assert cluster.groups() == []
     assert cluster.levers == ["drop", "restore"]
 
 
@@ -371,16 +369,17 @@ async def trouble(cluster: PlanCluster, node: PlannerNode, what: str, rng: np.ra
         cluster.relax(int(rng.integers(0, 8)))
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize(("beside", "seed"), [(beside, seed) for beside in (False, True) for seed in range(30)])
-def test_whatever_is_lost_doubled_late_or_dead_all_ends_in_order_and_calm_makes_all_whole(
+async def test_whatever_is_lost_doubled_late_or_dead_all_ends_in_order_and_calm_makes_all_whole(
     seed: int, *, beside: bool
 ) -> None:
     """A leader never uses what the others lack: its workers note it."""
     rng = np.random.default_rng(seed)
     is_over = False
-
-    async def chaos(cluster: PlanCluster) -> None:
-        nonlocal is_over
+    patience = settings(restore_hold_s=4, load_stall_s=5, batch_per_worker=0) if beside else settings()
+    num_workers, faults = int(rng.integers(2, 7)), faults_of(rng, lambda: is_over)
+    async with open_cluster(num_workers, patience, faults, loads_beside=beside) as cluster:
         node = cluster.start_planner()
         for _ in range(30):
             await asyncio.sleep(float(rng.random()) * (6 if beside else 3))
@@ -392,8 +391,6 @@ def test_whatever_is_lost_doubled_late_or_dead_all_ends_in_order_and_calm_makes_
                 await cluster.restart(name)
         cluster.relax()
         await asyncio.sleep(180)
-        cluster.check(is_lossless=False)
+        cluster.is_lossless = False
+        cluster.check()
         assert cluster.groups() == [], "when all is calm, all are whole"
-
-    patience = settings(restore_hold_s=4, load_stall_s=5, batch_per_worker=0) if beside else settings()
-    in_cluster(chaos, int(rng.integers(2, 7)), patience, faults_of(rng, lambda: is_over), loads_beside=beside)
