@@ -29,7 +29,7 @@ from tests.support.exchanged_kv import (
     calm,
     check_bits,
     check_group_bits,
-    kept_three,
+    devices_with_kv,
     numbered,
     pages_of_all,
     prompt_of,
@@ -381,8 +381,7 @@ async def test_kv_is_kept_aside_in_no_more_memory_than_allowed(room: int, monkey
     block_bytes = 4 * 2 * model.facts.block_bytes
     model.close()
     exchange_bytes = room * block_bytes + block_bytes // 4
-    async with live_devices(2, exchange_bytes=exchange_bytes) as devices:
-        kept = await kept_three(devices)
+    async with devices_with_kv(2, exchange_bytes=exchange_bytes) as (devices, kept):
         expected = snapshot_each(devices, kept)
         group = await form(devices, HALVES, kept)
         check(devices)

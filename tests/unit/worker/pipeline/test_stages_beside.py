@@ -164,8 +164,7 @@ async def test_no_hidden_states_are_overwritten_while_a_device_or_a_socket_reads
     batches = [random_batch(step_id, chance) for step_id in range(60)]
     outputs = await asyncio.gather(*map(pipeline.executor.submit, batches))
     assert [output.tokens.tolist() for output in outputs] == [sums_of(batch, 6) for batch in batches]
-    await pipeline.executor.close()
-    pipeline.join()
+    await pipeline.close()
 
 
 async def test_steps_that_fail_give_back_what_they_were_to_use(stream: LateStream) -> None:
@@ -189,8 +188,7 @@ async def test_steps_that_fail_give_back_what_they_were_to_use(stream: LateStrea
         assert await failing(3 * count, count) == ["RuntimeError: the device is lost"] * count
     assert runners[1].skipped == [*range(count), *range(2 * count, 4 * count)]
     assert await failing(4 * count, count) == []
-    await executor.close()
-    pipeline.join()
+    await pipeline.close()
 
 
 class Broken:
@@ -213,8 +211,7 @@ async def test_hidden_states_that_do_not_get_to_the_device_fail_the_step_which_i
         with pytest.raises(BatchFailedError):
             await pipeline.executor.submit(batch)
     assert runners[1].skipped == [0]
-    await pipeline.executor.close()
-    pipeline.join()
+    await pipeline.close()
 
 
 def test_hidden_states_that_arrive_are_read_before_the_next_ones_take_their_place(stream: LateStream) -> None:
