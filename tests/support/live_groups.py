@@ -340,6 +340,19 @@ async def be_alone(*devices: TorchGroupDevice) -> None:
     check(devices)
 
 
+async def dissolve(executor: Executor, devices: Sequence[TorchGroupDevice]) -> None:
+    """End a group in order, and let its devices be whole instances again."""
+    await executor.close()
+    await asyncio.gather(*(device.alone() for device in devices))
+    check(devices)
+
+
+async def end_and_be_alone(group: Group, devices: Sequence[TorchGroupDevice]) -> None:
+    """As `dissolve`, and look at all there is to see; see `be_alone`."""
+    await group.executor.close()
+    await be_alone(*devices)
+
+
 async def ended(ends: dict[int, list[str | None]]) -> None:
     """Wait until every member has heard of the end."""
     async with asyncio.timeout(10):

@@ -42,6 +42,10 @@ def held(harness: EngineHarness, name: int) -> list[int]:
     return ids
 
 
+def is_kept(harness: EngineHarness) -> bool:
+    return harness.engine.blocks.is_within_limit
+
+
 def limit(harness: EngineHarness, num_blocks: int | None) -> None:
     harness.engine.memory.limit(num_blocks)
     harness.settle()
@@ -160,12 +164,12 @@ def test_a_pinned_block_stays_until_it_is_unpinned() -> None:
     limit(harness, LIMIT)
     harness.step()
     assert held(harness, 1)[6:10] == [16, 17, 18, 19]
-    assert not harness.engine.blocks.is_within_limit
+    assert not is_kept(harness)
     harness.unpin("reader")
     harness.settle()
     assert harness.submitted().copies.source.tolist() == [16, 17, 18, 19]
     harness.land()
-    assert harness.engine.blocks.is_within_limit
+    assert is_kept(harness)
     harness.finish()
 
 

@@ -32,7 +32,6 @@ from tests.support.exchanged_kv import (
     devices_with_kv,
     numbered,
     pages_of_all,
-    prompt_of,
     rows_of,
     scribble,
     snapshot,
@@ -44,10 +43,12 @@ from tests.support.live_groups import (
     SHAPES,
     Group,
     check,
+    dissolve,
     form,
     lead_and_join,
     live_devices,
     open_elastic_model,
+    prompt_of,
     ranges_of,
 )
 from tests.support.runners import KERNELS
@@ -158,9 +159,7 @@ async def test_a_group_serves_others_while_kv_is_on_its_way(monkeypatch: pytest.
         await first.serve()
         assert first.texts == expected
         assert first.num_computed - before <= left, "nothing that came was computed"
-        await led.executor.close()
-        await asyncio.gather(*(device.alone() for device in devices))
-        check(devices)
+        await dissolve(led.executor, devices)
 
 
 # Bits

@@ -40,7 +40,7 @@ from tests.support.exchanged_kv import (
     serves,
     snapshot_each,
 )
-from tests.support.live_groups import check, form, live_devices, places, ranges_of
+from tests.support.live_groups import check, dissolve, form, live_devices, places, ranges_of
 
 pytestmark = pytest.mark.kernels
 
@@ -181,9 +181,7 @@ async def test_where_pages_cannot_go_on_kv_is_copied_after_the_first_try(monkeyp
             group = await form(devices, ranges_of(2, 4), kept)
             ways.append("copies" if group.coming else "pages" if group.kept else "nothing")
             assert len(group.kept) in (0, 16)
-            await group.executor.close()
-            await asyncio.gather(*(device.alone() for device in devices))
-            check(devices)
+            await dissolve(group.executor, devices)
     assert ways[0] == "pages"
     assert ways[-1] == "copies"
     assert ways.count("nothing") <= 1

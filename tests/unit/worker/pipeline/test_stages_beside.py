@@ -32,7 +32,7 @@ from shared.layers import even_split
 from tests.support.late_runner import MAX_TOKENS, LateRunner, sums_of
 from tests.support.late_stages import LateStream, be_beside, late_stream
 from tests.support.leaks import whats_open
-from tests.support.live_groups import SHAPES, be_alone, calm_texts, form, live_devices, new_engine
+from tests.support.live_groups import SHAPES, calm_texts, end_and_be_alone, form, live_devices, new_engine
 from tests.support.live_groups import texts_of as group_texts
 from tests.support.runners import open_runner
 from tests.support.stage_texts import stages_of, texts_of
@@ -114,8 +114,7 @@ async def test_groups_of_devices_beside_the_host_form_serve_and_part(monkeypatch
         for _ in range(2):
             group = await form(devices, even_split(4, 3))
             assert await group_texts(group.executor) == expected
-            await group.executor.close()
-            await be_alone(*devices)
+            await end_and_be_alone(group, devices)
 
 
 # Copies that are late
