@@ -110,7 +110,8 @@ async def test_a_group_can_become_another_without_loading_anything(monkeypatch: 
             assert devices[0].refusal(LayerRange(2, 4)) == "layers [2, 4) are not all among those held, [0, 2)"
             merged = await form(three, ranges_of(2, 3, 4))
             assert await texts_of(merged.executor) == await calm()
-            await end_and_be_alone(merged, devices)
+            await merged.executor.close()
+        await be_alone(*devices)
 
 
 @pytest.mark.parametrize("at", [None, 0, 2])

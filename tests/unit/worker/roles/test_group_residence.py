@@ -406,4 +406,5 @@ async def test_random_lives_of_workers_end_with_whole_ones(seed: int, gate: Load
         gate.mend()
         assert life.done == {"miss", "end", "leave", "part", "beside", "own only"}
         for _, group in life.groups:
-            await end_and_be_alone(group, devices)
+            await group.executor.close()
+        await be_alone(*devices)
