@@ -53,11 +53,11 @@ def per_page(device: torch.device, num_pages: int, rounds: int, *, huge: bool) -
 
     def map_singly() -> None:
         for page in pages:
-            reserved.map(page * PAGE, page)
+            reserved.map_run(page * PAGE, [page])
 
     def unmap_singly() -> None:
         for page in pages:
-            reserved.unmap(page * PAGE)
+            reserved.unmap_run(page * PAGE, 1)
 
     clock.of("taken", lambda: reserved.map_run(0, pages))
     clock.of("written", lambda: tensor.fill_(1))

@@ -52,11 +52,6 @@ class Faults:
         """Let one call, or more, fail after so many that go well."""
         self.calls_left, self.num_faults = num_calls, num_faults
 
-    @property
-    def has_failed(self) -> bool:
-        """All that was to fail has."""
-        return self.calls_left is None
-
     def _counted(self, call: Callable[..., None]) -> Callable[..., None]:
         def counted(address: int, pages: Sequence[PageId]) -> None:
             self._count()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -91,7 +92,7 @@ class Chaos:
         self.num_added = 0
         self.num_pins = 0
         self.num_blocks = harness.engine.blocks.num_usable
-        self.counts: dict[str, int] = {}
+        self.counts = Counter[str]()
 
     def run(self, num_operations: int, adds: float = 20) -> None:
         operations: list[Callable[[], None]] = [self.add, self.step, self.land, self.cancel]
@@ -169,7 +170,7 @@ class Chaos:
         if parent is not None and not is_true_fork:
             assert isinstance(outcome, AddRefusal) or np.array_equal(new.prompt, parent.prompt)
         elif parent is not None and not isinstance(outcome, AddRefusal):
-            self.count("fork waits" if self.harness.engine.table.hold[outcome] & Hold.FORK else "fork")
+            self.counts["fork waits" if self.harness.engine.table.hold[outcome] & Hold.FORK else "fork"] += 1
         return new
 
     def prompt(self) -> list[int]:
@@ -196,10 +197,10 @@ class Chaos:
         table = self.harness.engine.table
         guilty = tuple(row for row in rows.tolist() if table.sequence(row).sampling.seed == GUILTY_SEED)
         if guilty:
-            self.count("guilty")
+            self.counts["guilty"] += 1
             self.harness.land("guilty", blamed=guilty if self.random.random() < 0.3 else ())
         elif by_chance and rows.size > 1 and self.random.random() < 0.05:
-            self.count("bad luck")
+            self.counts["bad luck"] += 1
             self.harness.land("bad luck")
         else:
             self.harness.land()
@@ -208,7 +209,7 @@ class Chaos:
         """Let a stage run ahead; the last one's answer comes when a step lands."""
         stage = int(self.random.integers(self.harness.num_stages - 1))
         if self.harness.kv.advance(stage) and len(self.harness.flights) > 1:
-            self.count("stages apart")
+            self.counts["stages apart"] += 1
 
     def copy(self) -> None:
         """End a copy, the first of its direction; now and then it has failed."""
@@ -217,7 +218,7 @@ class Chaos:
             first = {copy.to_host: i for i, copy in reversed(list(enumerate(copies)))}
             index = int(self.random.choice(sorted(first.values())))
             done = bool(self.random.random() < 0.9)
-            self.count(("out" if copies[index].to_host else "back") if done else "copy fails")
+            self.counts[("out" if copies[index].to_host else "back") if done else "copy fails"] += 1
             self.harness.land_copy(index, done=done)
 
     def pause(self) -> None:
@@ -235,16 +236,16 @@ class Chaos:
         live = moving if moving and self.random.random() < 0.3 else live
         if live:
             story = live[self.random.integers(len(live))]
-            self.count("cancel in flight" if self._in_flight(story) else "cancel")
+            self.counts["cancel in flight" if self._in_flight(story) else "cancel"] += 1
             if hold[story.row] & Hold.SWAPPING:
-                self.count("cancel in copy")
+                self.counts["cancel in copy"] += 1
             assert self.harness.cancel(story)
             assert self._in_flight(story) or story.finish is FinishReason.CANCELLED
 
     def grow(self) -> None:
         first = self.harness.kv.num_blocks
         end = first + int(self.random.integers(1, 4))
-        self.count("grow in flight" if self.harness.flights else "grow")
+        self.counts["grow in flight" if self.harness.flights else "grow"] += 1
         self.harness.kv.grow(end)
         self.harness.engine.memory.grow(first, end)
         self.harness.settle()
@@ -253,7 +254,7 @@ class Chaos:
         """Go on with less memory: some sequences may not fit any more."""
         blocks = self.harness.engine.blocks
         if self._can_change():
-            self.count("shrink held" if blocks.num_used else "shrink free")
+            self.counts["shrink held" if blocks.num_used else "shrink free"] += 1
             self.harness.change_executor(int(self.random.integers(1, self.num_blocks)))
 
     def restore(self) -> None:
@@ -272,12 +273,13 @@ class Chaos:
         try:
             engine.memory.limit(num_blocks)
         except ValueError:
-            self.count("limit refused")
+            self.counts["limit refused"] += 1
             assert (blocks.num_usable, blocks.num_free, engine.blocks.is_within_limit) == before
         else:
-            self.count("limit lifted" if is_lifted else "limit" if engine.blocks.is_within_limit else "limit held")
+            within = "limit" if engine.blocks.is_within_limit else "limit held"
+            self.counts["limit lifted" if is_lifted else within] += 1
             if not is_lifted and self.harness.flights:
-                self.count("limit in flight")
+                self.counts["limit in flight"] += 1
         self.harness.settle()
 
     def pin(self) -> None:
@@ -286,7 +288,7 @@ class Chaos:
             self.unpin_all()
         elif running.size:
             self.num_pins += 1
-            self.count("pin")
+            self.counts["pin"] += 1
             self.harness.pin_full_blocks(f"owner {self.num_pins}", int(running[self.random.integers(running.size)]))
             self.harness.settle()
 
@@ -294,9 +296,6 @@ class Chaos:
         for owner in list(self.harness.pinned):
             self.harness.unpin(owner)
         self.harness.settle()
-
-    def count(self, what: str) -> None:
-        self.counts[what] = self.counts.get(what, 0) + 1
 
     def _in_flight(self, story: Story) -> bool:
         table = self.harness.engine.table

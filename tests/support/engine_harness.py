@@ -80,7 +80,7 @@ class EngineHarness:
     def empty_kv(self, num_blocks: int) -> StagedKv:
         config, swapping = self.engine.config, self.engine.swapping
         num_host_blocks = 0 if swapping is None else swapping.host.num_blocks
-        return StagedKv.even(self.num_stages, num_blocks, config.block_size, self.draw, num_host_blocks)
+        return StagedKv(self.num_stages, num_blocks, config.block_size, self.draw, num_host_blocks)
 
     def change_executor(self, num_blocks: int) -> None:
         """Go on with another executor of so many blocks, all of them empty; nothing is in flight or pinned."""
@@ -180,6 +180,10 @@ class EngineHarness:
         batch = self.step()
         assert batch is not None, "nothing can run"
         return batch
+
+    def step_until_end_of(self, stream: int) -> None:
+        while self.stories[stream].finish is FinishReason.NONE:
+            self.step()
 
     def land_copies(self) -> None:
         while self.host_copies:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +20,17 @@ from services.worker.executor.elastic_model import ElasticModel
 from services.worker.kv_moves.arrivals import Arrivals
 from services.worker.roles.torch_device import TorchGroupDevice
 from tests.support import page_cards
-from tests.support.engine_builders import new_sequence
-from tests.support.live_groups import Group, Texts, calm_texts, new_engine, ranges_of, spoil, tokens_of
+from tests.support.live_groups import (
+    Group,
+    Texts,
+    add_request,
+    calm_texts,
+    live_devices,
+    new_engine,
+    prompt_of,
+    ranges_of,
+    spoil,
+)
 from tests.support.runners import KERNELS
 
 HALVES = ranges_of(2, 4)
@@ -43,10 +54,6 @@ def spoil_after_changes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Text
-
-
-def prompt_of(name: int) -> list[int]:
-    return tokens_of(min(name, 4), 20 + 9 * name)
 
 
 @dataclass
@@ -79,11 +86,7 @@ class Server:
     def add(self, names: Sequence[int]) -> None:
         """Take requests on, from their prompts."""
         for name in names:
-            new = new_sequence(name, prompt=self.prompt(name), max_tokens=self.num_tokens, seed=name)
-            if name % 2:
-                update = {"temperature": 0.8, "top_p": 0.9}
-                object.__setattr__(new, "sampling", new.sampling.model_copy(update=update))
-            assert isinstance(self.engine.residents.add(new), int)
+            add_request(self.engine, name, self.prompt(name), self.num_tokens)
 
     async def serve(self, num_steps: int = 10**9) -> int:
         """Make some steps, or all; return how many there were."""
@@ -194,10 +197,23 @@ async def kept_three(devices: list[TorchGroupDevice]) -> list[KeptKv]:
     return [numbered(8, offset=100 * i) for i in range(len(devices))]
 
 
+@asynccontextmanager
+async def devices_with_kv(num: int = 3, **changes: Any) -> AsyncIterator[tuple[list[TorchGroupDevice], list[KeptKv]]]:
+    """Yield `live_devices` that keep some KV each, and what it is."""
+    async with live_devices(num, **changes) as devices:
+        yield devices, await kept_three(devices)
+
+
+async def serves_all(executor: Executor) -> Server:
+    """Check what an executor says to six requests."""
+    server = Server(executor, range(6))
+    await server.serve()
+    assert server.texts == await calm()
+    return server
+
+
 async def serves(group: Group) -> None:
     """Check that a group works, though it does not have all KV."""
     assert len(group.kept) < 24
-    server = Server(group.executor, range(6))
-    await server.serve()
-    assert server.texts == await calm()
+    await serves_all(group.executor)
     await group.executor.close()

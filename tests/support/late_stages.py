@@ -110,11 +110,11 @@ class LateEvent:
         time.sleep(max(self._at_s - time.monotonic(), 0.0))
 
 
-def be_beside(patch: pytest.MonkeyPatch, seed: int, most_s: float = 0.004) -> None:
+def be_beside(patch: pytest.MonkeyPatch, seed: int) -> None:
     """Let the CPU take the paths of a device that computes beside the host, and what it has done be known late."""
     chance = random.Random(seed)
     patch.setattr(host_link, "BESIDE", ("cpu",))
-    patch.setattr(host_link, "mark", lambda _device: LateEvent(chance.random() * most_s))
+    patch.setattr(host_link, "mark", lambda _device: LateEvent(chance.random() * 0.004))
 
 
 class LateStream:

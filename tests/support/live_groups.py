@@ -174,6 +174,19 @@ def tokens_of(seed: int, num: int) -> list[int]:
     return [rng.randrange(3, 384) for _ in range(num)]
 
 
+def prompt_of(name: int) -> list[int]:
+    """Return the prompt of a request; 4 and 5 begin alike."""
+    return tokens_of(min(name, 4), 20 + 9 * name)
+
+
+def add_request(engine: Engine, name: int, prompt: list[int], num_tokens: int) -> None:
+    """Let an engine serve a request, which samples if its number is odd."""
+    new = new_sequence(name, prompt=prompt, max_tokens=num_tokens, seed=name)
+    if name % 2:
+        object.__setattr__(new, "sampling", new.sampling.model_copy(update={"temperature": 0.8, "top_p": 0.9}))
+    assert isinstance(engine.residents.add(new), int)
+
+
 def new_engine(num_lanes: int, num_blocks: int = 24, **changes: Any) -> Engine:
     """Return an engine of the smallest sizes that still have several rows and chunks in a step, but for changes."""
     config = engine_config(
@@ -204,10 +217,7 @@ async def run_engine(engine: Engine, executor: Executor, on_step: OnStep = lambd
 async def serve(engine: Engine, executor: Executor, on_step: OnStep, *, num_tokens: int) -> Texts:
     """As `run_engine`, of six requests, two of which share a prompt and some of which sample."""
     for name in range(6):
-        new = new_sequence(name, prompt=tokens_of(min(name, 4), 20 + 9 * name), max_tokens=num_tokens, seed=name)
-        if name % 2:
-            object.__setattr__(new, "sampling", new.sampling.model_copy(update={"temperature": 0.8, "top_p": 0.9}))
-        assert isinstance(engine.residents.add(new), int)
+        add_request(engine, name, prompt_of(name), num_tokens)
     return await run_engine(engine, executor, on_step)
 
 
@@ -328,6 +338,19 @@ async def be_alone(*devices: TorchGroupDevice) -> None:
         assert (device.layers, device.resident, device.loaded_ratio) == (WHOLE, WHOLE, 1)
         assert await texts_of(executor) == await calm()
     check(devices)
+
+
+async def dissolve(executor: Executor, devices: Sequence[TorchGroupDevice]) -> None:
+    """End a group in order, and let its devices be whole instances again."""
+    await executor.close()
+    await asyncio.gather(*(device.alone() for device in devices))
+    check(devices)
+
+
+async def end_and_be_alone(group: Group, devices: Sequence[TorchGroupDevice]) -> None:
+    """As `dissolve`, and look at all there is to see; see `be_alone`."""
+    await group.executor.close()
+    await be_alone(*devices)
 
 
 async def ended(ends: dict[int, list[str | None]]) -> None:

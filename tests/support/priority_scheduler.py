@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -30,37 +31,36 @@ def readers_with_text(lead_s: float) -> Pause:
     return pause
 
 
+@dataclass
 class PriorityScheduler:
     """The highest priority first in everything; among equals who came first.
+
+    One prompt goes on in a step, the others keep what is computed of them; twice as many rows may hold KV as may be in
+    steps.
 
     Args:
         weigh: the priorities of some rows.
         pause: which running rows do not go on in this step though they keep their KV, unless nobody else can.
-        num_prefills: prompts that go on in one step; the others keep what is computed of them.
-        running_ratio: rows that may hold KV, by those that may be in steps.
     """
 
-    def __init__(self, weigh: Weigh, pause: Pause, *, num_prefills: int = 1, running_ratio: int = 2) -> None:
-        self._weigh = weigh
-        self._pause = pause
-        self._num_prefills = num_prefills
-        self._running_ratio = running_ratio
+    weigh: Weigh
+    pause: Pause
 
     def schedule(self, view: SchedulerView) -> SchedulerOutput:
         order, line = self._sorted(view, view.running), self._sorted(view, np.append(view.preempted, view.waiting))
         limits = view.limits
-        plan = StepPlan(view, order, self._running_ratio * limits.max_batch_rows * limits.num_lanes)
+        plan = StepPlan(view, order, 2 * limits.max_batch_rows * limits.num_lanes)
         head, first = plan.head(line), -np.inf
         if head is not None:
-            first = self._weigh(view, np.array([head], dtype=np.int32))[0]
-            if plan.preempt_for(head, order[self._weigh(view, order) < first][::-1]):
+            first = self.weigh(view, np.array([head], dtype=np.int32))[0]
+            if plan.preempt_for(head, order[self.weigh(view, order) < first][::-1]):
                 plan.admit(line)
         decoding = plan.decoding
-        plan.decode(lane_share(view, decoding[~self._pause(view, decoding)]))
+        plan.decode(lane_share(view, decoding[~self.pause(view, decoding)]))
         begun = self._sorted(view, np.fromiter(plan.begun, dtype=np.int32))
-        if not plan.preempts and (self._weigh(view, begun) < first).all():
+        if not plan.preempts and (self.weigh(view, begun) < first).all():
             plan.admit(line)
-        plan.prefill(begun[: self._num_prefills])
+        plan.prefill(begun[:1])
         if plan.is_empty:
             plan.decode(plan.decoding)
             plan.prefill(begun)
@@ -71,5 +71,5 @@ class PriorityScheduler:
 
     def _sorted(self, view: SchedulerView, rows: I32) -> I32:
         rows = rows.astype(np.int32)
-        in_order: I32 = rows[np.lexsort((view.columns.order[rows], -self._weigh(view, rows)))]
+        in_order: I32 = rows[np.lexsort((view.columns.order[rows], -self.weigh(view, rows)))]
         return in_order

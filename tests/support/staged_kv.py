@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw, layer_weight
 from services.worker.pipeline.stage import StageInbox, outcome, run_step
 from services.worker.pipeline.stage_messages import Activation, StepDone, StepFailed
 from shared.cost import CostModel, StageCost
-from shared.layers import LayerRange, even_split
+from shared.layers import even_split
 from sim.devices.modelled_stage import ModelledStage
 
 NUM_LAYERS = 7
@@ -25,43 +25,19 @@ class StagedKv:
     """The stages' own code without their clock. Each stage runs its steps in order, as far as those before it have."""
 
     def __init__(
-        self,
-        ranges: Sequence[LayerRange],
-        num_blocks: int,
-        block_size: int,
-        draw: TokenDraw,
-        *,
-        num_host_blocks: int = 0,
+        self, num_stages: int, num_blocks: int, block_size: int, draw: TokenDraw, num_host_blocks: int
     ) -> None:
+        ranges = even_split(NUM_LAYERS, num_stages)
+        weights = [layer_weight(layers, NUM_LAYERS) for layers in ranges]
+        kv = partial(ShadowKv, num_blocks, block_size, draw, num_host_blocks=num_host_blocks, verify_ratio=1.0)
+        self.parts = [kv(weight=weight) for weight in weights]
+        costs = [StageCost(NO_COST, layers, NUM_LAYERS) for layers in ranges]
         host = HostMemory(num_host_blocks, 1024, 0.0) if num_host_blocks else None
-        num_layers = ranges[-1].end
-        self.parts = [
-            ShadowKv(
-                num_blocks,
-                block_size,
-                draw,
-                num_host_blocks=num_host_blocks,
-                verify_ratio=1.0,
-                weight=layer_weight(layers, num_layers),
-            )
-            for layers in ranges
-        ]
-        self._stages = [
-            ModelledStage(
-                StageCost(NO_COST, layers, num_layers), part, host=host, failure=lambda b: self._failing.get(b.step_id)
-            )
-            for layers, part in zip(ranges, self.parts, strict=True)
-        ]
-        self._inboxes = [StageInbox(is_first=i == 0) for i in range(len(ranges))]
+        stage = partial(ModelledStage, host=host, failure=lambda batch: self._failing.get(batch.step_id))
+        self._stages = [stage(cost, part) for cost, part in zip(costs, self.parts, strict=True)]
+        self._inboxes = [StageInbox(is_first=i == 0) for i in range(num_stages)]
         self._failing: dict[int, str] = {}
         self._said: list[StepDone | StepFailed] = []
-
-    @classmethod
-    def even(
-        cls, num_stages: int, num_blocks: int, block_size: int, draw: TokenDraw, num_host_blocks: int = 0
-    ) -> StagedKv:
-        ranges = even_split(NUM_LAYERS, num_stages)
-        return cls(ranges, num_blocks, block_size, draw, num_host_blocks=num_host_blocks)
 
     @property
     def num_blocks(self) -> int:

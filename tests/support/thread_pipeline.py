@@ -22,6 +22,11 @@ class WiredPipeline:
     """The members' ends of their connections to the leader."""
     leader_ends: list[socket.socket]
 
+    async def close(self) -> None:
+        """Close the executor, and wait for the members' threads."""
+        await self.executor.close()
+        self.join()
+
     def join(self) -> None:
         for server in self.servers:
             server.join()

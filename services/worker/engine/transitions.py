@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -23,31 +23,23 @@ from services.worker.sequences.token_log import TokenLog
 _SWAP = int(PreemptHow.SWAP)
 
 
+@dataclass(kw_only=True, eq=False)
 class Transitions:
     """Moves rows between the queues, with their KV. The engine owns it; nobody else calls it."""
 
-    def __init__(  # noqa: PLR0913  one argument per part that is joined here
-        self,
-        *,
-        table: SequenceTable,
-        sharing: Sharing,
-        residents: Residents,
-        retry: RetryQueue,
-        log: TokenLog,
-        totals: Totals,
-        swapping: Swapping | None,
-    ) -> None:
-        self._table = table
-        self._sharing = sharing
-        self._residents = residents
-        self._retry = retry
-        self._log = log
-        self._totals = totals
-        self._swapping = swapping
-        self._admits: list[RowInit] = []
-        self._drops: list[int] = []
-        self._lost_tokens: dict[int, int] = {}  # of preempted rows: tokens whose KV they gave up
-        self._cached_tokens: dict[int, int] = {}  # of admitted rows without a token yet: prompt tokens from the cache
+    table: SequenceTable
+    sharing: Sharing
+    residents: Residents
+    retry: RetryQueue
+    log: TokenLog
+    totals: Totals
+    swapping: Swapping | None
+    _admits: list[RowInit] = field(default_factory=list, init=False)
+    _drops: list[int] = field(default_factory=list, init=False)
+    _lost_tokens: dict[int, int] = field(default_factory=dict, init=False)
+    """Of preempted rows: tokens whose KV they gave up."""
+    _cached_tokens: dict[int, int] = field(default_factory=dict, init=False)
+    """Of admitted rows without a token yet: prompt tokens from the cache."""
 
     def take_news(self) -> tuple[tuple[RowInit, ...], I32]:
         """Return the rows that are new to the executor since the last call, and those that it may forget."""
@@ -64,70 +56,70 @@ class Transitions:
             owner: pins the sources of copies until the batch has come back.
             leaving: rows that are preempted for the same batch, after this call.
         """
-        table = self._table
-        found = self._sharing.admit(rows, owner, leaving)
-        self._residents.note_started([row for row in rows if not table.has_started[row]])
+        table = self.table
+        found = self.sharing.admit(rows, owner, leaving)
+        self.residents.note_started([row for row in rows if not table.has_started[row]])
         for row, num_tokens in zip(rows, found, strict=True):
             table.admit(row)
             table.num_computed[row] = num_tokens
-            self._totals.num_recomputed_tokens += max(self._lost_tokens.pop(row, 0) - num_tokens, 0)
+            self.totals.num_recomputed_tokens += max(self._lost_tokens.pop(row, 0) - num_tokens, 0)
             if not table.at_executor[row]:
                 table.at_executor[row] = True
-                self._admits.append(row_init(table, self._log, row))
+                self._admits.append(row_init(table, self.log, row))
             if not table.has_started[row]:
                 table.has_started[row] = True
                 self._count_prompt(row, num_tokens)
-        self._sharing.forks.review()  # a row that finds its whole prompt is a parent that is ready at once
+        self.sharing.forks.review()  # a row that finds its whole prompt is a parent that is ready at once
 
     def preempt(self, row: int, how: int = PreemptHow.RECOMPUTE) -> None:
         """Take the device blocks from a running row, which is in no step and no copy."""
-        table = self._table
+        table = self.table
         assert table.status[row] == Status.RUNNING, f"row {row} does not run, so it cannot be preempted"
         assert not table.hold[row] & (Hold.IN_FLIGHT | Hold.SWAPPING), f"row {row} is in a step or a copy"
-        self._totals.num_preemptions += 1
+        self.totals.num_preemptions += 1
         if how == _SWAP and table.num_computed[row]:
-            assert self._swapping is not None, "there is no host memory to swap to"
-            self._totals.num_swap_outs += 1
-            self._totals.swapped_out_bytes += self._swapping.leave(row)
+            assert self.swapping is not None, "there is no host memory to swap to"
+            self.totals.num_swap_outs += 1
+            self.totals.swapped_out_bytes += self.swapping.leave(row)
         else:
             self._lost_tokens[row] = int(table.num_computed[row])
-        self._retry.discard(row)
+        self.retry.discard(row)
         table.hold[row] &= ~Hold.RETRY
-        self._sharing.release(row)
+        self.sharing.release(row)
         table.preempt(row)
 
     def bring_back(self, row: int) -> None:
         """Make a preempted row a running one and begin to copy its KV back from the host."""
-        assert self._swapping is not None, "there is no host memory to bring anything back from"
-        assert not self._table.hold[row], "the scheduler chose a row that is held"
-        assert self._table.host_tokens[row], f"row {row} has no KV on the host"
-        self._table.admit(row)
-        self._totals.num_swap_ins += 1
-        self._totals.swapped_in_bytes += self._swapping.come_back(row)
+        assert self.swapping is not None, "there is no host memory to bring anything back from"
+        assert not self.table.hold[row], "the scheduler chose a row that is held"
+        assert self.table.host_tokens[row], f"row {row} has no KV on the host"
+        self.table.admit(row)
+        self.totals.num_swap_ins += 1
+        self.totals.swapped_in_bytes += self.swapping.come_back(row)
 
     def copied(self, copy_id: int, *, done: bool) -> None:
         """Take in the end of a copy to the host or back."""
-        assert self._swapping is not None, "no copy was handed out"
-        landed = self._swapping.land(copy_id)
+        assert self.swapping is not None, "no copy was handed out"
+        landed = self.swapping.land(copy_id)
         row = landed.row
         if not done:
-            self._totals.num_failed_copies += 1
+            self.totals.num_failed_copies += 1
         if row is None or (landed.to_host and done):
             return
-        self._swapping.forget(row)
+        self.swapping.forget(row)
         if done:
-            self._table.num_computed[row] = landed.num_tokens
-            self._sharing.forks.review()
-        if not landed.to_host and (not done or self._table.hold[row] & Hold.PAUSED):
+            self.table.num_computed[row] = landed.num_tokens
+            self.sharing.forks.review()
+        if not landed.to_host and (not done or self.table.hold[row] & Hold.PAUSED):
             self.preempt(row)
         if not done:
             self._lost_tokens[row] = landed.num_tokens
 
     def forget_executor(self) -> None:
         """Take the device blocks from all running rows: the executor is another one now, which knows no row."""
-        for row in self._table.running.view.tolist():
+        for row in self.table.running.view.tolist():
             self.preempt(row)
-        self._table.at_executor[:] = False
+        self.table.at_executor[:] = False
         self._admits.clear()
         self._drops.clear()
 
@@ -142,21 +134,21 @@ class Transitions:
 
     def ended(self, row: int) -> None:
         """Forget a row that ends, just before it is free."""
-        self._retry.discard(row)
-        if self._swapping is not None:
-            self._swapping.forget(row)
+        self.retry.discard(row)
+        if self.swapping is not None:
+            self.swapping.forget(row)
         self._lost_tokens.pop(row, None)
         self._cached_tokens.pop(row, None)
-        if self._table.at_executor[row]:
+        if self.table.at_executor[row]:
             self._drops.append(row)
-        self._totals.num_finished += 1
+        self.totals.num_finished += 1
 
     def _count_prompt(self, row: int, num_cached: int) -> None:
-        num_prompt = int(self._table.num_prompt[row])
+        num_prompt = int(self.table.num_prompt[row])
         num_cached = min(num_cached, num_prompt)
-        self._totals.num_prompt_tokens += num_prompt
-        if self._sharing.prefix_caching:
-            self._totals.num_prefix_cache_queries += num_prompt
-            self._totals.num_prefix_cache_hits += num_cached
+        self.totals.num_prompt_tokens += num_prompt
+        if self.sharing.prefix_caching:
+            self.totals.num_prefix_cache_queries += num_prompt
+            self.totals.num_prefix_cache_hits += num_cached
         if num_cached:
             self._cached_tokens[row] = num_cached

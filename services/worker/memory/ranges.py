@@ -56,14 +56,6 @@ class VirtualRange:
         self._pages: dict[int, PageId] = {}
         """By place in the range, counted in pages."""
 
-    def map(self, offset: int, page: PageId) -> None:
-        """Back one page of addresses. As `map_run`."""
-        self.map_run(offset, [page])
-
-    def unmap(self, offset: int) -> PageId:
-        """Take one page away, and return it. As `unmap_run`."""
-        return self.unmap_run(offset, 1)[0]
-
     def map_run(self, offset: int, pages: Sequence[PageId]) -> None:
         """Back consecutive addresses by pages, in this order: all of them, or none if one fails.
 

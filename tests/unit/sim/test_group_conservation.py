@@ -314,7 +314,7 @@ class Life:
     def note_fault(self, kind: str, name: str, answers: dict[str, PlanAnswer | None]) -> None:
         """Check that a worker whose memory has failed says so, and let it fail no more."""
         faulty = self.cluster.workers[name].faulty
-        if faulty.has_failed:
+        if faulty.calls_left is None:
             assert states({name: answers[name]}) == ["failed"]
             self.done[kind] += 1
         faulty.calls_left = None

@@ -10,8 +10,8 @@ from services.worker.blocks.manager import BlockManager
 from services.worker.contract.arrays import I32
 
 
-def manager(num_blocks: int = 8, num_rows: int = 4, block_size: int = 4) -> BlockManager:
-    return BlockManager(num_blocks, block_size, np.zeros(num_rows, dtype=np.int32), max_blocks_per_row=16)
+def manager(num_blocks: int = 8) -> BlockManager:
+    return BlockManager(num_blocks, 4, np.zeros(4, dtype=np.int32), max_blocks_per_row=16)
 
 
 def extend(blocks: BlockManager, row: int, end: int) -> list[int]:

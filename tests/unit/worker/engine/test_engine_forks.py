@@ -143,8 +143,7 @@ def test_a_sibling_that_found_no_room_and_comes_later_shares_the_prompt_all_the_
     sibling = new_sequence(2, prompt=PROMPT, max_tokens=2, seed=2, fork_of=fork_of)
     refusal = new_sequence(2, prompt=PROMPT, max_tokens=2, seed=2, fork_of=0)
     assert harness.engine.residents.add(refusal) is AddRefusal.FULL
-    while harness.stories[1001].finish is FinishReason.NONE:
-        harness.step()
+    harness.step_until_end_of(1001)
     row = harness.add(sibling)
     batch = harness.stepped()
     assert batch.num_tokens[batch.rows == row].tolist() == [1 if parent_runs and fork_of == 0 else 2]
@@ -228,8 +227,7 @@ def test_no_room_for_the_parent_lets_the_children_go() -> None:
     harness.change_executor(8)
     assert isinstance(row, int)
     assert not is_held(harness, row)
-    while harness.stories[1001].finish is FinishReason.NONE:
-        harness.step()
+    harness.step_until_end_of(1001)
     harness.judge()
     assert harness.stories[1000].finish is FinishReason.NONE
 

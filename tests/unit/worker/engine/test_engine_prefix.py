@@ -236,8 +236,7 @@ def test_who_waits_for_a_block_goes_on_when_it_will_not_come(end: str) -> None:
     batch = harness.stepped()
     assert batch.rows.tolist() == [1]
     assert batch.start.tolist() == [8 if end == "cancel" else 0]
-    while harness.stories[1001].finish is FinishReason.NONE:
-        harness.step()
+    harness.step_until_end_of(1001)
     harness.judge()
 
 

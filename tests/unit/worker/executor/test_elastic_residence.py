@@ -52,6 +52,13 @@ def all_beside(model: ElasticModel) -> int:
     return model.reside(model.whole, model.blocks_with(model.layers, model.whole))
 
 
+def all_loaded_beside(model: ElasticModel) -> int:
+    """As `all_beside`, when all that can be loaded is; return the blocks."""
+    blocks = all_beside(model)
+    wait_until_loaded(model)
+    return blocks
+
+
 def held_up(model: ElasticModel, layers: LayerRange, gate: LoadingGate, num_pieces: int = 0) -> int:
     """Let a model become an open stage, whose other parameters stop after some pieces; return the blocks it has."""
     stage_of(model, layers)
@@ -98,8 +105,7 @@ def test_stages_say_the_same_while_layers_load_beside_them(
         model.check_invariants()
     assert torch.equal(logits_of(*runners), expected)
     for model in models:
-        all_beside(model)
-        wait_until_loaded(model)
+        all_loaded_beside(model)
         num_read = gate.num_pieces
         model.restore()
         assert gate.num_pieces == num_read, "there was nothing to load"
@@ -122,8 +128,7 @@ def test_only_what_an_open_stage_does_not_have_is_written(
         set[tuple[int, int]]().union(*(byte_ranges(each) for each in (stage.outer, *stage.layers)))
         for stage in (weights.of_stage(model._opener.spec, layers), weights)
     )
-    all_beside(model)
-    wait_until_loaded(model)
+    all_loaded_beside(model)
     read = [where for buffer in gate.read for where in byte_ranges(buffer)]
     assert len(read) == len(set(read))
     assert not own & set(read)
@@ -142,8 +147,7 @@ def test_the_loaded_ratio_counts_bytes_and_is_one_when_all_is_there(model_of: Mo
     left = sum(layer.num_bytes for layer in weights.layers[2:]) + 32 * 4
     seen: list[float] = []
     gate.on_pass = lambda: seen.append(model.loaded_ratio)
-    all_beside(model)
-    wait_until_loaded(model)
+    all_loaded_beside(model)
     assert seen[0] == pytest.approx(1 - left / everything)
     assert all(before < after for before, after in pairwise([*seen, 1.0]))
     assert len(seen) == gate.num_pieces > 20
@@ -185,12 +189,10 @@ def test_a_loading_that_fails_is_tried_again(model_of: ModelOf, num_pieces: int,
     stage_of(model, LayerRange(2, 4))
     runner = model._runner
     gate.fail_after(num_pieces)
-    blocks = all_beside(model)
-    wait_until_loaded(model)
+    blocks = all_loaded_beside(model)
     ratio = model.loaded_ratio
     assert ratio < 1
-    assert all_beside(model) == blocks
-    wait_until_loaded(model)
+    assert all_loaded_beside(model) == blocks
     assert model.loaded_ratio == ratio, "it was tried, and failed at once"
     assert model._runner is runner
     assert runner.is_open
@@ -210,8 +212,7 @@ def test_another_file_is_not_loaded_beside(model_of: ModelOf, tmp_path: Path) ->
     model = model_of("llama", folder)
     stage_of(model, LayerRange(0, 3))
     (folder / "model.safetensors").write_bytes(b"")
-    all_beside(model)
-    wait_until_loaded(model)
+    all_loaded_beside(model)
     assert model.loaded_ratio < 1
     with pytest.raises(StartupError, match=r"model\.safetensors is not the file that was loaded"):
         model.restore()

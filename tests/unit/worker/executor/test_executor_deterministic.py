@@ -14,6 +14,7 @@ from services.worker.executor.selftest import prove_deterministic
 from services.worker.models.decoder import Decoder
 from shared.errors import StartupError
 from tests.support.checkpoints import CheckpointShape
+from tests.support.live_groups import tokens_of
 from tests.support.runner_driver import Driver
 from tests.support.runners import open_runner
 
@@ -52,11 +53,6 @@ LENGTH = 530
 
 def bits(logits: torch.Tensor) -> bytes:
     return logits.contiguous().numpy().tobytes()
-
-
-def tokens_of(seed: int, count: int, vocab_size: int = 384) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, vocab_size) for _ in range(count)]
 
 
 def alone(runner: ModelRunner, tokens: list[int]) -> bytes:

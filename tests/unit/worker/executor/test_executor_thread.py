@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
 
 import numpy as np
 import pytest
@@ -19,34 +21,32 @@ from tests.support.runners import open_runner
 pytestmark = pytest.mark.kernels
 
 
+@dataclass
 class FakeRunner:
-    """Notes what it runs, waits for `gate` if told so, and fails the steps that it is told to fail."""
+    """Notes what it runs, waits for `gate` if it `is_held`, and fails the steps that it is told to fail."""
 
+    failures: dict[int, Exception] = field(default_factory=dict)
+    late_failures: dict[int, Exception] = field(default_factory=dict)
+    done_at_once: Sequence[int] = ()
+    copies_beside: bool = False
+    overlaps: bool = False
+    is_held: InitVar[bool] = False
     capacity = KvCapacity(7, 16)
+    closed = 0
 
-    def __init__(
-        self, failures: dict[int, Exception] | None = None, *, copies_beside: bool = False, overlaps: bool = False
-    ) -> None:
-        self.copies_beside = copies_beside
-        self.overlaps = overlaps
+    def __post_init__(self, is_held: bool) -> None:
         self.to_go_on = {True: threading.Event(), False: threading.Event()}
-        self.steps: list[int] = []
-        self.threads: set[int] = set()
-        self.closed = 0
-        self.gate = threading.Event()
-        self.gate.set()
-        self.device = threading.Semaphore(0)
-        self.ended: list[int] = []
-        self.done_at_once: set[int] = set()
-        self.late_failures: dict[int, Exception] = {}
-        self._failures = failures or {}
+        self.gate, self.device = threading.Event(), threading.Semaphore(0)
+        self.steps, self.ended, self.threads = list[int](), list[int](), set[int]()
+        if not is_held:
+            self.gate.set()
 
     def launch(self, batch: Batch) -> Launched:
         assert self.gate.wait(10)
         self.steps.append(batch.step_id)
         self.threads.add(threading.get_ident())
-        if batch.step_id in self._failures:
-            raise self._failures[batch.step_id]
+        if batch.step_id in self.failures:
+            raise self.failures[batch.step_id]
         done = Done(BatchOutput(batch.step_id, batch.tokens, 0.001))
         return Late(self, done) if self.overlaps and batch.step_id not in self.done_at_once else done
 
@@ -55,8 +55,8 @@ class FakeRunner:
         if self.copies_beside:
             assert self.to_go_on[copy.to_host].wait(10)
         self.steps.append(-copy.copy_id)
-        if copy.copy_id in self._failures:
-            raise self._failures[copy.copy_id]
+        if copy.copy_id in self.failures:
+            raise self.failures[copy.copy_id]
 
     def close(self) -> None:
         self.closed += 1
@@ -127,8 +127,7 @@ async def test_where_steps_overlap_one_is_launched_before_the_one_before_it_has_
 
 
 async def test_a_step_that_is_done_when_it_is_launched_waits_for_nobody() -> None:
-    runner = FakeRunner(overlaps=True)
-    runner.done_at_once = {2}
+    runner = FakeRunner(done_at_once=[2], overlaps=True)
     executor = make(runner)
     first, second = executor.submit(make_batch(1)), executor.submit(make_batch(2))
     assert (await second).step_id == 2
@@ -140,8 +139,8 @@ async def test_a_step_that_is_done_when_it_is_launched_waits_for_nobody() -> Non
 
 async def test_a_step_fails_when_it_is_launched_or_when_it_ends_and_the_others_go_on() -> None:
     known = BatchFailedError(2, "at once")
-    runner = FakeRunner({2: known, 3: ValueError("odd")}, overlaps=True)
-    runner.late_failures = {1: BatchFailedError(1, "late", rows=(4,)), 5: RuntimeError("device lost")}
+    late = {1: BatchFailedError(1, "late", rows=(4,)), 5: RuntimeError("device lost")}
+    runner = FakeRunner({2: known, 3: ValueError("odd")}, late, overlaps=True)
     executor = make(runner)
     futures = [executor.submit(make_batch(step)) for step in range(1, 7)]
     runner.device.release(6)
@@ -187,9 +186,8 @@ async def test_copies_take_their_turn_between_steps() -> None:
 
 async def test_copies_beside_steps_wait_for_those_before_and_hold_up_none_behind() -> None:
     """Nor does one direction wait for the other."""
-    runner = FakeRunner(copies_beside=True)
+    runner = FakeRunner(copies_beside=True, is_held=True)
     executor = make(runner)
-    runner.gate.clear()
     first = executor.submit(make_batch(1))
     out, back = executor.copy(make_copy(7)), executor.copy(make_copy(8, to_host=False))
     last = executor.submit(make_batch(2))
@@ -231,8 +229,7 @@ async def test_a_failed_copy_fails_its_future_only(*, copies_beside: bool) -> No
 
 
 async def test_a_cancelled_future_does_not_disturb_the_thread() -> None:
-    runner = FakeRunner()
-    runner.gate.clear()
+    runner = FakeRunner(is_held=True)
     executor = make(runner)
     first, second = executor.submit(make_batch(0)), executor.submit(make_batch(1))
     first.cancel()
@@ -242,8 +239,7 @@ async def test_a_cancelled_future_does_not_disturb_the_thread() -> None:
 
 
 async def test_close_finishes_what_is_queued_and_may_be_called_again() -> None:
-    runner = FakeRunner()
-    runner.gate.clear()
+    runner = FakeRunner(is_held=True)
     executor = make(runner)
     futures = [executor.submit(make_batch(step)) for step in range(3)]
     closing = [asyncio.ensure_future(executor.close()) for _ in range(2)]
@@ -261,8 +257,7 @@ async def test_close_finishes_what_is_queued_and_may_be_called_again() -> None:
 
 
 async def test_an_interrupted_close_can_be_repeated() -> None:
-    runner = FakeRunner()
-    runner.gate.clear()
+    runner = FakeRunner(is_held=True)
     executor = make(runner)
     future = executor.submit(make_batch(0))
     closing = asyncio.ensure_future(executor.close())
@@ -276,8 +271,7 @@ async def test_an_interrupted_close_can_be_repeated() -> None:
 
 
 def test_a_thread_whose_loop_is_gone_still_finishes_and_closes_its_runner() -> None:
-    runner = FakeRunner()
-    runner.gate.clear()
+    runner = FakeRunner(is_held=True)
 
     async def start() -> ThreadExecutor:
         executor = make(runner)

@@ -43,6 +43,7 @@ from tests.support.live_groups import (
     calm,
     calm_texts,
     check,
+    end_and_be_alone,
     ended,
     form,
     live_devices,
@@ -136,8 +137,7 @@ async def test_blocks_are_named_only_if_every_stage_has_all_of_them(
         group = await form(devices, even_split(4, 3), kept)
         assert group.kept.names == (names if at is None else ())
         assert await texts_of(group.executor) == await calm()
-        await group.executor.close()
-        await be_alone(*devices)
+        await end_and_be_alone(group, devices)
 
 
 async def test_threads_of_stages_compute_with_the_threads_that_were_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,8 +262,7 @@ async def test_a_leader_that_is_gone_is_told_to_every_member() -> None:
             channel._frames.shut()
         await ended(group.ends)
         assert all(len(reasons) == 1 and reasons[0] for reasons in group.ends.values())
-        await group.executor.close()
-        await be_alone(*devices)
+        await end_and_be_alone(group, devices)
 
 
 async def test_a_leader_that_is_cancelled_while_it_dials_can_be_whole_again() -> None:

@@ -29,10 +29,9 @@ from tests.support.exchanged_kv import (
     calm,
     check_bits,
     check_group_bits,
-    kept_three,
+    devices_with_kv,
     numbered,
     pages_of_all,
-    prompt_of,
     rows_of,
     scribble,
     snapshot,
@@ -44,10 +43,12 @@ from tests.support.live_groups import (
     SHAPES,
     Group,
     check,
+    dissolve,
     form,
     lead_and_join,
     live_devices,
     open_elastic_model,
+    prompt_of,
     ranges_of,
 )
 from tests.support.runners import KERNELS
@@ -158,9 +159,7 @@ async def test_a_group_serves_others_while_kv_is_on_its_way(monkeypatch: pytest.
         await first.serve()
         assert first.texts == expected
         assert first.num_computed - before <= left, "nothing that came was computed"
-        await led.executor.close()
-        await asyncio.gather(*(device.alone() for device in devices))
-        check(devices)
+        await dissolve(led.executor, devices)
 
 
 # Bits
@@ -381,8 +380,7 @@ async def test_kv_is_kept_aside_in_no_more_memory_than_allowed(room: int, monkey
     block_bytes = 4 * 2 * model.facts.block_bytes
     model.close()
     exchange_bytes = room * block_bytes + block_bytes // 4
-    async with live_devices(2, exchange_bytes=exchange_bytes) as devices:
-        kept = await kept_three(devices)
+    async with devices_with_kv(2, exchange_bytes=exchange_bytes) as (devices, kept):
         expected = snapshot_each(devices, kept)
         group = await form(devices, HALVES, kept)
         check(devices)

@@ -30,8 +30,10 @@ from tests.support.exchanged_kv import (
     Server,
     calm,
     check_group_bits,
+    devices_with_kv,
     kept_three,
     serves,
+    serves_all,
     snapshot_each,
     spoil_after_changes,
 )
@@ -39,6 +41,7 @@ from tests.support.late_kv import LateKv, changed_pages, exchange_of, hold_sends
 from tests.support.live_groups import (
     all_that_comes,
     check,
+    ended,
     form,
     lead_and_join,
     live_devices,
@@ -129,18 +132,22 @@ async def test_damage_costs_the_kv_and_not_the_group(monkeypatch: pytest.MonkeyP
         assert all(each.kept.names in ((), share.names) for each, share in zip(led, shares, strict=True))
 
 
-async def test_kv_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    shut = KvSocket.shut
-    over = threading.Event()
+def first_shut(patch: pytest.MonkeyPatch) -> threading.Event:
+    """Return what is set when a connection for KV is shut."""
+    shut, over = KvSocket.shut, threading.Event()
 
     def wake(self: KvSocket) -> None:
         over.set()
         shut(self)
 
-    async with live_devices(3, exchange_limit_s=0.3) as devices:
-        kept = await kept_three(devices)
+    patch.setattr(KvSocket, "shut", wake)
+    return over
+
+
+async def test_kv_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with devices_with_kv(exchange_limit_s=0.3) as (devices, kept):
         with monkeypatch.context() as patch:
-            patch.setattr(KvSocket, "shut", wake)
+            over = first_shut(patch)
             count_sends(patch, 5, lambda _sock, _data: over.wait(30))
             group = await form(devices, ranges_of(1, 2, 4), kept)
         assert over.is_set()
@@ -152,7 +159,8 @@ async def test_a_worker_that_is_gone_in_mid_exchange_fails_the_group_and_the_oth
     killed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its connections end while its KV is on the way, and the others wait for that."""
-    over, shut, send = threading.Event(), KvSocket.shut, KvTraffic._send
+    send = KvTraffic._send
+    over = first_shut(monkeypatch)
 
     def never(self: KvTraffic, *args: object) -> None:
         if self._stage == killed:
@@ -160,41 +168,26 @@ async def test_a_worker_that_is_gone_in_mid_exchange_fails_the_group_and_the_oth
             raise ConnectionResetError("killed")
         send(self, *args)  # type: ignore[arg-type]
 
-    def wake(self: KvSocket) -> None:
-        over.set()
-        shut(self)
-
-    async with live_devices(3) as devices:
-        kept = await kept_three(devices)
-        own = places(devices, ranges_of(1, 2, 4))
-        ends: dict[int, list[str | None]] = {1: [], 2: []}
+    async with devices_with_kv() as (devices, kept):
         with monkeypatch.context() as patch:
             patch.setattr(KvTraffic, "_send", never)
-            patch.setattr(KvSocket, "shut", wake)
-            leading = asyncio.ensure_future(devices[0].lead(own[0], lambda _: None, kept[0]))
-            await asyncio.gather(*(devices[i].join(own[i], ends[i].append, kept[i]) for i in (1, 2)))
-            led = await leading
+            led, group = await lead_and_join(devices, ranges_of(1, 2, 4), kept)
             assert led.arrivals is not None
             waiting = asyncio.ensure_future(all_that_comes(led.arrivals))
             await devices[killed].close()
             async with asyncio.timeout(10):
                 assert len(await waiting) < 24
-                for i in {1, 2} - {killed}:
-                    while not ends[i]:
-                        await asyncio.sleep(0.001)
+                await ended({i: group.ends[i] for i in {1, 2} - {killed}})
         for device in devices[:killed] + devices[killed + 1 :]:
             alone = await device.alone()
             assert alone.kept.names == ()
-            server = Server(alone.executor, range(6))
-            await server.serve()
-            assert server.texts == await calm()
+            await serves_all(alone.executor)
             check([device])
 
 
 @pytest.mark.parametrize("missing", [0, 1, 2])
 async def test_who_does_not_come_to_the_parting_is_not_waited_for(missing: int) -> None:
-    async with live_devices(3) as devices:
-        kept = await kept_three(devices)
+    async with devices_with_kv() as (devices, kept):
         group = await form(devices, ranges_of(1, 2, 4), kept)
         await group.executor.close()
         for device in devices:
@@ -209,8 +202,7 @@ async def test_who_does_not_come_to_the_parting_is_not_waited_for(missing: int) 
 
 async def test_a_member_that_parts_first_waits_in_its_pipeline_for_the_leader() -> None:
     """Else the leader would hear of a broken group, before it hears that the group is to dissolve."""
-    async with live_devices(2) as devices:
-        kept = await kept_three(devices)
+    async with devices_with_kv(2) as (devices, kept):
         broken: list[str | None] = []
         own = places(devices, HALVES)
         leading = asyncio.ensure_future(devices[0].lead(own[0], broken.append, kept[0]))
@@ -222,9 +214,7 @@ async def test_a_member_that_parts_first_waits_in_its_pipeline_for_the_leader() 
         parting = asyncio.ensure_future(devices[1].alone(Parting()))
         while (Purpose.PARTING, own[1].plan_id) not in devices[1]._peers._expected:
             await asyncio.sleep(0)
-        server = Server(executor, range(6))
-        await server.serve()
-        assert server.texts == await calm()
+        server = await serves_all(executor)
         assert broken == []
         await executor.close()
         share = server.engine.leave_executor(0.0)
@@ -259,8 +249,7 @@ async def test_kv_that_comes_late_is_not_written_over_what_sequences_have_there_
         decide(self, *args)  # type: ignore[arg-type]
         raise ConnectionResetError("it knows of no table, the others do")
 
-    async with live_devices(3) as devices:
-        kept = await kept_three(devices)
+    async with devices_with_kv() as (devices, kept):
         with monkeypatch.context() as patch:
             late = LateKv(patch, stage, way)
             if not has_begun:
@@ -285,8 +274,8 @@ async def test_memory_changes_beside_a_stage_when_nothing_is_written_there_any_m
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The leader has given up; a member that is about to write is told to take parameters in."""
-    async with live_devices(3) as devices:
-        kept, member = await kept_three(devices), devices[1]
+    async with devices_with_kv() as (devices, kept):
+        member = devices[1]
         with monkeypatch.context() as patch:
             late = LateKv(patch, 1, "own")
             led, _ = await lead_and_join(devices, ranges_of(1, 2, 4), kept)
@@ -356,8 +345,7 @@ async def test_the_leader_keeps_blocks_until_nothing_is_written_there_any_more(m
         if self._stage == 0:
             self._loop.call_soon(self._give_up, "it is told to")
 
-    async with live_devices(3) as devices:
-        kept = await kept_three(devices)
+    async with devices_with_kv() as (devices, kept):
         with monkeypatch.context() as patch:
             late = LateKv(patch, 0, "own")
             patch.setattr(LiveExchange, "begin", begin_and_give_up)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -13,7 +13,8 @@ from services.worker.kv_moves.moves import LOOK_S, NUM_SAMPLES, RATE_WINDOW_S, M
 from shared.messages.report import MoveKind
 from shared.process.tasks import TaskOwner
 from shared.sizes import describe_bytes
-from sim.virtual_time import run
+
+pytestmark = pytest.mark.virtual_time
 
 MIB = 2**20
 
@@ -57,30 +58,22 @@ def test_what_is_there_is_never_more_than_what_was_expected() -> None:
     assert (meter.num_moved_bytes, meter.num_bytes) == (30, 50)
 
 
+@dataclass
 class Told:
     """Moves of one worker, and the events that were told of them."""
 
-    def __init__(self, tasks: TaskOwner) -> None:
-        self.events: list[tuple[str, str]] = []
-        self.num_waiting = 0
-        self.moves = Moves(
-            lambda: self.num_waiting,
-            lambda name, reason: self.events.append((name, reason)),
-            asyncio.get_running_loop().time,
-            tasks,
-        )
+    tasks: TaskOwner
+    events: list[tuple[str, str]] = field(default_factory=list)
+    num_waiting: int = 0
+
+    def __post_init__(self) -> None:
+        now = asyncio.get_running_loop().time
+        self.moves = Moves(lambda: self.num_waiting, lambda *told: self.events.append(told), now, self.tasks)
 
 
-def in_time(test: Callable[[Told], Coroutine[None, None, None]]) -> None:
-    async def main() -> None:
-        async with TaskOwner() as tasks:
-            await test(Told(tasks))
-
-    run(main())
-
-
-def test_an_exchange_is_told_when_it_begins_and_ends_and_shown_between() -> None:
-    async def main(told: Told) -> None:
+async def test_an_exchange_is_told_when_it_begins_and_ends_and_shown_between() -> None:
+    async with TaskOwner() as tasks:
+        told = Told(tasks)
         told.num_waiting = 3
         meter = told.moves.begin(MoveFacts(MoveKind.KV_EXCHANGE, 4 * MIB, ("w0", "w1"), "live"))
         assert told.events == [("kv_exchange_begun", "4.0 MiB of KV from w0, w1, live; 3 requests wait for theirs")]
@@ -97,11 +90,10 @@ def test_an_exchange_is_told_when_it_begins_and_ends_and_shown_between() -> None
         reason = "1.0 MiB of 4.0 MiB of KV from w0, w1, live in 1.000 s, 1.0 MiB/s: 80 blocks are computed again"
         assert told.events[1:] == [("kv_exchange_ended", reason)]
 
-    in_time(main)
 
-
-def test_parameters_are_followed_to_their_end() -> None:
-    async def main(told: Told) -> None:
+async def test_parameters_are_followed_to_their_end() -> None:
+    async with TaskOwner() as tasks:
+        told = Told(tasks)
         began_s = asyncio.get_running_loop().time()
 
         def look() -> ParameterLoad:
@@ -126,12 +118,11 @@ def test_parameters_are_followed_to_their_end() -> None:
         told.moves.follow_no_more()
         assert len(told.events) == 2, "it was over"
 
-    in_time(main)
-
 
 @pytest.mark.parametrize("ends_by", ["another load", "a change", "nothing to load any more", "no source"])
-def test_parameters_that_do_not_come_are_told_of_once(ends_by: str) -> None:
-    async def main(told: Told) -> None:
+async def test_parameters_that_do_not_come_are_told_of_once(ends_by: str) -> None:
+    async with TaskOwner() as tasks:
+        told = Told(tasks)
         found: list[ParameterLoad | None] = [ParameterLoad(2 * MIB, MIB, (("w1", MIB),), is_over=False)]
         told.moves.follow(lambda: found[-1])
         await asyncio.sleep(0.5)
@@ -154,16 +145,13 @@ def test_parameters_that_do_not_come_are_told_of_once(ends_by: str) -> None:
         await asyncio.sleep(0.5)
         assert [name for name, _ in told.events].count("parameter_load_ended") == (2 if "another" in ends_by else 1)
 
-    in_time(main)
 
-
-def test_a_load_of_nothing_is_not_told() -> None:
-    async def main(told: Told) -> None:
+async def test_a_load_of_nothing_is_not_told() -> None:
+    async with TaskOwner() as tasks:
+        told = Told(tasks)
         told.moves.follow(lambda: None)
         told.moves.follow_no_more()
         assert told.events == []
-
-    in_time(main)
 
 
 @pytest.mark.parametrize(

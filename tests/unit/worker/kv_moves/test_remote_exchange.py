@@ -37,7 +37,7 @@ from shared.systems import KvExchange
 from tests.support.attention_cases import attention_spec
 from tests.support.exchanged_kv import HALVES, Server, spoil_after_changes
 from tests.support.late_kv import exchange_of
-from tests.support.live_groups import SHAPES, check, lead_and_join, live_devices, ranges_of
+from tests.support.live_groups import SHAPES, check, dissolve, lead_and_join, live_devices, ranges_of
 from tests.support.long_story import LENGTHS, LONG_SHAPES, HeldKv, calm_long_texts, long_server
 from tests.support.runners import KERNELS, MIB
 
@@ -107,9 +107,7 @@ async def exchange_by_price(
     await first.serve(1)
     await listening
     await first.serve()
-    await led.executor.close()
-    await asyncio.gather(*(device.alone() for device in devices))
-    check(devices)
+    await dissolve(led.executor, devices)
     return len(led.arrivals.spans), {name: list(text) for name, text in first.texts.items()}
 
 
@@ -197,9 +195,7 @@ async def test_sequences_go_on_before_their_kv_has_moved(
                 await asyncio.to_thread(remote._server.join, 10)
                 assert not remote._kept, "what was kept aside for the others is kept no longer than they ask"
                 assert not remote._parts
-            await led.executor.close()
-            await asyncio.gather(*(device.alone() for device in devices))
-            check(devices)
+            await dissolve(led.executor, devices)
     assert len(expected) == len(LENGTHS)
 
 

@@ -75,8 +75,8 @@ def test_what_a_page_holds_goes_with_it(memory: VirtualMemory) -> None:
     assert seen.dtype == torch.uint8
     for place in (1, 2, 3):
         seen[place * PAGE : (place + 1) * PAGE] = 10 * place
-    assert one.unmap(2 * PAGE) == 2
-    other.map(0, PageId(2))
+    assert one.unmap_run(2 * PAGE, 1) == [2]
+    other.map_run(0, pages(2))
     assert one.page_at(2 * PAGE) is None
     assert other.page_at(0) == 2
     assert (other.tensor()[:PAGE] == 20).all()
@@ -92,22 +92,20 @@ def test_the_rules_of_mapping_are_kept(memory: VirtualMemory) -> None:
     one, other = memory.reserve(4 * PAGE), memory.reserve(4 * PAGE)
     one.map_run(0, pages(0, 1))
     broken: list[tuple[str, Callable[[], object]]] = [
-        ("page 1 is mapped at offset", lambda: one.map(PAGE, PageId(7))),
         ("page 1 is mapped at offset", lambda: one.map_run(PAGE, pages(6, 7))),
-        ("page 0 is mapped already", lambda: other.map(0, PageId(0))),
         ("page 0 is mapped already", lambda: other.map_run(0, pages(4, 0))),
         ("two places", lambda: other.map_run(0, pages(4, 4))),
-        ("page 8 is not one of", lambda: other.map(0, PageId(8))),
-        ("page -1 is not one of", lambda: other.map(0, PageId(-1))),
-        ("offset 4096 is not a multiple", lambda: other.map(4096, PageId(4))),
-        ("offset 4096 is not a multiple", lambda: one.unmap(4096)),
-        ("not in a range of", lambda: other.map(4 * PAGE, PageId(4))),
+        ("page 8 is not one of", lambda: other.map_run(0, pages(8))),
+        ("page -1 is not one of", lambda: other.map_run(0, pages(-1))),
+        ("offset 4096 is not a multiple", lambda: other.map_run(4096, pages(4))),
+        ("offset 4096 is not a multiple", lambda: one.unmap_run(4096, 1)),
+        ("not in a range of", lambda: other.map_run(4 * PAGE, pages(4))),
         ("not in a range of", lambda: other.map_run(3 * PAGE, pages(4, 5))),
-        ("not in a range of", lambda: other.map(-PAGE, PageId(4))),
+        ("not in a range of", lambda: other.map_run(-PAGE, pages(4))),
         ("0 pages", lambda: other.map_run(0, [])),
         ("not in a range of", lambda: one.unmap_run(0, 5)),
         ("nothing is mapped at offset", lambda: one.unmap_run(PAGE, 2)),
-        ("nothing is mapped at offset", lambda: other.unmap(0)),
+        ("nothing is mapped at offset", lambda: other.unmap_run(0, 1)),
         ("cannot be reserved", lambda: memory.reserve(0)),
         ("was not adopted", lambda: memory.disown(PageId(7))),
     ]
@@ -121,12 +119,12 @@ def test_the_rules_of_mapping_are_kept(memory: VirtualMemory) -> None:
 
 def test_nothing_works_after_the_end(memory: VirtualMemory) -> None:
     reserved = memory.reserve(PAGE)
-    reserved.map(0, PageId(0))
+    reserved.map_run(0, pages(0))
     memory.close()
     memory.close()
     acts: list[Callable[[], object]] = [
-        lambda: reserved.unmap(0),
-        lambda: reserved.map(0, PageId(1)),
+        lambda: reserved.unmap_run(0, 1),
+        lambda: reserved.map_run(0, pages(1)),
         reserved.tensor,
         lambda: memory.reserve(PAGE),
         lambda: memory.export(PageId(1)),
@@ -140,7 +138,7 @@ def test_nothing_works_after_the_end(memory: VirtualMemory) -> None:
 def test_a_page_can_be_handed_to_another_memory(kind: str) -> None:
     giver, taker = MAKERS[kind](4), MAKERS[kind](2)
     here, there = giver.reserve(PAGE), taker.reserve(2 * PAGE)
-    here.map(0, PageId(3))
+    here.map_run(0, pages(3))
     here.tensor()[:] = 7
     handle = giver.export(PageId(3))
     page = taker.adopt(handle)
@@ -152,10 +150,10 @@ def test_a_page_can_be_handed_to_another_memory(kind: str) -> None:
         taker.disown(page)
     giver.close()
     assert there.tensor()[PAGE + 4 : PAGE + 7].tolist() == [7, 9, 7]  # the page lives as long as it is mapped
-    there.unmap(PAGE)
+    there.unmap_run(PAGE, 1)
     taker.disown(page)
     with pytest.raises(MappingError, match="not one of"):
-        there.map(PAGE, page)
+        there.map_run(PAGE, [page])
     again = taker.export(PageId(1))
     with pytest.raises(MappingError, match=r"no page|fills"):
         taker.adopt(PageHandle(again.descriptor, again.offset + PAGE // 2))
@@ -218,7 +216,7 @@ def test_nothing_is_left_behind() -> None:
     reserved.map_run(2**30, pages(3, 4, 1))
     page = opened.adopt(handle := opened.export(PageId(0)))
     os.close(handle.descriptor)
-    reserved.map(0, page)
+    reserved.map_run(0, [page])
     assert len(mappings()) == len(before) + 3  # two neighbours of the file, one, the adopted one
     assert extent() >= reserved_before + 2**40 // 4096
     opened.close()
@@ -240,7 +238,7 @@ def test_whoever_touches_what_is_not_mapped_dies(main_memory: PosixMemory) -> No
     reserved.map_run(0, pages(0, 1))
     seen = reserved.tensor()
     seen[: 2 * PAGE] = 1
-    reserved.unmap(PAGE)
+    reserved.unmap_run(PAGE, 1)
     assert dies_by(lambda: seen[PAGE - 1].item()) is None
     assert dies_by(lambda: seen[PAGE].item()) == signal.SIGSEGV  # was mapped before
     assert dies_by(lambda: seen[3 * PAGE].fill_(1)) == signal.SIGSEGV  # never was
@@ -334,8 +332,8 @@ def test_huge_pages_hold_the_same() -> None:
     assert reserved.address % posix.HUGE_PAGE_BYTES == 0
     reserved.map_run(0, pages(1, 0))
     reserved.tensor()[:] = 3
-    reserved.unmap(0)
-    reserved.unmap(posix.HUGE_PAGE_BYTES)
+    reserved.unmap_run(0, 1)
+    reserved.unmap_run(posix.HUGE_PAGE_BYTES, 1)
     reserved.map_run(0, pages(0, 1))
     assert (reserved.tensor() == 3).all()
     opened.close()

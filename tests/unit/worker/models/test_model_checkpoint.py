@@ -172,31 +172,33 @@ def truncate_shard(folder: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-4])
 
 
-def forget_tensor(folder: Path) -> None:
-    index = json.loads((folder / INDEX_NAME).read_text())
-    del index["weight_map"]["model.norm.weight"]
-    (folder / INDEX_NAME).write_text(json.dumps(index))
+def in_json(name: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Return what changes a file of a folder."""
 
+    def change_file(folder: Path) -> None:
+        content = json.loads((folder / name).read_text())
+        change(content)
+        (folder / name).write_text(json.dumps(content))
 
-def promise_tensor(folder: Path) -> None:
-    index = json.loads((folder / INDEX_NAME).read_text())
-    first = min(index["weight_map"].values())
-    index["weight_map"] = dict.fromkeys(index["weight_map"], first)
-    (folder / INDEX_NAME).write_text(json.dumps(index))
+    return change_file
 
 
 def change_config(**changes: Any) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    return in_json("config.json", lambda config: config.update(changes))
 
-    return change
+
+def promise_all_in_one_file(index: dict[str, Any]) -> None:
+    files: dict[str, str] = index["weight_map"]
+    index["weight_map"] = dict.fromkeys(files, min(files.values()))
 
 
 BROKEN: list[tuple[Callable[[Path], Any], str]] = [
     (truncate_shard, r"-of-\d+\.safetensors is broken: it is truncated: 4 bytes are missing"),
-    (forget_tensor, r"the checkpoint has no tensor model\.norm\.weight"),
-    (promise_tensor, "which model.safetensors.index.json promises"),
+    (
+        in_json(INDEX_NAME, lambda index: index["weight_map"].pop("model.norm.weight")),
+        r"the checkpoint has no tensor model\.norm\.weight",
+    ),
+    (in_json(INDEX_NAME, promise_all_in_one_file), "which model.safetensors.index.json promises"),
     (lambda folder: max(folder.glob("*.safetensors")).unlink(), r"-of-\d+\.safetensors is missing"),
     (lambda folder: (folder / INDEX_NAME).write_text("{"), r"cannot read .*index\.json"),
     (change_config(hidden_size=128), r"has shape \[\d+, \d+\], config\.json asks for"),

@@ -97,6 +97,12 @@ def test_eos_ids_come_from_the_generation_config_first(
     assert read(tmp_path, generation=generation, eos_token_id=config).eos_token_ids == expected
 
 
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_key_value_heads": 2, "num_hidden_layers": 3}
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "num_key_value_heads": 2}
+PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+OPT = {"architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 48, "intermediate_size": ...}
+SLIDING, FULL = "sliding_attention", "full_attention"
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported. Supported are Llama"),
     ({"architectures": ["LlamaForCausalLM", "X"]}, "names no single architecture"),
@@ -150,6 +156,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"head_dim": 7}, "head_dim is 7"),
     ({"eos_token_id": 100}, "eos_token_id holds 100"),
     ({"eos_token_id": "x"}, "eos_token_id holds 'x'"),
+    ({**QWEN2, "layer_types": [SLIDING, FULL, FULL]}, "has sliding_attention, but use_sliding_window"),
+    ({**QWEN2, "use_sliding_window": True, "sliding_window": 0}, "sliding_window is 0, must be at least 1"),
+    ({**QWEN2, "use_sliding_window": 1, "sliding_window": 9}, "use_sliding_window is 1, not bool"),
+    ({**MISTRAL, "sliding_window": 64, "layer_types": [SLIDING, FULL]}, "layer_types of mistral that contradict"),
+    ({**MISTRAL, "num_key_value_heads": ...}, "num_key_value_heads is 8, which does not divide 4"),
+    ({**PHI3, "rope_scaling": {"type": "linear", "factor": 2.0}, "partial_rotary_factor": 0.1}, "head_dim is 8"),
+    ({**PHI3, "rope_scaling": {"type": "su", "short_factor": [1]}}, "short_factor is no list of 4"),
+    ({**PHI3, "partial_rotary_factor": 1.5}, "head_dim is 8; the rotary embedding turns 12"),
+    ({**PHI3, "auto_map": {"AutoModelForCausalLM": "other.Phi3ForCausalLM"}}, "code lies in its folder"),
+    ({**OPT, "activation_function": "tanh"}, "activation 'tanh' .activation_function. is not supported"),
+    ({**OPT, "ffn_dim": ...}, "ffn_dim is missing"),
+    ({**OPT, "word_embed_proj_dim": 0}, "word_embed_proj_dim is 0"),
 ]
 
 
@@ -157,13 +175,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_cannot_be_run_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(StartupError, match=message):
         read(tmp_path, **changes)
-
-
-QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_key_value_heads": 2, "num_hidden_layers": 3}
-MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "num_key_value_heads": 2}
-PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
-OPT = {"architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 48, "intermediate_size": ...}
-SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 @pytest.mark.parametrize(
@@ -192,28 +203,6 @@ def test_windows_of_each_layer(tmp_path: Path, changes: dict[str, Any], expected
     """Absent fields as in transformers: a Mistral without `sliding_window` has one of 4 096, a Qwen2 with a window has
     it from layer 28 on. A window as long as the context is none."""
     assert read(tmp_path, **changes).windows == expected
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({**QWEN2, "layer_types": [SLIDING, FULL, FULL]}, "has sliding_attention, but use_sliding_window"),
-        ({**QWEN2, "use_sliding_window": True, "sliding_window": 0}, "sliding_window is 0, must be at least 1"),
-        ({**QWEN2, "use_sliding_window": 1, "sliding_window": 9}, "use_sliding_window is 1, not bool"),
-        ({**MISTRAL, "sliding_window": 64, "layer_types": [SLIDING, FULL]}, "layer_types of mistral that contradict"),
-        ({**MISTRAL, "num_key_value_heads": ...}, "num_key_value_heads is 8, which does not divide 4"),
-        ({**PHI3, "rope_scaling": {"type": "linear", "factor": 2.0}, "partial_rotary_factor": 0.1}, "head_dim is 8"),
-        ({**PHI3, "rope_scaling": {"type": "su", "short_factor": [1]}}, "short_factor is no list of 4"),
-        ({**PHI3, "partial_rotary_factor": 1.5}, "head_dim is 8; the rotary embedding turns 12"),
-        ({**PHI3, "auto_map": {"AutoModelForCausalLM": "other.Phi3ForCausalLM"}}, "code lies in its folder"),
-        ({**OPT, "activation_function": "tanh"}, "activation 'tanh' .activation_function. is not supported"),
-        ({**OPT, "ffn_dim": ...}, "ffn_dim is missing"),
-        ({**OPT, "word_embed_proj_dim": 0}, "word_embed_proj_dim is 0"),
-    ],
-)
-def test_what_a_family_cannot_have_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(StartupError, match=message):
-        read(tmp_path, **changes)
 
 
 def test_opt_has_learned_positions_layer_norms_and_a_plain_mlp(tmp_path: Path) -> None:

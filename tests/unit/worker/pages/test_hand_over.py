@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -32,13 +33,14 @@ from shared.ids import WorkerId
 from shared.layers import LayerRange
 from tests.support.exchanged_kv import (
     check_group_bits,
+    devices_with_kv,
     kept_three,
     numbered,
     pages_of_all,
     serves,
     snapshot_each,
 )
-from tests.support.live_groups import check, form, live_devices, places, ranges_of
+from tests.support.live_groups import check, dissolve, form, live_devices, places, ranges_of
 
 pytestmark = pytest.mark.kernels
 
@@ -49,26 +51,24 @@ def refuse(*_arguments: object) -> object:
     raise OSError("made up")
 
 
-@pytest.mark.parametrize(
-    "why",
-    ["is off at one", "no place for a door", "no door is reached", "another device", "a device without a name"],
-)
+COPIED = {
+    "no place for a door": ("PageDoor", refuse),
+    "no door is reached": ("dial_doors", refuse),
+    "another device": ("card_of", Mock(side_effect=["one", "another", "one"])),
+    "a device without a name": ("card_of", lambda _device: ""),
+}
+
+
+@pytest.mark.parametrize("why", ["is off at one", *COPIED])
 async def test_what_cannot_be_handed_over_is_copied(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with live_devices(3, hands_over=True) as devices:
-        kept = await kept_three(devices)
+    async with devices_with_kv(hands_over=True) as (devices, kept):
         expected = snapshot_each(devices, kept)
-        pages, cards = pages_of_all(devices), iter(["one", "another", "one"])
+        pages = pages_of_all(devices)
         with monkeypatch.context() as patch:
             if why == "is off at one":
                 patch.setattr(devices[1], "_hands_over", False)
-            elif why == "no place for a door":
-                patch.setattr(hand_over, "PageDoor", refuse)
-            elif why == "no door is reached":
-                patch.setattr(hand_over, "dial_doors", refuse)
-            elif why == "another device":
-                patch.setattr(hand_over, "card_of", lambda _device: next(cards))
             else:
-                patch.setattr(hand_over, "card_of", lambda _device: "")
+                patch.setattr(hand_over, *COPIED[why])
             group = await form(devices, RANGES, kept)
         assert len(group.coming) == len(group.kept) == 24
         check_group_bits(devices, group, expected)
@@ -121,8 +121,7 @@ async def test_pages_are_handed_over_and_none_is_copied(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(ElasticModel, "keep_by_pages", watching)
     monkeypatch.setattr(ElasticModel, "keep", refuse)
-    async with live_devices(3, hands_over=True, exchange_bytes=0) as devices:
-        kept = await kept_three(devices)
+    async with devices_with_kv(hands_over=True, exchange_bytes=0) as (devices, kept):
         before = [pages_of_all([device]) for device in devices]
         expected = snapshot_each(devices, kept)
         group = await form(devices, RANGES, kept)
@@ -138,26 +137,21 @@ async def test_pages_are_handed_over_and_none_is_copied(monkeypatch: pytest.Monk
         await group.executor.close()
 
 
-def refuse_to_talk(*_arguments: object) -> None:
-    raise PeerLostError("made up")
-
-
-FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "export": lambda patch: patch.setattr(PageSwap, "export", refuse),
-    "adopt": lambda patch: patch.setattr(PageSwap, "adopt", refuse),
-    "apply": lambda patch: patch.setattr(PageSwap, "apply", refuse),
-    "a word": lambda patch: patch.setattr(PageSocket, "say", refuse_to_talk),
-    "the door": lambda patch: patch.setattr(PageDoor, "accept", refuse),
+FAULTS: dict[str, tuple[type, str, Callable[..., object]]] = {
+    "export": (PageSwap, "export", refuse),
+    "adopt": (PageSwap, "adopt", refuse),
+    "apply": (PageSwap, "apply", refuse),
+    "a word": (PageSocket, "say", Mock(side_effect=PeerLostError("made up"))),
+    "the door": (PageDoor, "accept", refuse),
 }
 
 
 @pytest.mark.parametrize("kind", FAULTS)
 async def test_a_fault_costs_the_kv_and_not_the_group(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with live_devices(3, hands_over=True) as devices:
-        kept = await kept_three(devices)
+    async with devices_with_kv(hands_over=True) as (devices, kept):
         pages = [pages_of_all([device]) for device in devices]
         with monkeypatch.context() as patch:
-            FAULTS[kind](patch)
+            patch.setattr(*FAULTS[kind])
             group = await form(devices, RANGES, kept)
         assert not group.kept
         assert [pages_of_all([device]) for device in devices] == pages
@@ -187,9 +181,7 @@ async def test_where_pages_cannot_go_on_kv_is_copied_after_the_first_try(monkeyp
             group = await form(devices, ranges_of(2, 4), kept)
             ways.append("copies" if group.coming else "pages" if group.kept else "nothing")
             assert len(group.kept) in (0, 16)
-            await group.executor.close()
-            await asyncio.gather(*(device.alone() for device in devices))
-            check(devices)
+            await dissolve(group.executor, devices)
     assert ways[0] == "pages"
     assert ways[-1] == "copies"
     assert ways.count("nothing") <= 1
@@ -212,8 +204,7 @@ async def test_memory_in_doubt_ends_the_worker(monkeypatch: pytest.MonkeyPatch) 
         swap.undo()
         raise MemoryLostError("the leader does not say who keeps which pages")
 
-    async with live_devices(2, hands_over=True) as devices:
-        kept = await kept_three(devices)
+    async with devices_with_kv(2, hands_over=True) as (devices, kept):
         monkeypatch.setattr(PageExchange, "carry_out", doubtful)
         for found in await all_told(devices, ranges_of(2, 4), kept):
             assert isinstance(found, GroupFailedError)
@@ -232,8 +223,7 @@ async def test_a_stage_that_cannot_drop_ends_the_group_and_no_page_is_lost(monke
             raise MemoryError("made up")
         leave(self, layers, in_use, by_blocks)
 
-    async with live_devices(3, hands_over=True) as devices:
-        kept = await kept_three(devices)
+    async with devices_with_kv(hands_over=True) as (devices, kept):
         pages = [pages_of_all([device]) for device in devices]
         with monkeypatch.context() as patch:
             patch.setattr(ElasticMemory, "leave", failing)

@@ -161,7 +161,7 @@ def test_a_page_that_was_handed_over_is_gone_for_good() -> None:
     backend = card.memories[0]._memory
     gone = next(page for page in before if page not in card.memories[0]._page_ids)
     spare = backend.reserve(GRANULARITY)
-    for act in (lambda: backend.export(gone), lambda: spare.map(0, gone), lambda: backend.hand_over(gone)):
+    for act in (lambda: backend.export(gone), lambda: spare.map_run(0, [gone]), lambda: backend.hand_over(gone)):
         with pytest.raises(MappingError, match="is not one of this memory's"):
             act()
     with pytest.raises(MappingError, match="mapped already"):

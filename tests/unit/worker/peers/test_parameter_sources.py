@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -228,6 +228,19 @@ def connect(lender: ParameterLender) -> socket.socket:
     return here
 
 
+class NotedSource(PeerSource):
+    """The last layers from a lender; each piece, by its number in its part, is noted when it has come."""
+
+    def __init__(self, lender: ParameterLender, note: Callable[[int], None]) -> None:
+        super().__init__("w1", connect(lender), LAST, ())
+        self._note = note
+
+    def fill(self, layer: int | None, buffer: ParameterBuffer, piece_elements: int | None) -> Iterator[int]:
+        for number, piece in enumerate(super().fill(layer, buffer, piece_elements)):
+            self._note(number)
+            yield piece
+
+
 def test_a_peer_lends_what_it_computes_with_and_nothing_else() -> None:
     before = whats_open()
     with opened() as model, lacking() as (other, bits, _):
@@ -272,16 +285,12 @@ def ask(source: PeerSource, layer: int | None, name: str) -> None:
 def test_a_lender_that_ends_lets_nobody_wait(num_pieces: int) -> None:
     with opened() as model, lacking() as (other, bits, _):
         lender = ParameterLender(model.lendable, LinkTurns())
-        source = PeerSource("w1", connect(lender), LAST, ())
-        fill = source.fill
 
-        def filling(layer: int | None, buffer: ParameterBuffer, piece_elements: int | None) -> Iterator[int]:
-            for number, piece in enumerate(fill(layer, buffer, piece_elements)):
-                if number == num_pieces:
-                    lender.close()
-                yield piece
+        def note(number: int) -> None:
+            if number == num_pieces:
+                lender.close()
 
-        source.fill = filling  # type: ignore[method-assign]
+        source = NotedSource(lender, note)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(parameter_lending, "PIECE_BYTES", 1024)
             other.reside(WHOLE, other.blocks_with(FIRST, WHOLE), [source])
@@ -306,16 +315,13 @@ def test_a_peer_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -
 def test_a_load_that_is_stopped_leaves_its_peer_and_begins_anew() -> None:
     with opened() as model, lacking() as (other, bits, _):
         lender = ParameterLender(model.lendable, LinkTurns())
-        source = PeerSource("w1", connect(lender), LAST, ())
-        fill, reached, go_on = source.fill, threading.Event(), threading.Event()
+        reached, go_on = threading.Event(), threading.Event()
 
-        def filling(layer: int | None, buffer: ParameterBuffer, piece_elements: int | None) -> Iterator[int]:
-            for piece in fill(layer, buffer, piece_elements):
-                reached.set()
-                go_on.wait(10)
-                yield piece
+        def note(_number: int) -> None:
+            reached.set()
+            go_on.wait(10)
 
-        source.fill = filling  # type: ignore[method-assign]
+        source = NotedSource(lender, note)
         other.reside(WHOLE, other.blocks_with(FIRST, WHOLE), [source])
         assert reached.wait(10)
         threading.Timer(0.02, go_on.set).start()

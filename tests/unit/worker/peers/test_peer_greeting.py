@@ -120,9 +120,9 @@ class Listener:
 
 
 @asynccontextmanager
-async def taking(plan_id: int = 0, wait_s: float = 0.05) -> AsyncIterator[Listener]:
+async def taking(plan_id: int = 0) -> AsyncIterator[Listener]:
     """Worker 1, who takes connections for KV."""
-    async with listening(1, wait_s) as peers:
+    async with listening(1, 0.05) as peers:
         listener = Listener(peers)
         peers.expect([Purpose.KV], plan_id, listener.take)
         yield listener

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -53,20 +54,18 @@ def copy_of(copy_id: int) -> HostCopy:
     return HostCopy(copy_id, EMPTY_I32, EMPTY_I32, to_host=True)
 
 
+@dataclass
 class Heard:
-    """Who hears a stage; the `fails_at`th message cannot be sent."""
+    """Who hears a stage; the `fails_at`th message cannot be sent, nor those behind it."""
 
-    def __init__(self, fails_at: int | None = None, error: Exception | None = None) -> None:
-        self.said: list[StageMessage] = []
-        self.is_closed = False
-        self._fails_at = fails_at
-        self._error = error or PeerLostError("nobody is there")
-        self._num_sent = 0
+    fails_at: int | None = None
+    error: Exception = field(default_factory=lambda: PeerLostError("nobody is there"))
+    said: list[StageMessage] = field(default_factory=list)
+    is_closed: bool = False
 
     def send(self, message: StageMessage) -> None:
-        self._num_sent += 1
-        if self._num_sent - 1 == self._fails_at:
-            raise self._error
+        if len(self.said) == self.fails_at:
+            raise self.error
         self.said.append(message)
 
     def close(self) -> None:
@@ -139,8 +138,7 @@ async def test_copies_ends_of_writes_and_the_close_come_when_no_step_is_under_wa
     submit(4)
     submit(5)
     copy(1)
-    await executor.close()
-    pipeline.join()
+    await pipeline.close()
     assert [each for each in ended if each.startswith("step")] == [f"step {i}" for i in range(6)]
     if num_stages == 1:
         assert ended == ["step 0", "step 1", "copy 0", *(f"step {i}" for i in range(2, 6)), "copy 1"]
@@ -169,25 +167,19 @@ def test_what_waits_for_steps_lets_a_failure_of_their_ends_break_the_pipeline(me
     assert alone.stage.notes == ["launch 0", "launch 1", "end 0", "end 1", "close"]
 
 
-def test_a_channel_that_is_lost_ends_a_stage_that_waits_for_room_to_launch() -> None:
-    hold, to_next = Holding(), Heard(fails_at=1)
+@pytest.mark.parametrize(("num_steps", "fails_at"), [(9, 1), (2, 0)])
+def test_a_channel_that_is_lost_ends_a_stage_that_waits_for_room_to_launch_or_for_messages(
+    num_steps: int, fails_at: int
+) -> None:
+    hold, to_next = Holding(), Heard(fails_at)
     alone = Alone(stages(2, hold)[0], to_next)
-    alone.receive(batches(9), until="launch 1")
-    hold.let(9)
+    alone.receive(batches(num_steps), until="launch 1")
+    hold.let(num_steps)
     alone.join()
     assert alone.ends == ["nobody is there"]
-    assert [message.step_id for message in to_next.said if isinstance(message, Activation)] == [0]
+    assert [message.step_id for message in to_next.said if isinstance(message, Activation)] == list(range(fails_at))
     launched, ended = ([note for note in alone.stage.notes if note.startswith(what)] for what in ("launch", "end"))
     assert len(launched) == len(ended) < 9, "steps are not launched for nobody"
-
-
-def test_a_channel_that_is_lost_ends_a_stage_to_which_nobody_says_anything() -> None:
-    hold = Holding()
-    alone = Alone(stages(2, hold)[0], Heard(fails_at=0))
-    alone.receive(batches(2), until="launch 1")
-    hold.let(2)
-    alone.join()
-    assert alone.ends == ["nobody is there"]
 
 
 def test_what_a_step_has_produced_holds_until_it_is_sent() -> None:
@@ -293,8 +285,7 @@ async def test_a_step_that_fails_at_its_end_fails_alone(error: Exception, where:
     for behind in group[where + 1 :]:
         assert "skip 2" in behind.notes
         assert "launch 2" not in behind.notes
-    await pipeline.executor.close()
-    pipeline.join()
+    await pipeline.close()
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])

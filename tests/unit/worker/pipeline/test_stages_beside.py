@@ -32,7 +32,7 @@ from shared.layers import even_split
 from tests.support.late_runner import MAX_TOKENS, LateRunner, sums_of
 from tests.support.late_stages import LateStream, be_beside, late_stream
 from tests.support.leaks import whats_open
-from tests.support.live_groups import SHAPES, be_alone, calm_texts, form, live_devices, new_engine
+from tests.support.live_groups import SHAPES, calm_texts, end_and_be_alone, form, live_devices, new_engine
 from tests.support.live_groups import texts_of as group_texts
 from tests.support.runners import open_runner
 from tests.support.stage_texts import stages_of, texts_of
@@ -114,8 +114,7 @@ async def test_groups_of_devices_beside_the_host_form_serve_and_part(monkeypatch
         for _ in range(2):
             group = await form(devices, even_split(4, 3))
             assert await group_texts(group.executor) == expected
-            await group.executor.close()
-            await be_alone(*devices)
+            await end_and_be_alone(group, devices)
 
 
 # Copies that are late
@@ -164,8 +163,7 @@ async def test_no_hidden_states_are_overwritten_while_a_device_or_a_socket_reads
     batches = [random_batch(step_id, chance) for step_id in range(60)]
     outputs = await asyncio.gather(*map(pipeline.executor.submit, batches))
     assert [output.tokens.tolist() for output in outputs] == [sums_of(batch, 6) for batch in batches]
-    await pipeline.executor.close()
-    pipeline.join()
+    await pipeline.close()
 
 
 async def test_steps_that_fail_give_back_what_they_were_to_use(stream: LateStream) -> None:
@@ -189,8 +187,7 @@ async def test_steps_that_fail_give_back_what_they_were_to_use(stream: LateStrea
         assert await failing(3 * count, count) == ["RuntimeError: the device is lost"] * count
     assert runners[1].skipped == [*range(count), *range(2 * count, 4 * count)]
     assert await failing(4 * count, count) == []
-    await executor.close()
-    pipeline.join()
+    await pipeline.close()
 
 
 class Broken:
@@ -213,8 +210,7 @@ async def test_hidden_states_that_do_not_get_to_the_device_fail_the_step_which_i
         with pytest.raises(BatchFailedError):
             await pipeline.executor.submit(batch)
     assert runners[1].skipped == [0]
-    await pipeline.executor.close()
-    pipeline.join()
+    await pipeline.close()
 
 
 def test_hidden_states_that_arrive_are_read_before_the_next_ones_take_their_place(stream: LateStream) -> None:

@@ -102,8 +102,7 @@ async def serve_undisturbed(
     for each in new:
         assert isinstance(engine.residents.add(each), int)
     texts = await run_engine(engine, pipeline.executor, lambda *_: check_engine(engine))
-    await pipeline.executor.close()
-    pipeline.join()
+    await pipeline.close()
     for each in new:
         prompt = each.prompt.astype(np.int32)
         assert texts[each.stream] == expected_outputs(prompt, prompt[:0], max_tokens, 0, DRAW).tolist()
@@ -163,15 +162,13 @@ async def test_a_pipeline_that_breaks_fails_all_lanes_blames_nobody_and_ends_eve
     with pytest.raises(CopyFailedError):
         await pipeline.executor.copy(HostCopy(99, EMPTY_I32, EMPTY_I32, to_host=True))
     await pipeline.executor.close()
-    await pipeline.executor.close()
-    pipeline.join()
+    await pipeline.close()
     assert all(server.reason for server in pipeline.servers)
 
 
 async def test_closing_an_idle_pipeline_ends_every_stage_in_order() -> None:
     pipeline = wire_up(devices(3), asyncio.get_running_loop())
-    await pipeline.executor.close()
-    pipeline.join()
+    await pipeline.close()
     assert [server.reason for server in pipeline.servers] == [None, None]
 
 

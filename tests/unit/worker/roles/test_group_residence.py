@@ -30,6 +30,7 @@ from tests.support.live_groups import (
     calm,
     calm_texts,
     check,
+    end_and_be_alone,
     ended,
     form,
     live_devices,
@@ -156,8 +157,7 @@ async def test_a_stage_of_a_larger_group_gives_up_what_lies_beside(gate: Loading
         assert [device._model._memory.num_blocks for device in three] == claimed
         check(three)
         assert await texts_of(merged.executor) == await calm()
-        await merged.executor.close()
-        await be_alone(*devices)
+        await end_and_be_alone(merged, devices)
 
 
 async def test_what_a_device_cannot_have_beside_is_refused_and_the_group_goes_on(gate: LoadingGate) -> None:
@@ -174,8 +174,7 @@ async def test_what_a_device_cannot_have_beside_is_refused_and_the_group_goes_on
                 await devices[1].reside(layers, wanted)
         assert [device.resident for device in devices] == list(HALVES)
         assert await texts_of(group.executor) == await calm()
-        await group.executor.close()
-        await be_alone(*devices)
+        await end_and_be_alone(group, devices)
 
 
 async def test_layers_that_cannot_be_loaded_beside_are_no_matter_until_the_restore(
@@ -217,8 +216,7 @@ async def test_the_other_stages_have_what_the_checkpoint_does_not_give(tmp_path:
         assert await texts_of(group.executor, num_blocks=blocks) == await calm()
         await loaded(devices)
         assert [device.loaded_ratio for device in devices] == [1, 1, 1]
-        await group.executor.close()
-        await be_alone(*devices)
+        await end_and_be_alone(group, devices)
         assert not gate.num_pieces, "no file was read"
 
 
@@ -267,8 +265,7 @@ async def test_a_source_that_dies_halfway_or_lies_is_replaced(
         assert gate.num_pieces, "the checkpoint gave the rest"
         assert [device.loaded_ratio for device in devices] == [1, 1]
         read = gate.num_pieces
-        await group.executor.close()
-        await be_alone(*devices)
+        await end_and_be_alone(group, devices)
         assert gate.num_pieces == read
 
 
