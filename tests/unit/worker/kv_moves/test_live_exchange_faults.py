@@ -198,7 +198,7 @@ async def test_who_does_not_come_to_the_parting_is_not_waited_for(missing: int) 
         group = await form(devices, ranges_of(1, 2, 4), kept)
         await group.executor.close()
         for device in devices:
-            device._part_limit_s = 0.2
+            device._standing._limit_s = 0.2
         partings = [Parting(tuple(kept)), Parting(), Parting()]
         led = await asyncio.gather(*(devices[i].alone(partings[i]) for i in range(3) if i != missing))
         assert all(each.kept.names == () for each in led)
