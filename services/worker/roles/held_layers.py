@@ -72,8 +72,7 @@ class HeldLayers:
             raise GroupFailedError(str(error)) from None
         if len(place.stages) < 2:
             raise GroupFailedError("a group of one stage is no group")
-        reason = self.refusal(place.own.layers)
-        if reason is not None:
+        if (reason := self.refusal(place.own.layers)) is not None:
             raise GroupFailedError(reason)
 
     def _note_layers(self) -> None:

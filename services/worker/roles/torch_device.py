@@ -125,15 +125,16 @@ class TorchGroupDevice(HeldLayers):
                 offer = await self._leave_with(kept, place.own.layers)
                 at = Gathering(self._peers, place, sockets, self._limit_s)
                 links = await gather_as_leader(at, attending=self._kv.may_attend)
-                capacity = _least(KvCapacity(offer.num_blocks, self._block_size), links.welcomes)
+                capacity = _least(KvCapacity(offer.num_blocks, self._model.info.capacity.block_size), links.welcomes)
                 exchange, stage = await self._become(at, links, offer)
                 await all_ready(place, links, self._kv.limit_s + self._limit_s)
                 channels = [SocketChannel(sock, self._turns) for sock in links.members]
                 stages = ThreadStages(stage, SocketChannel(links.behind, self._turns), channels, capacity, self._loop)
                 sockets.pop_all()
-            executor = PipelineExecutor(stages, self._loop.time, on_end)
-            self._executor = executor
+            self._executor = executor = PipelineExecutor(stages, self._loop.time, on_end)
             self._stand(place)
+            if exchange.by_pages:
+                return Led(executor, exchange.kept, num_moved_bytes=exchange.num_moved_bytes)
 
             def over() -> None:
                 """Give blocks without KV to others; where sequences go on without it, the group has ended."""
@@ -143,12 +144,7 @@ class TorchGroupDevice(HeldLayers):
                     executor.end_writes()
 
             exchange.when_over(over)
-            return Led(
-                executor,
-                exchange.handed_over,
-                exchange.arrivals(capacity.num_blocks),
-                num_moved_bytes=exchange.num_moved_bytes if exchange.by_pages else 0,
-            )
+            return Led(executor, arrivals=exchange.arrivals(capacity.num_blocks))
 
     async def join(self, place: GroupPlace, on_end: Callable[[str | None], None], kept: KeptKv = NOTHING_KEPT) -> int:
         """Become another stage of a group; see `GroupDevice`.
@@ -161,7 +157,7 @@ class TorchGroupDevice(HeldLayers):
             self._check(place)
             with contextlib.ExitStack() as sockets:
                 offer = await self._leave_with(kept, place.own.layers)
-                welcome = PeerWelcome(num_blocks=offer.num_blocks, block_size=self._block_size)
+                welcome = PeerWelcome(num_blocks=offer.num_blocks, block_size=self._model.info.capacity.block_size)
                 at = Gathering(self._peers, place, sockets, self._limit_s)
                 links = await gather_as_member(at, welcome, attending=self._kv.may_attend)
                 _, stage = await self._become(at, links, offer)
@@ -236,10 +232,6 @@ class TorchGroupDevice(HeldLayers):
             await self._leave()
             await self._peers.close()
             await in_thread(self._model.close, "model closing")
-
-    @property
-    def _block_size(self) -> int:
-        return self._model.info.capacity.block_size
 
     async def _leave(self) -> None:
         """End what runs on the model. Cancelled, it can be called again."""
