@@ -105,7 +105,7 @@ def of_layers(device: torch.device, num_dropped: int, rounds: int, *, huge: bool
 def _fill(
     memory: ElasticMemory, keys: tuple[torch.Tensor, ...], values: tuple[torch.Tensor, ...], first_block: int
 ) -> None:
-    for layer in memory.held_layers:
+    for layer in memory.holding.layers:
         for pool in (keys[layer], values[layer]):
             pool[first_block:].fill_(1)
 

@@ -128,11 +128,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         return self._now_s
 
     def call_at(
-        self,
-        when: float,
-        callback: Callable[[*_Ts], object],
-        *args: *_Ts,
-        context: contextvars.Context | None = None,
+        self, when: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
         """Run the callback at this virtual time, after those that were set earlier for the same time."""
         if math.isnan(when):
@@ -146,10 +142,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         return handle
 
     def call_soon_threadsafe(
-        self,
-        callback: Callable[[*_Ts], object],
-        *args: *_Ts,
-        context: contextvars.Context | None = None,
+        self, callback: Callable[[*_Ts], object], *args: *_Ts, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
         """As `call_soon`; a call from another thread is refused, since its moment would not be reproducible."""
         if threading.get_ident() != self._home_thread:

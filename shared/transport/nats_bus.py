@@ -197,7 +197,7 @@ class NatsBus:
         except (nats.errors.TimeoutError, nats.errors.OutboundBufferLimitError):
             raise BusTimeoutError(subject, timeout_s) from None
         except nats.errors.Error as error:
-            raise self._translated(error) from None
+            raise _translated(error, self.name) from None
         headers = answer.headers
         if headers and ERROR_CODE_HEADER in headers:
             raise ServiceError(headers[ERROR_CODE_HEADER], headers.get(ERROR_HEADER, ""))
@@ -212,7 +212,7 @@ class NatsBus:
         try:
             await subscription.start(self._client, queue, max_pending)
         except nats.errors.Error as error:
-            raise self._translated(error) from None
+            raise _translated(error, self.name) from None
         self._subscriptions = {other: None for other in self._subscriptions if not other.closed}
         self._subscriptions[subscription] = None
         return subscription
@@ -258,7 +258,7 @@ class NatsBus:
             await bucket.close()
         await drain(self._client, CLOSE_TIMEOUT_S)
         self._closed = True
-        await disconnect(self._client, BusClosedError(f"the bus of '{self.name}' is closed"), CLOSE_TIMEOUT_S)
+        await disconnect(self._client, _closed(self.name), CLOSE_TIMEOUT_S)
 
     async def respond(self, message: Message, data: bytes, error: ServiceError | None = None) -> None:
         """Answer a request; with an error, the requester's call raises it."""
@@ -283,16 +283,11 @@ class NatsBus:
             if is_power_of_two(self.stats.dropped_out):
                 get_logger().warning("not connected and the buffer is full, messages dropped", subject=subject)
         except nats.errors.Error as error:
-            raise self._translated(error) from None
+            raise _translated(error, self.name) from None
 
     def _check_open(self) -> None:
         if self._closed:
-            raise BusClosedError(f"the bus of '{self.name}' is closed")
-
-    def _translated(self, error: nats.errors.Error) -> BusError:
-        if isinstance(error, (nats.errors.ConnectionClosedError, nats.errors.ConnectionDrainingError)):
-            return BusClosedError(f"the bus of '{self.name}' is closed")
-        return BusError(str(error))
+            raise _closed(self.name)
 
     async def _on_error(self, error: Exception) -> None:
         if not (_is_refusal(self.last_error) and isinstance(error, OSError)):  # a refused connection is also reset
@@ -300,7 +295,10 @@ class NatsBus:
         if isinstance(error, nats.errors.SlowConsumerError):
             self.stats.note_dropped(error.subject)
         elif _LATE_ANSWER in str(error).lower():
-            self._note_late_answer()
+            # a broker with users permits answers on the connection that brought the request; who asked will ask again
+            self.stats.late_answers += 1
+            if is_power_of_two(self.stats.late_answers):
+                get_logger().warning("answers came too late to be permitted", answers=self.stats.late_answers)
         elif "permissions violation" in str(error):
             self.stats.refused += 1
             self._report_fatal(NotPermittedError(_reason(error)))
@@ -308,12 +306,6 @@ class NatsBus:
             self.stats.other_errors += 1
             if is_power_of_two(self.stats.other_errors):
                 get_logger().warning("bus error", error=_reason(error), errors=self.stats.other_errors)
-
-    def _note_late_answer(self) -> None:
-        """A broker with users permits answers on the connection that brought the request; who asked will ask again."""
-        self.stats.late_answers += 1
-        if is_power_of_two(self.stats.late_answers):
-            get_logger().warning("answers came too late to be permitted", answers=self.stats.late_answers)
 
     async def _on_disconnected(self) -> None:
         if self._was_connected and not self._closing:
@@ -342,6 +334,15 @@ def without_credentials(url: str) -> str:
     """Return the url, or the urls with commas, as it may be shown."""
     parts = [urlsplit(one) for one in url.split(",")]
     return ",".join(one._replace(netloc=one.netloc.rpartition("@")[2]).geturl() for one in parts)
+
+
+def _closed(bus: str) -> BusClosedError:
+    return BusClosedError(f"the bus of '{bus}' is closed")
+
+
+def _translated(error: nats.errors.Error, bus: str) -> BusError:
+    is_closed = isinstance(error, (nats.errors.ConnectionClosedError, nats.errors.ConnectionDrainingError))
+    return _closed(bus) if is_closed else BusError(str(error))
 
 
 def _is_refusal(error: Exception | None) -> bool:

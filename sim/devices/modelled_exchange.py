@@ -110,7 +110,7 @@ class Exchange:
         self._wanted = [stage.layers for stage in stages]
         self._bytes_per_s = bytes_per_s
         _check(table, [each.offer for each in before], [each.kv for each in before], self._wanted)
-        self.is_live = any(lot.is_live for lot in table.lots)
+        self.is_live = table.is_live
         """Some of it is attended where it lies."""
         unsent = [sum(self._leaving(lot, i) * len(lot.ids) for lot in table.lots) for i in range(len(before))]
         self.num_blocks = max(self._room(unsent), sum(len(lot.ids) for lot in table.lots))

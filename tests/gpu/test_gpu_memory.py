@@ -37,8 +37,8 @@ def test_what_a_page_holds_goes_with_it_and_kernels_under_way_are_waited_for() -
     target = one.tensor()[2 * PAGE : 2 * PAGE + side * side * 4].view(torch.float32).view(side, side)
     for _ in range(200):
         torch.mm(factor, factor, out=target)
-    one.unmap(2 * PAGE)
-    other.map(PAGE, PageId(2))
+    one.unmap_run(2 * PAGE, 1)
+    other.map_run(PAGE, [PageId(2)])
     moved = other.tensor()[PAGE : PAGE + side * side * 4].view(torch.float32).view(side, side)
     assert torch.equal(moved, factor @ factor)
     opened.close()
@@ -74,12 +74,12 @@ def test_more_than_the_device_has_is_refused_and_nothing_stays_mapped() -> None:
 def test_a_page_can_be_handed_to_another_memory() -> None:
     giver, taker = open_memory(2), open_memory(2)
     here, there = giver.reserve(PAGE), taker.reserve(PAGE)
-    here.map(0, PageId(1))
+    here.map_run(0, [PageId(1)])
     here.tensor().fill_(7)
     handle = giver.export(PageId(1))
     page = taker.adopt(handle)
     os.close(handle.descriptor)
-    there.map(0, page)
+    there.map_run(0, [page])
     there.tensor()[5] = 9
     assert here.tensor()[4:7].tolist() == [7, 9, 7]
     giver.close()

@@ -246,6 +246,20 @@ async def borrow_tail(live: LivePipeline, num_blocks: int) -> None:
     engine.memory.limit(None)
 
 
+def next_sequence(random: np.random.Generator, name: int, alive: list[NewSequence]) -> NewSequence:
+    """A new sequence, which may fork one that is alive."""
+    prompt = random.integers(0, 50, int(random.integers(1, 50))).tolist()
+    parent = alive[int(random.integers(len(alive)))] if alive and random.random() < 0.3 else None
+    return new_sequence(
+        name,
+        prompt=prompt if parent is None else parent.prompt.tolist(),
+        max_tokens=int(random.integers(1, 30)),
+        channel=name % 2,
+        arrival_s=0.0,
+        fork_of=None if parent is None else parent.request_id[1:],
+    )
+
+
 async def disturbed(
     scheduler: str, num_stages: int, num_host_blocks: int, *, prefix_caching: bool, seed: int = 0
 ) -> LivePipeline:
@@ -270,16 +284,7 @@ async def disturbed(
     ) as live:
         alive: list[NewSequence] = []
         for name in range(24):
-            prompt = random.integers(0, 50, int(random.integers(1, 50))).tolist()
-            parent = alive[int(random.integers(len(alive)))] if alive and random.random() < 0.3 else None
-            new = new_sequence(
-                name,
-                prompt=prompt if parent is None else parent.prompt.tolist(),
-                max_tokens=int(random.integers(1, 30)),
-                channel=name % 2,
-                arrival_s=0.0,
-                fork_of=None if parent is None else parent.request_id[1:],
-            )
+            new = next_sequence(random, name, alive)
             while len(live.engine.residents.row_of) >= 14:
                 await asyncio.sleep(0.1)
             live.add(new)

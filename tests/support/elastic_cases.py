@@ -113,7 +113,7 @@ class Contents:
         self._keys, self._values = ([pair[which] for pair in pools] for which in (0, 1))
         self.addresses = self._addresses()
         memory.parameters(None, self.facts.outer_bytes).copy_(self.outer)
-        self.load(memory.held_layers)
+        self.load(memory.holding.layers)
         self.fill()
 
     def _random(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -143,7 +143,7 @@ class Contents:
     def fill(self) -> None:
         """Write every usable block that holds nothing yet, and forget the blocks that are not usable any more."""
         usable = list(self.memory.usable)
-        for layer in self.memory.held_layers:
+        for layer in self.memory.holding.layers:
             known = self.kv.setdefault(layer, {})
             self.kv[layer] = {block: known[block] for block in usable if block in known}
             for block in usable:
@@ -172,7 +172,7 @@ class Contents:
         self.load_outer(outer)
 
     def reside(self, beside: Sequence[int], outer: Spans) -> None:
-        resident = {*self.memory.held_layers, *beside}
+        resident = {*self.memory.holding.layers, *beside}
         self.load([layer for layer in beside if layer not in self.parameters])
         self.parameters = {layer: given for layer, given in self.parameters.items() if layer in resident}
         self.load_outer(outer)
@@ -181,10 +181,10 @@ class Contents:
         """Check that everything that should be there is, where it was."""
         memory, facts = self.memory, self.facts
         memory.check_invariants()
-        assert sorted(self.parameters) == list(memory.resident_layers)
+        assert sorted(self.parameters) == list(memory.holding.resident)
         for layer, expected in self.parameters.items():
             assert torch.equal(memory.parameters(layer, facts.layer_bytes[layer]).cpu(), expected)
-        outer, resident = memory.parameters(None, facts.outer_bytes), memory.resident_layers
+        outer, resident = memory.parameters(None, facts.outer_bytes), memory.holding.resident
         last = facts.num_layers - 1
         ends = ((0, 0, facts.first_stage_end), (last, facts.last_stage_begin, facts.outer_bytes))
         for first, end in [(first, end) for layer, first, end in ends if layer in resident]:
@@ -201,7 +201,7 @@ class Contents:
 
     def measured(self) -> list[int]:
         """Return the blocks of which every byte is backed, by looking at the ranges themselves."""
-        facts, page, held = self.facts, self.facts.page_bytes, self.memory.held_layers
+        facts, page, held = self.facts, self.facts.page_bytes, self.memory.holding.layers
         sides = [
             reserved for region, reserved in self.memory._ranges.items() if region.kind >= 2 and region.layer in held
         ]

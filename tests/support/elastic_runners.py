@@ -22,7 +22,7 @@ def elastic(runner: ModelRunner) -> ElasticMemory:
 def spoil(memory: ElasticMemory, cache: KVCache, kept: int) -> None:
     """Write what is no number into the blocks that nobody uses."""
     others = torch.tensor(list(memory.usable - Spans.of((0, kept))), device=memory.device)
-    for layer in memory.held_layers:
+    for layer in memory.holding.layers:
         for pool in (cache.keys[layer], cache.values[layer]):
             pool.index_fill_(0, others, torch.nan)
 

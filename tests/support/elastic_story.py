@@ -76,7 +76,7 @@ class Story:
         self.memory.close()
 
     def some_held(self) -> list[int]:
-        held = self.memory.held_layers
+        held = self.memory.holding.layers
         return self.some(held)[: len(held) - 1]
 
     def drop(self) -> None:
@@ -124,7 +124,7 @@ class Story:
 
     def restore(self) -> None:
         memory = self.memory
-        missing = tuple(i for i in range(self.contents.facts.num_layers) if i not in memory.held_layers)
+        missing = tuple(i for i in range(self.contents.facts.num_layers) if i not in memory.holding.layers)
         if not missing:
             return
         layers, usable = self.some(missing), memory.usable
@@ -158,7 +158,7 @@ class Story:
         if following == facts.max_blocks or not memory.usable:
             return
         pages = ceil_div((following + 1) * facts.block_bytes, facts.page_bytes) - last
-        assert 2 * len(memory.held_layers) * pages > memory._pool.num_free
+        assert 2 * len(memory.holding.layers) * pages > memory._pool.num_free
 
     def shrink(self) -> None:
         usable = self.memory.usable
@@ -168,10 +168,10 @@ class Story:
 
     def reside(self) -> None:
         memory, usable = self.memory, self.memory.usable
-        others = tuple(i for i in range(self.contents.facts.num_layers) if i not in memory.held_layers)
+        others = tuple(i for i in range(self.contents.facts.num_layers) if i not in memory.holding.layers)
         beside = self.some(others) if others and self.rng.random() < 0.7 else []
         with pytest.raises(ValueError, match="cannot lie beside"):
-            memory.reside([*beside, memory.held_layers[0]], 0)
+            memory.reside([*beside, memory.holding.layers[0]], 0)
         try:
             outer = self.change(lambda: memory.reside(beside, usable.total))
             assert memory.usable == usable

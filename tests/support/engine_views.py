@@ -93,9 +93,7 @@ def make_view(
     for row, count in (pinned or {}).items():
         freeable[row] -= count
     nan = np.full(len(values), np.nan)
-    host_tokens = np.zeros(len(values), dtype=np.int32)
-    for row, count in (on_host or {}).items():
-        host_tokens[row] = count
+    host_tokens = np.array([(on_host or {}).get(row, 0) for row in range(len(values))], dtype=np.int32)
     runs = numbers[0] if host is None else numbers[0][~np.isin(numbers[0], host.arriving)]
     columns = Columns(
         num_prompt=values[:, 0],

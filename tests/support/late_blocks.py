@@ -33,7 +33,7 @@ def stored_behind_nothing(memory: VirtualMemory, device: torch.device) -> list[t
     pools = []
     for page in range(2):
         reserved = memory.reserve(2 * memory.page_bytes)
-        reserved.map(memory.page_bytes, PageId(page))
+        reserved.map_run(memory.page_bytes, [PageId(page)])
         numbers = reserved.tensor().view(torch.float32)[: 2 * blocks_per_page * block_numel]
         pools.append(numbers.view(2 * blocks_per_page, 16, spec.num_kv_heads, spec.head_dim))
     late = KVCache.over(pools[:1], pools[1:], 2 * blocks_per_page)

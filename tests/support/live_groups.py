@@ -90,7 +90,7 @@ def spoil(model: ElasticModel, first: int = 0) -> None:
     """Write what is no number into all KV from a block on: layers that come back find it in their parameters."""
     memory = model._memory
     blocks = torch.tensor([block for block in memory.usable if block >= first], dtype=torch.int64)
-    for layer in memory.held_layers:
+    for layer in memory.holding.layers:
         for pool in memory.kv(layer):
             pool.index_fill_(0, blocks, torch.nan)
     assert memory.usable == Spans.of((0, memory.num_blocks))

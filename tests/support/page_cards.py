@@ -60,10 +60,10 @@ class Card:
         """Write anew into all blocks of all layers."""
         self.bits = {}
         for memory, kept in zip(self.memories, self.kept, strict=True):
-            for layer in memory.held_layers:
+            for layer in memory.holding.layers:
                 for pool in memory.kv(layer):
                     self._scribble(pool, memory.usable)
-            self.bits = bits_of(memory, memory.held_layers, kept.names, kept.ids) | self.bits
+            self.bits = bits_of(memory, memory.holding.layers, kept.names, kept.ids) | self.bits
 
     def _some(self, memory: ElasticMemory) -> KeptKv:
         """Return some blocks, under names of which others may have the same."""
@@ -96,7 +96,7 @@ class Card:
         for stage, (memory, own) in enumerate(zip(self.memories, self.ranges, strict=True)):
             lot = next((lot for lot in table.lots if stage in lot.sources), None)
             in_use, by_blocks = (Spans(), 0) if lot is None else (blocks_of(lot.ids), shift_of(lot))
-            memory.leave([layer for layer in memory.held_layers if layer not in own], in_use, by_blocks)
+            memory.leave([layer for layer in memory.holding.layers if layer not in own], in_use, by_blocks)
         taken = [Spans() for _ in self.memories]
         for flow in flows:
             for run in flow.runs:
@@ -130,7 +130,7 @@ class Card:
         """Let everybody have all layers, and other contents in the blocks of the beginning."""
         for memory, usable in zip(self.memories, self.usable, strict=True):
             memory.fill()
-            memory.restore([i for i in range(self.facts.num_layers) if i not in memory.held_layers], 0)
+            memory.restore([i for i in range(self.facts.num_layers) if i not in memory.holding.layers], 0)
             memory.shrink(0)
             memory.grow(usable.total)
         self.write()

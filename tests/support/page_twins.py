@@ -91,7 +91,7 @@ class PageTwin:
         pool = memory._pool
         num_parameters, num_kv = pool.count(Kind.OUTER, Kind.PARAMETERS), pool.count(Kind.KEYS, Kind.VALUES)
         assert num_parameters + num_kv + memory._pool.num_free == self.device.facts.num_pages
-        assert memory.held_layers == tuple(self.layers)
+        assert memory.holding.layers == tuple(self.layers)
 
     def check_blocks(self) -> None:
         """Check that the worker believes in the blocks that are there."""

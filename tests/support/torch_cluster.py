@@ -239,7 +239,7 @@ class TorchCluster:
             async with worker.device._changing:
                 worker.device._model.check_invariants()
                 check_pages(worker.memory)
-                assert tuple(worker.layers) == worker.memory.held_layers, name
+                assert tuple(worker.layers) == worker.memory.holding.layers, name
             check_engine(worker.service.engine)
         self.check_groups()
         assert not self.wrong, self.wrong[:3]

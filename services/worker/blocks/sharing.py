@@ -10,7 +10,7 @@ be attended where it lies (`remote_kv.py`), rows share such a block before it is
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -141,11 +141,8 @@ class Sharing:
             found.update(zip(names, ids, strict=False))
             tails |= dict.fromkeys(names[tail_begin(len(ids), self._blocks.block_size) : len(ids)])
             ends.update(names[max(len(ids) - 1, 0) : len(ids)])
-        marked = (
-            np.array([place for place, name in enumerate(found) if name in those], dtype=np.int32)
-            for those in (tails, ends)
-        )
-        return KeptKv(tuple(found), np.array(list(found.values()), dtype=np.int32), *marked)
+        blocks = np.array(list(found.values()), dtype=np.int32)
+        return KeptKv(tuple(found), blocks, _places(found, tails), _places(found, ends))
 
     def computed(self, rows: Iterable[int]) -> KeptKv:
         """Return the full blocks of running rows, as far as they are computed, each name once; rows go on as before."""
@@ -226,11 +223,6 @@ class Sharing:
         self.forks.forget(row)
         self._chains.pop(row, None)
 
-    def has_equal_prompt(self, row: int, prompt: I32, salt: str) -> bool:
-        """Return whether a new sequence may fork this row."""
-        sequence = self._table.sequence(row)
-        return sequence.cache_salt == salt and np.array_equal(sequence.prompt, prompt)
-
     def check_invariants(self) -> None:
         """Check claims, names and forks; raises AssertionError naming the law that is broken."""
         self.forks.check_invariants()
@@ -238,13 +230,11 @@ class Sharing:
         claimed = {name: row for row, chain in self._unsettled.items() for name in chain.names[chain.num_settled + 1 :]}
         assert self._claims.keys() <= claimed.keys(), "a claim that nobody works on"
         for name, row in self._claims.items():
-            assert name in self._unsettled[row].names[self._unsettled[row].num_settled + 1 :], (
-                "a claim without a claimant"
-            )
+            open_names = self._unsettled[row].names[self._unsettled[row].num_settled + 1 :]
+            assert name in open_names, "a claim without a claimant"
         for row, chain in self._chains.items():
-            assert (row in self._unsettled) == (chain.num_claimed > chain.num_settled), (
-                "claims differ from what is open"
-            )
+            is_open = chain.num_claimed > chain.num_settled
+            assert (row in self._unsettled) == is_open, "claims differ from what is open"
             assert self._table.status[row] == Status.RUNNING or not chain.num_claimed, "only running rows claim"
 
     # Inside
@@ -314,3 +304,7 @@ class Sharing:
                 del self._claims[name]
         chain.num_claimed = 0
         self._unsettled.pop(row, None)
+
+
+def _places(names: Iterable[RunName], marked: Container[RunName]) -> I32:
+    return np.array([place for place, name in enumerate(names) if name in marked], dtype=np.int32)

@@ -68,9 +68,7 @@ class Residents:
         if refusal is not None:
             return refusal
         parent = self._newest.get(new.fork_of) if new.fork_of is not None else None
-        if parent is not None and not self._sharing.has_equal_prompt(
-            parent, new.prompt.astype(np.int32), new.cache_salt
-        ):
+        if parent is not None and not _has_equal_prompt(self._table, parent, new):
             return AddRefusal.INVALID
         max_output = max_outputs(int(new.prompt.size), new.sampling.max_tokens, self._config.max_model_len)
         row = self._table.add(new, max_output)
@@ -254,3 +252,9 @@ class Residents:
             hold[row] |= Hold.CANCELLED
             self._table.expires_s[row] = np.inf
             self.num_cancelled += 1
+
+
+def _has_equal_prompt(table: SequenceTable, row: int, new: NewSequence) -> bool:
+    """Return whether a new sequence may fork a row."""
+    sequence = table.sequence(row)
+    return sequence.cache_salt == new.cache_salt and np.array_equal(sequence.prompt, new.prompt)

@@ -85,13 +85,13 @@ class ElasticModel:
     @property
     def layers(self) -> LayerRange:
         """Held now."""
-        held = self._memory.held_layers
+        held = self._memory.holding.layers
         return LayerRange(held[0], held[-1] + 1)
 
     @property
     def resident(self) -> LayerRange:
         """Those whose parameters have memory, computed here or not. In any thread."""
-        resident = self._memory.resident_layers
+        resident = self._memory.holding.resident
         return LayerRange(resident[0], resident[-1] + 1)
 
     @property
@@ -303,9 +303,9 @@ class ElasticModel:
 
     def _take_back(self) -> None:
         memory, num_blocks = self._memory, self.info.capacity.num_blocks
-        gone = [layer for layer in self.whole if layer not in memory.held_layers]
+        gone = [layer for layer in self.whole if layer not in memory.holding.layers]
         if gone:
-            new = [layer for layer in gone if layer not in memory.resident_layers]
+            new = [layer for layer in gone if layer not in memory.holding.resident]
             self._loading.take_in(self.whole, new, memory.restore(gone, 0))
         if memory.num_blocks > num_blocks:
             memory.shrink(num_blocks)
@@ -315,7 +315,7 @@ class ElasticModel:
     def _make_room(self, resident: LayerRange, min_blocks: int, ahead_blocks: int = 0) -> None:
         """Have memory for the parameters of these layers and no others; nothing is being loaded then."""
         self._loading.stop()
-        new = [layer for layer in resident if layer not in self._memory.resident_layers]
+        new = [layer for layer in resident if layer not in self._memory.holding.resident]
         beside = [layer for layer in resident if layer not in self.layers]
         ahead = Spans.of((0, ahead_blocks))
         outer = self._changed(lambda: self._memory.reside(beside, min_blocks, ahead))

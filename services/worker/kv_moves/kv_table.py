@@ -116,6 +116,11 @@ class KvTable:
         """Of the whole model."""
         return max((layers.end for layers in self.held), default=0)
 
+    @property
+    def is_live(self) -> bool:
+        """A lot is attended where it lies."""
+        return any(lot.is_live for lot in self.lots)
+
     def link_layers(self, lot: KvLot, wanted: Sequence[LayerRange]) -> LinkLayers:
         """Return over whose links how many layers of a lot's block go; `wanted` as in `link_layers`."""
         return link_layers(self.held, wanted, lot.sources, lot.targets)

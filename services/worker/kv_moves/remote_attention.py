@@ -58,6 +58,19 @@ class RemoteShape:
     dtype: torch.dtype
     """Of queries."""
 
+    def read_ask(self, body: bytearray, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the queries and states of some tokens from the payload of an ask; raises `WireError`."""
+        num_queries = num_tokens * self.num_heads * self.head_dim * self.dtype.itemsize
+        num_states = num_tokens * self.num_heads * (self.head_dim + STATE_EXTRA) * 4
+        if len(body) not in (num_queries, num_queries + num_states):
+            raise WireError(f"{len(body)} bytes of queries and states of {num_tokens} tokens")
+        queries = torch.frombuffer(body, dtype=self.dtype, count=num_queries // self.dtype.itemsize)
+        queries = queries.view(num_tokens, self.num_heads, self.head_dim)
+        if len(body) == num_queries:
+            return queries, new_states(num_tokens, self.num_heads, self.head_dim)
+        states = torch.frombuffer(body[num_queries:], dtype=torch.float32)
+        return queries, states.view(num_tokens, self.num_heads, self.head_dim + STATE_EXTRA)
+
 
 @dataclass(frozen=True, slots=True)
 class RemoteParts:
@@ -367,22 +380,9 @@ class RemoteAttention:
         if layer not in kept.layers or lot not in peer.plans:
             raise WireError(f"layer {layer} is not among {kept.layers}, or no rows were named")
         num_tokens, fold = peer.plans[lot]
-        queries, states = self._read_ask(frame.payload, num_tokens)
+        queries, states = self._shape.read_ask(frame.payload, num_tokens)
         fold(layer, queries, states)
         peer.sock.send(FrameKind.REMOTE_ANSWER, _bytes_of(states), words=frame.words)
-
-    def _read_ask(self, body: bytearray, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = self._shape
-        num_queries = num_tokens * shape.num_heads * shape.head_dim * shape.dtype.itemsize
-        num_states = num_tokens * shape.num_heads * (shape.head_dim + STATE_EXTRA) * 4
-        if len(body) not in (num_queries, num_queries + num_states):
-            raise WireError(f"{len(body)} bytes of queries and states of {num_tokens} tokens")
-        queries = torch.frombuffer(body, dtype=shape.dtype, count=num_queries // shape.dtype.itemsize)
-        queries = queries.view(num_tokens, shape.num_heads, shape.head_dim)
-        if len(body) == num_queries:
-            return queries, new_states(num_tokens, shape.num_heads, shape.head_dim)
-        states = torch.frombuffer(body[num_queries:], dtype=torch.float32)
-        return queries, states.view(num_tokens, shape.num_heads, shape.head_dim + STATE_EXTRA)
 
 
 def _bytes_of(values: torch.Tensor) -> memoryview:

@@ -25,7 +25,7 @@ from services.worker.memory.kv_cache import KVCache
 from services.worker.memory.layout import OUTER, Holding, Kind, MemoryFacts, MemoryLayout, Region, ceil_div
 from services.worker.memory.page_swap import PageSwap
 from services.worker.memory.pool import NOTHING, PagePool
-from services.worker.memory.ranges import PageId, VirtualMemory, VirtualRange
+from services.worker.memory.ranges import PageId, VirtualMemory
 from services.worker.memory.spans import Spans
 
 
@@ -43,6 +43,11 @@ class KvShape:
     def block_bytes(self) -> int:
         """Size of them."""
         return self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    def over(self, memory: torch.Tensor, max_blocks: int) -> torch.Tensor:
+        """Return [max_blocks, block_size, num_kv_heads, head_dim] over the first of some bytes."""
+        flat = memory[: max_blocks * self.block_bytes].view(self.dtype)
+        return flat.view(max_blocks, self.block_size, self.num_kv_heads, self.head_dim)
 
 
 class ElasticMemory:
@@ -79,20 +84,8 @@ class ElasticMemory:
         self._pool = PagePool(facts.num_pages, regions)
         self._page_ids = [PageId(page) for page in range(facts.num_pages)]
         """The memory's page that stands for each of the ledger's; another one after a swap."""
-        self._ranges: dict[Region, VirtualRange] = {
-            region: memory.reserve(count * facts.page_bytes) for region, count in regions.items()
-        }
+        self._ranges = {region: memory.reserve(count * facts.page_bytes) for region, count in regions.items()}
         self._change(holdings.whole(self.layout, 0))
-
-    @property
-    def held_layers(self) -> tuple[int, ...]:
-        """Layers whose parameters and KV are there, ascending."""
-        return self.holding.layers
-
-    @property
-    def resident_layers(self) -> tuple[int, ...]:
-        """Layers whose parameters are there, with KV or without, ascending."""
-        return self.holding.resident
 
     @property
     def usable(self) -> Spans:
@@ -133,7 +126,11 @@ class ElasticMemory:
             NotEnoughPagesError: the budget does not hold them.
         """
         facts = self.layout.facts
-        self._limit(facts.num_pages - ceil_div(reserve_bytes, facts.page_bytes))
+        num_pages = facts.num_pages - ceil_div(reserve_bytes, facts.page_bytes)
+        if num_pages < (needed := self.layout.num_pages(self.holding)):
+            raise holdings.NotEnoughPagesError(needed, num_pages)
+        self._pool.set_budget(num_pages)
+        self.layout = MemoryLayout(replace(facts, num_pages=num_pages))
         self._change(holdings.backed(self.layout, self.holding, Spans.of((0, num_blocks))))
         keys, values = zip(*(self.kv(layer) for layer in range(facts.num_layers)), strict=True)
         cache = KVCache.over(keys, values, self.usable.end)
@@ -146,7 +143,9 @@ class ElasticMemory:
         Only blocks that are backed may be touched: `usable` ones of a layer that is held, `holding.left` ones of one
         that is not.
         """
-        return self._kv_tensor(Region(Kind.KEYS, layer)), self._kv_tensor(Region(Kind.VALUES, layer))
+        keys, values = (self._ranges[Region(kind, layer)].tensor() for kind in (Kind.KEYS, Kind.VALUES))
+        max_blocks = self.layout.facts.max_blocks
+        return self._kv.over(keys, max_blocks), self._kv.over(values, max_blocks)
 
     def drop(self, layers: Iterable[int]) -> None:
         """Give up parameters and KV of some layers for more blocks in the others, as one change.
@@ -157,8 +156,7 @@ class ElasticMemory:
         Raises:
             ValueError: as in `holdings.dropped`; nothing was changed.
         """
-        after = holdings.dropped(self.layout, self.holding, layers, Spans())
-        self._change(holdings.grown(self.layout, after))
+        self._change(holdings.grown(self.layout, holdings.dropped(self.layout, self.holding, layers, Spans())))
 
     def grow(self, max_blocks: int | None = None) -> None:
         """Back more blocks at the tail with free pages; see `holdings.grown`."""
@@ -276,34 +274,19 @@ class ElasticMemory:
         assert len(set(known)) == len(known), "a page stands for two of the ledger's"
         for cache in self._caches:
             assert cache.num_blocks == self.usable.end, "a cache has another size than the memory"
-            assert cache.layers == self.held_layers, "a cache has other layers than the memory"
-
-    def _limit(self, num_pages: int) -> None:
-        if num_pages < (needed := self.layout.num_pages(self.holding)):
-            raise holdings.NotEnoughPagesError(needed, num_pages)
-        self._pool.set_budget(num_pages)
-        self.layout = MemoryLayout(replace(self.layout.facts, num_pages=num_pages))
-
-    def _kv_tensor(self, region: Region) -> torch.Tensor:
-        """Return [max_blocks, block_size, num_kv_heads, head_dim] over a whole range."""
-        facts, kv = self.layout.facts, self._kv
-        flat = self._ranges[region].tensor()[: facts.max_blocks * facts.block_bytes].view(kv.dtype)
-        return flat.view(facts.max_blocks, kv.block_size, kv.num_kv_heads, kv.head_dim)
+            assert cache.layers == self.holding.layers, "a cache has other layers than the memory"
 
     def _with_outer(self, after: Holding) -> Spans:
         """Change to a holding, and return the bytes of the outer parameters that have new pages."""
-        layout, before = self.layout, self.holding
+        before = self.holding
         self._change(after)
-        page, end = layout.facts.page_bytes, layout.facts.outer_bytes
-        new = layout.outer_pages(after.resident) - layout.outer_pages(before.resident)
-        return Spans.of(*((first * page, min(last * page, end)) for first, last in new.ranges))
+        return self.layout.new_outer_bytes(before.resident, after.resident)
 
     def _change(self, after: Holding, shift: int = 0) -> None:
         self._check_sound()
-        layout = self.layout
-        change = plan_change(layout, self.holding, after, shift)
+        change = plan_change(self.layout, self.holding, after, shift)
         try:
-            apply(change, self._pool, self._ranges, layout.facts.page_bytes, self._page_ids)
+            apply(change, self._pool, self._ranges, self.layout.facts.page_bytes, self._page_ids)
         except MemoryLostError:
             self._is_sound = False
             raise
@@ -316,4 +299,4 @@ class ElasticMemory:
         """Hold what is mapped now."""
         self.holding = after
         for cache in self._caches:
-            cache.resize(self.usable.end, self.held_layers)
+            cache.resize(self.usable.end, self.holding.layers)

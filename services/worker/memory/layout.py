@@ -150,6 +150,12 @@ class MemoryLayout:
             needed.append((facts.last_stage_begin // facts.page_bytes, end))
         return Spans.of(*needed)
 
+    def new_outer_bytes(self, before: Sequence[int], after: Sequence[int]) -> Spans:
+        """Return the bytes of the outer parameters whose pages a stage needs after a change of layers, not before."""
+        page, end = self.facts.page_bytes, self.facts.outer_bytes
+        new = self.outer_pages(after) - self.outer_pages(before)
+        return Spans.of(*((first * page, min(last * page, end)) for first, last in new.ranges))
+
     def covering(self, blocks: Spans) -> Spans:
         """Return the pages that some blocks touch, in the keys of a layer; in its values they are the same."""
         block, page = self.facts.block_bytes, self.facts.page_bytes

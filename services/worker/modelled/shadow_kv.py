@@ -199,8 +199,7 @@ class ShadowKv:
 
     def join(self, ids: I32, other: ShadowKv, its: I32) -> None:
         """Have blocks [n] of this memory and [n] of another, each with some layers: where they differ it is garbage."""
-        differs = ids[(self._slots[ids] != other._slots[its]).any(axis=1)]
-        self.poison(differs)
+        self.poison(ids[(self._slots[ids] != other._slots[its]).any(axis=1)])
 
     def attend_elsewhere(self, other: ShadowKv, source: I32, target: I32) -> None:
         """Read blocks [n] of another memory wherever blocks [n] of this one are named, until they are taken from it."""
@@ -211,31 +210,26 @@ class ShadowKv:
         """Return how many tokens of a step attend blocks that lie elsewhere, as far as its rows have been taken in."""
         if not self._elsewhere:
             return 0
-        known = [
-            (row, count)
-            for row, count in zip(batch.rows.tolist(), batch.num_tokens.tolist(), strict=True)
-            if row < self._known.size and self._known[row]
-        ]
         return sum(
             count
-            for row, count in known
-            if not self._elsewhere.keys().isdisjoint(self._table[row, : self._table_length[row]].tolist())
+            for row, count in zip(batch.rows.tolist(), batch.num_tokens.tolist(), strict=True)
+            if row < self._known.size
+            and self._known[row]
+            and not self._elsewhere.keys().isdisjoint(self._table[row, : self._table_length[row]].tolist())
         )
 
     def read_block(self, block: int) -> U64:
         """Return the slots of a block of this memory, wherever they lie."""
-        found = self._elsewhere.get(block)
-        if found is None:
-            slots: U64 = self._slots[block]
-            return slots
-        other, its = found
-        return other.read_block(its)
+        if block in self._elsewhere:
+            other, its = self._elsewhere[block]
+            return other.read_block(its)
+        slots: U64 = self._slots[block]
+        return slots
 
     def grow(self, num_blocks: int) -> None:
         """Add memory; it holds garbage."""
         known = self.num_blocks
-        more = np.zeros((num_blocks - known, self.block_size), dtype=np.uint64)
-        self._slots = np.concatenate([self._slots, more])
+        self._slots = np.concatenate([self._slots, np.zeros((num_blocks - known, self.block_size), dtype=np.uint64)])
         self.poison(np.arange(known, num_blocks, dtype=np.int32))
 
     def poison(self, ids: I32) -> None:
@@ -248,7 +242,8 @@ class ShadowKv:
         for row in batch.drops.tolist() if self._num_top else ():
             self._num_top.pop(row, None)
         for init in batch.admits:
-            self._make_rows(init.row + 1)
+            if init.row >= self._known.size:
+                self._make_rows(init.row + 1)
             assert not self._known[init.row], f"row {init.row} is admitted again before it was dropped"
             self._known[init.row] = True
             self._table_length[init.row] = 0
@@ -356,10 +351,7 @@ class ShadowKv:
         np.maximum.at(self._table_length, row, index + 1)
 
     def _make_rows(self, num_rows: int) -> None:
-        known = self._known.size
-        if num_rows <= known:
-            return
-        more = 2 * num_rows - known
+        more = 2 * num_rows - self._known.size
         self._table = np.concatenate([self._table, np.zeros((more, self._table.shape[1]), dtype=np.int32)])
         self._table_length = np.concatenate([self._table_length, np.zeros(more, dtype=np.int32)])
         self._sum_length = np.concatenate([self._sum_length, np.full(more, _UNKNOWN, dtype=np.int32)])

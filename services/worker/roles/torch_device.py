@@ -13,7 +13,7 @@ host's checkpoint or from the stages that compute with them (`parameter_lending.
 Stages connect first (`gather.py`) and say what KV they have; so nothing is dropped for a group to which somebody does
 not come, and KV is kept aside only if it goes along. Then each drops its layers, the pipeline opens, and KV moves
 beside its steps (`live_exchange.py`), or, on one device, before them in its pages (`hand_over.py`). When a group
-dissolves, its stages connect once more, for KV alone.
+dissolves, its stages connect once more, for KV alone (`standing_kv.py`).
 
 Source: KunServe v2, sections 3, 4.1 and 4.2 (instances drop layers, form a group, and exchange KV); how stages find
 each other is left open there.
@@ -23,28 +23,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 from services.worker.contract.executor import KvCapacity
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.cost.estimate import CostEstimate
 from services.worker.executor.elastic_model import ElasticModel
-from services.worker.executor.parameter_load import ParameterLoad
 from services.worker.executor.thread import ThreadExecutor
-from services.worker.kv_moves.copy_ahead import CopyAhead
-from services.worker.kv_moves.gather import Gathering, all_ready, gather_as_leader, gather_as_member, gather_for_kv
+from services.worker.kv_moves.gather import (
+    Gathering,
+    LeaderLinks,
+    MemberLinks,
+    all_ready,
+    gather_as_leader,
+    gather_as_member,
+)
 from services.worker.kv_moves.kv_exchanges import ExchangeParams, KvExchanges
-from services.worker.kv_moves.kv_table import KvOffer, table_to_part
-from services.worker.kv_moves.kv_wire import KvSocket
+from services.worker.kv_moves.kv_table import KvOffer
 from services.worker.kv_moves.live_exchange import LiveExchange
 from services.worker.kv_moves.places import GroupFailedError, GroupPlace, NextShares
 from services.worker.pages.hand_over import HandOver
 from services.worker.peers.connect import Peers, say_greeting
 from services.worker.peers.frames import PeerLostError
-from services.worker.peers.greeting import PeerReady, PeerWelcome, Purpose
+from services.worker.peers.greeting import PeerReady, PeerWelcome
 from services.worker.peers.link_turns import LinkTurns
 from services.worker.peers.threads import in_thread
 from services.worker.pipeline.channel import SocketChannel
@@ -53,19 +56,18 @@ from services.worker.pipeline.pipeline import PipelineExecutor
 from services.worker.pipeline.runner_stage import RunnerStage
 from services.worker.pipeline.thread_stage import ThreadStages
 from services.worker.roles.device import Led, Parting
+from services.worker.roles.held_layers import HeldLayers
 from services.worker.roles.parameter_peers import ParameterPeers
-from shared.layers import LayerRange, check_tiling
-from shared.messages.report import ElasticFacts
-from shared.process.log import get_logger
+from services.worker.roles.standing_kv import StandingKv
+from shared.layers import LayerRange
 
 GROUP_LIMIT_S = 5.0
 """Longest time in which the stages of a group have to find each other."""
 PART_LIMIT_S = 1.0
 """Longest time in which those of a group that dissolves have to find each other: meanwhile they serve nobody."""
-_log = get_logger()
 
 
-class TorchGroupDevice:
+class TorchGroupDevice(HeldLayers):
     """A `GroupDevice` over a loaded model. Lives on the running event loop; `alone` gives the first executor.
 
     Args:
@@ -90,78 +92,28 @@ class TorchGroupDevice:
         peers_first: bool = False,
         cost: CostEstimate | None = None,
     ) -> None:
+        params = exchange or ExchangeParams()
+        super().__init__(model, params.link_bytes_per_s)
         self._loop = asyncio.get_running_loop()
-        self._model = model
         self._peers = peers
         self._limit_s = limit_s
-        self._part_limit_s = part_limit_s
         self._peers_first = peers_first
-        params = exchange or ExchangeParams()
         self._hands_over = params.hands_over
         """Where that can be: while this device's memory has not refused."""
         self._turns = LinkTurns()
         self._kv = KvExchanges(model, self._turns, params, cost or CostEstimate())
+        self._standing = StandingKv(model, peers, self._kv, part_limit_s)
         self._sources = ParameterPeers(model, peers, self._turns, part_limit_s)
         self._changing = asyncio.Lock()
         self._executor: ThreadExecutor | PipelineExecutor | None = None
         self._membership: Membership | None = None
-        self._place: GroupPlace | None = None
-        """In the group that stands."""
         self._exchange_now: LiveExchange | None = None
         """Of the group that stands, until it is over or for longer."""
-        self._copying: CopyAhead | None = None
-        """Of the group that stands: KV that moves before it dissolves, and the connections for the rest."""
-        self._layers = model.layers
-        self._resident = model.resident
-        self._closed = False
-        self._facts = ElasticFacts(**asdict(model.facts), link_bytes_per_s=params.link_bytes_per_s, has_host_copy=True)
-
-    @property
-    def layers(self) -> LayerRange:
-        """Held now; while they change, those of before."""
-        return self._layers
-
-    @property
-    def resident(self) -> LayerRange:
-        """Layers whose parameters have memory; while they change, those of before."""
-        return self._resident
-
-    @property
-    def loaded_ratio(self) -> float:
-        """Share of the resident parameters' bytes that are loaded; see `GroupDevice`."""
-        return self._model.loaded_ratio
-
-    @property
-    def load_now(self) -> ParameterLoad | None:
-        """How far parameters are that `reside` loads; see `GroupDevice`."""
-        return self._model.load_now
-
-    @property
-    def facts(self) -> ElasticFacts:
-        """Sizes of its memory."""
-        return self._facts
 
     @property
     def address(self) -> str:
         """Where other stages connect."""
         return self._peers.address
-
-    def refusal(self, layers: LayerRange) -> str | None:
-        """Return why this device cannot come to hold exactly these layers; see `GroupDevice`."""
-        if self._closed:
-            return "the device is closed"
-        try:
-            num_blocks = self._model.blocks_with(layers)
-        except ValueError as error:
-            return str(error)
-        info = self._model.info
-        if num_blocks * info.capacity.block_size < info.max_model_len:
-            return f"with layers {layers} the memory holds {num_blocks} KV blocks, too few for the longest request"
-        return None
-
-    def blocks_beside(self, layers: LayerRange) -> int:
-        """Return the KV blocks of the own layers beside the parameters of some more; see `GroupDevice`."""
-        return self._model.blocks_with(self._layers, layers)
 
     async def lead(self, place: GroupPlace, on_end: Callable[[str | None], None], kept: KeptKv = NOTHING_KEPT) -> Led:
         """Become the first stage of a group; see `GroupDevice`."""
@@ -173,22 +125,16 @@ class TorchGroupDevice:
                 offer = await self._leave_with(kept, place.own.layers)
                 at = Gathering(self._peers, place, sockets, self._limit_s)
                 links = await gather_as_leader(at, attending=self._kv.may_attend)
-                capacity = _least(KvCapacity(offer.num_blocks, self._block_size), links.welcomes)
-                exchange = self._kv.to_form(place, links.kv, links.attention)
-                sockets.callback(exchange.shut)  # before they are closed: a close wakes nobody who reads
-                stage = await self._become(place, exchange, offer)
-                try:
-                    await all_ready(place, links, self._kv.limit_s + self._limit_s)
-                    channels = [SocketChannel(sock, self._turns) for sock in links.members]
-                    behind = SocketChannel(links.behind, self._turns)
-                    stages = ThreadStages(stage, behind, channels, capacity, self._loop)
-                except BaseException:
-                    stage.close()
-                    raise
+                capacity = _least(KvCapacity(offer.num_blocks, self._model.info.capacity.block_size), links.welcomes)
+                exchange, stage = await self._become(at, links, offer)
+                await all_ready(place, links, self._kv.limit_s + self._limit_s)
+                channels = [SocketChannel(sock, self._turns) for sock in links.members]
+                stages = ThreadStages(stage, SocketChannel(links.behind, self._turns), channels, capacity, self._loop)
                 sockets.pop_all()
-            executor = PipelineExecutor(stages, self._loop.time, on_end)
-            self._executor, self._place = executor, place
-            self._sources.stand(place)
+            self._executor = executor = PipelineExecutor(stages, self._loop.time, on_end)
+            self._stand(place)
+            if exchange.by_pages:
+                return Led(executor, exchange.kept, num_moved_bytes=exchange.num_moved_bytes)
 
             def over() -> None:
                 """Give blocks without KV to others; where sequences go on without it, the group has ended."""
@@ -198,12 +144,7 @@ class TorchGroupDevice:
                     executor.end_writes()
 
             exchange.when_over(over)
-            return Led(
-                executor,
-                exchange.handed_over,
-                exchange.arrivals(capacity.num_blocks),
-                num_moved_bytes=exchange.num_moved_bytes if exchange.by_pages else 0,
-            )
+            return Led(executor, arrivals=exchange.arrivals(capacity.num_blocks))
 
     async def join(self, place: GroupPlace, on_end: Callable[[str | None], None], kept: KeptKv = NOTHING_KEPT) -> int:
         """Become another stage of a group; see `GroupDevice`.
@@ -216,34 +157,28 @@ class TorchGroupDevice:
             self._check(place)
             with contextlib.ExitStack() as sockets:
                 offer = await self._leave_with(kept, place.own.layers)
-                welcome = PeerWelcome(num_blocks=offer.num_blocks, block_size=self._block_size)
+                welcome = PeerWelcome(num_blocks=offer.num_blocks, block_size=self._model.info.capacity.block_size)
                 at = Gathering(self._peers, place, sockets, self._limit_s)
                 links = await gather_as_member(at, welcome, attending=self._kv.may_attend)
-                exchange = self._kv.to_form(place, links.kv, links.attention)
-                sockets.callback(exchange.shut)  # before they are closed: a close wakes nobody who reads
-                stage = await self._become(place, exchange, offer)
+                _, stage = await self._become(at, links, offer)
                 try:
                     await say_greeting(links.leader, PeerReady())
-                except BaseException as error:
-                    stage.close()
-                    if isinstance(error, PeerLostError):
-                        raise GroupFailedError(f"the leader is gone: {error}") from error
-                    raise
+                except PeerLostError as error:
+                    raise GroupFailedError(f"the leader is gone: {error}") from error
                 self._membership = Membership(stage, links.leader, links.previous, links.behind, on_end, self._turns)
-                self._place = place
-                self._sources.stand(place)
+                self._stand(place)
                 sockets.pop_all()
             return offer.num_blocks
 
     async def reside(self, layers: LayerRange, num_blocks: int, *, is_ahead: bool = False) -> int:
         """Have parameters beside the own ones, or have them no more; see `GroupDevice`."""
         async with self._changing:
-            if self._place is None:
+            if self._standing.place is None:
                 raise GroupFailedError("it is a stage of no group")
-            await self._stop_copying()
+            await self._standing.stop_copying()
             if self._exchange_now is not None:
                 await self._exchange_now.stop()  # its part is over, or too late: it writes to blocks that may go
-            peers = await self._sources.sources() if layers != self._layers else ()
+            peers = await self._sources.sources() if layers != self.layers else ()
             before, after = (peers, ()) if self._peers_first else ((), peers)
             try:
                 return await in_thread(
@@ -258,37 +193,15 @@ class TorchGroupDevice:
     @property
     def most_copied(self) -> int:
         """Blocks of one round of `copy_ahead`; see `GroupDevice`."""
-        return self._kv.most_copied(self._place)
+        return self._kv.most_copied(self._standing.place)
 
     async def copy_ahead(self, next_shares: NextShares | None = None) -> bool:
         """Copy KV to where it will be, while the group serves; see `GroupDevice`."""
-        await self._stop_copying()
-        place, ahead = self._place, self._model.ahead()
-        if place is None or ahead is None:
-            return False
-        with contextlib.ExitStack() as sockets:
-            socks = await self._meet(place, Purpose.AHEAD, sockets)
-            if socks is None or self._place is not place or self._copying is not None:
-                return False
-            sockets.pop_all()
-        lasting = {peer: KvSocket(sock) for peer, sock in socks.items()}
-        copying = CopyAhead(lasting, lambda: self._kv.to_part(place, lasting, is_lasting=True))
-        self._copying = copying
-        return await copying.run(self._kv.offer_to_part(place), self._model.cache, ahead, next_shares)
+        return await self._standing.copy_ahead(next_shares)
 
     def end_copying(self) -> None:
         """Let copies end soon, and forget what was for the rest; see `GroupDevice`."""
-        if self._copying is not None:
-            self._copying.shut()
-
-    def blocks_ahead(self, layers: LayerRange, num_blocks: int) -> int:
-        """Return of how many blocks a stage can have all layers; see `GroupDevice`."""
-        return self._model.blocks_ahead(layers, num_blocks)
-
-    @property
-    def whole_blocks(self) -> int:
-        """KV blocks beside the whole model."""
-        return self._model.info.capacity.num_blocks
+        self._standing.end_copying()
 
     async def alone(self, parting: Parting | None = None) -> Led:
         """Be a whole instance; see `GroupDevice`.
@@ -299,7 +212,7 @@ class TorchGroupDevice:
             if isinstance(self._executor, ThreadExecutor) and not self._executor.is_closed:
                 return Led(self._executor)
             with contextlib.ExitStack() as sockets:
-                exchange = await self._part(parting, sockets)
+                exchange = await self._standing.part(parting, sockets)
                 await self._leave()
                 try:
                     await in_thread(self._model.restore, "layer loading")
@@ -320,17 +233,9 @@ class TorchGroupDevice:
             await self._peers.close()
             await in_thread(self._model.close, "model closing")
 
-    def _note_layers(self) -> None:
-        self._layers, self._resident = self._model.layers, self._model.resident
-
-    @property
-    def _block_size(self) -> int:
-        return self._model.info.capacity.block_size
-
     async def _leave(self) -> None:
         """End what runs on the model. Cancelled, it can be called again."""
-        self._place = None
-        await self._stop_copying()
+        await self._standing.leave()
         await self._sources.leave()
         if self._exchange_now is not None:
             await self._exchange_now.stop()
@@ -342,20 +247,27 @@ class TorchGroupDevice:
             await self._membership.leave()
             self._membership = None
 
-    async def _stop_copying(self) -> None:
-        copying, self._copying = self._copying, None
-        if copying is not None:
-            await copying.stop()
+    def _stand(self, place: GroupPlace) -> None:
+        self._standing.place = place
+        self._sources.stand(place)
 
     async def _leave_with(self, kept: KeptKv, layers: LayerRange) -> KvOffer:
         """End what runs on the model, and return what goes along to a group in which it will have these layers."""
-        group = "" if self._place is None else self._place.name
+        group = "" if self._standing.place is None else self._standing.place.name
         step_s = 0.0 if self._executor is None else self._executor.recent_step_s
         await self._leave()
         return self._kv.offer_to_form(layers, group, kept, step_s)
 
-    async def _become(self, place: GroupPlace, exchange: LiveExchange, offer: KvOffer) -> RunnerStage:
-        """Drop all but the own layers, begin to exchange KV, and return them as a stage."""
+    async def _become(
+        self, at: Gathering, links: LeaderLinks | MemberLinks, offer: KvOffer
+    ) -> tuple[LiveExchange, RunnerStage]:
+        """Drop all but the own layers, begin to exchange KV, and return the exchange, and the layers as a stage.
+
+        Both end with the connections, unless somebody takes these out.
+        """
+        place = at.place
+        exchange = self._kv.to_form(place, links.kv, links.attention)
+        at.sockets.callback(exchange.shut)  # before they are closed: a close wakes nobody who reads
         pages = HandOver(place, self._model, self._kv.limit_s, is_on=self._hands_over)
 
         def change() -> None:
@@ -378,6 +290,7 @@ class TorchGroupDevice:
             await exchange.agree(said, self._model.cache.num_blocks, decide)
             await in_thread(change, "layer dropping")
             stage = await in_thread(open_stage, "model opening")
+            at.sockets.callback(stage.close)
         except BaseException as error:
             exchange.close()
             if not isinstance(error, Exception):
@@ -388,60 +301,12 @@ class TorchGroupDevice:
             pages.close()
             self._hands_over = self._hands_over and pages.is_possible
             self._note_layers()
-        if exchange.by_pages:
-            return stage
-        self._exchange_now = exchange
-        exchange.begin(self._model.cache)
-        if exchange.remote is not None:
-            stage.attend_elsewhere(exchange.remote)
-        return stage
-
-    async def _part(self, parting: Parting | None, sockets: contextlib.ExitStack) -> LiveExchange | None:
-        """Meet the other stages of the group that stands, and keep aside what goes to them; None: no KV moves."""
-        place = self._place
-        if parting is None or place is None:
-            return None
-        shares = parting.shares
-        if shares and len(shares) != len(place.stages):
-            raise ValueError(f"{len(shares)} shares for {len(place.stages)} stages")
-        socks: dict[int, KvSocket] | None = None
-        if self._copying is not None and self._copying.is_complete:
-            socks, self._copying = self._copying.hand_on(), None
-        await self._stop_copying()
-        if socks is None and (met := await self._meet(place, Purpose.PARTING, sockets)) is not None:
-            socks = {peer: KvSocket(sock) for peer, sock in met.items()}
-        if socks is None:
-            return None
-        exchange = self._kv.to_part(place, socks)
-        sockets.callback(exchange.close)
-        decide = partial(table_to_part, shares=shares, there=parting.there)
-        await exchange.agree(self._kv.offer_to_part(place), self._model.cache.num_blocks, decide)
-        await in_thread(lambda: exchange.read(self._model.cache), "KV exchange")
-        return exchange
-
-    async def _meet(
-        self, place: GroupPlace, purpose: Purpose, sockets: contextlib.ExitStack
-    ) -> dict[int, socket.socket] | None:
-        """Return connections to the other stages of a group that stands, by stage; None: not all have come."""
-        at = Gathering(self._peers, place, sockets, self._part_limit_s)
-        try:
-            return await gather_for_kv(
-                at, purpose, PeerWelcome(num_blocks=self.whole_blocks, block_size=self._block_size)
-            )
-        except GroupFailedError as error:
-            _log.warning("kv_not_exchanged", stage=place.index, reason=str(error))
-            return None
-
-    def _check(self, place: GroupPlace) -> None:
-        try:
-            check_tiling([stage.layers for stage in place.stages], self._model.info.num_layers)
-        except ValueError as error:
-            raise GroupFailedError(str(error)) from None
-        if len(place.stages) < 2:
-            raise GroupFailedError("a group of one stage is no group")
-        reason = self.refusal(place.own.layers)
-        if reason is not None:
-            raise GroupFailedError(reason)
+        if not exchange.by_pages:
+            self._exchange_now = exchange
+            exchange.begin(self._model.cache)
+            if exchange.remote is not None:
+                stage.attend_elsewhere(exchange.remote)
+        return exchange, stage
 
 
 def _least(own: KvCapacity, members: tuple[PeerWelcome, ...]) -> KvCapacity:

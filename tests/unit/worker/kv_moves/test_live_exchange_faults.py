@@ -191,7 +191,7 @@ async def test_who_does_not_come_to_the_parting_is_not_waited_for(missing: int) 
         group = await form(devices, ranges_of(1, 2, 4), kept)
         await group.executor.close()
         for device in devices:
-            device._part_limit_s = 0.2
+            device._standing._limit_s = 0.2
         partings = [Parting(tuple(kept)), Parting(), Parting()]
         led = await asyncio.gather(*(devices[i].alone(partings[i]) for i in range(3) if i != missing))
         assert all(each.kept.names == () for each in led)
@@ -243,22 +243,22 @@ async def test_kv_that_comes_late_is_not_written_over_what_sequences_have_there_
     stage: int, way: str, has_begun: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The leader gives up the exchange, or never begins, and gives the blocks to others; a member goes on."""
-    decide = LiveExchange._decide
+    decide = live_exchange._decide
 
-    def decide_and_fail(self: LiveExchange, *args: object) -> KvTable:
-        decide(self, *args)  # type: ignore[arg-type]
+    def decide_and_fail(*args: object) -> KvTable:
+        decide(*args)  # type: ignore[arg-type]
         raise ConnectionResetError("it knows of no table, the others do")
 
     async with devices_with_kv() as (devices, kept):
         with monkeypatch.context() as patch:
             late = LateKv(patch, stage, way)
             if not has_begun:
-                patch.setattr(LiveExchange, "_decide", decide_and_fail)
+                patch.setattr(live_exchange, "_decide", decide_and_fail)
             led, _ = await lead_and_join(devices, ranges_of(1, 2, 4), kept)
             await late.come()
             assert (led.arrivals is not None) == has_begun
             if led.arrivals is not None:
-                exchange_of(devices[0])._give_up("it is told to")
+                exchange_of(devices[0])._undertaking.give_up("it is told to")
                 assert len(await all_that_comes(led.arrivals)) < 24
             server = Server(led.executor, range(6))
             await server.serve(3)
@@ -280,7 +280,7 @@ async def test_memory_changes_beside_a_stage_when_nothing_is_written_there_any_m
             late = LateKv(patch, 1, "own")
             led, _ = await lead_and_join(devices, ranges_of(1, 2, 4), kept)
             await late.come()
-            exchange_of(devices[0])._give_up("it is told to")
+            exchange_of(devices[0])._undertaking.give_up("it is told to")
             reside, was_over = member._model.reside, list[bool]()
 
             def note(layers: LayerRange, num_blocks: int, *sources: Sequence[ParameterSource], is_ahead: bool) -> int:
@@ -343,7 +343,7 @@ async def test_the_leader_keeps_blocks_until_nothing_is_written_there_any_more(m
     def begin_and_give_up(self: LiveExchange, cache: KVCache) -> None:
         begin(self, cache)
         if self._stage == 0:
-            self._loop.call_soon(self._give_up, "it is told to")
+            self._loop.call_soon(self._undertaking.give_up, "it is told to")
 
     async with devices_with_kv() as (devices, kept):
         with monkeypatch.context() as patch:

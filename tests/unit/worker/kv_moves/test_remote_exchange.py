@@ -243,14 +243,14 @@ async def test_a_group_that_loses_what_it_attends_has_ended(what: str, monkeypat
             if what == "the link is cut":
                 exchange.remote.shut()
             elif what == "the exchange is cut":
-                exchange._give_up("a test wants it")
+                exchange._undertaking.give_up("a test wants it")
             elif what == "bits flip":
                 flip_bits(monkeypatch)
             else:
                 monkeypatch.setattr(remote_attention, "pack_rows", lambda rows: pack_rows(rows)[:-4])
             if what == "the exchange is cut":
                 held.let()
-                while not exchange._is_over:
+                while exchange._moving is None or not exchange._moving.done():
                     await asyncio.sleep(0.01)
             await goes_on_alone(server, devices, held)
 

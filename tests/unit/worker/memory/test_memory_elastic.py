@@ -118,9 +118,9 @@ def test_dropped_parameters_back_blocks_of_the_layers_that_stay(opened: Opener) 
     left. With its KV of 3 blocks still being read (2 pages on each side) it is 22 / 4: 5 more, 14 blocks.
     """
     memory, cache, _ = opened(4)
-    assert (memory.num_blocks, memory._pool.num_free, memory.held_layers) == (4, 20, (0, 1, 2))
+    assert (memory.num_blocks, memory._pool.num_free, memory.holding.layers) == (4, 20, (0, 1, 2))
     memory.drop([1])
-    assert (memory.num_blocks, memory._pool.num_free, memory.held_layers) == (16, 2, (0, 2))
+    assert (memory.num_blocks, memory._pool.num_free, memory.holding.layers) == (16, 2, (0, 2))
     assert (cache.num_blocks, cache.keys[0].shape) == (16, (16, 16, 2, 16))
     memory, *_ = opened(4)
     memory.leave([1], Spans.of((0, 3)), 0)
@@ -157,7 +157,7 @@ def test_parameters_lie_beside_blocks_and_become_blocks_again(opened: Opener) ->
     memory.drop([1])
     assert memory.reside([1], 16) == Spans()
     assert (memory.num_blocks, memory._pool.num_free) == (16, 0)
-    assert (memory.held_layers, memory.resident_layers) == ((0, 2), (0, 1, 2))
+    assert (memory.holding.layers, memory.holding.resident) == ((0, 2), (0, 1, 2))
     memory.reside([], 16)
     memory.drop([2])
     assert (memory.num_blocks, memory._pool.num_free) == (36, 1)
@@ -165,7 +165,7 @@ def test_parameters_lie_beside_blocks_and_become_blocks_again(opened: Opener) ->
     assert (memory.num_blocks, cache.num_blocks, cache.layers) == (32, 32, (0,))
     memory.parameters(1, 8192)[:] = 7
     assert memory.restore([1], 4) == Spans(), "what the last stage needs is there already"
-    assert (memory.num_blocks, memory.held_layers, memory.resident_layers) == (16, (0, 1), (0, 1, 2))
+    assert (memory.num_blocks, memory.holding.layers, memory.holding.resident) == (16, (0, 1), (0, 1, 2))
     assert (memory.parameters(1, 8192) == 7).all()
 
 
