@@ -92,12 +92,13 @@ gpu-figures: ## what docs/results/gpu.md asks for, on a model of 8 G parameters 
 mutation: $(VENV)/.dev $(VENV)/.native ## make 200 small faults in the code, one at a time, and count those that tests notice
 	$(BIN)/python -m tests.mutation
 
-check: $(VENV)/.dev ## format, lint, types, import rules, what nothing reaches
+check: $(VENV)/.dev ## format, lint, types, import rules, sizes, what nothing reaches
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.import_circles
+	$(BIN)/python -m tools.sizes --check
 	$(BIN)/python -m tools.unreached
 
 format: $(VENV)/.dev ## rewrite the code in the project's format

@@ -1,7 +1,8 @@
 """Measures Python code by folder: `python -m tools.sizes [--path FOLDER | --commit REV [REV]] [--outside PATH…]`.
 
 Code lines have something on them that is no comment and no docstring (nor a string that describes a field). With two
-commits it prints how many code lines came and went in each top folder.
+commits it prints how many code lines came and went in each top folder. With `--check` it says instead which files,
+classes and functions are longer, with all their lines, than anybody should have to read, but for those in `ALLOWED`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,25 @@ _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     *(tokenize.ENCODING, tokenize.ENDMARKER),
 }
+
+
+MAX_FILE, MAX_TEST_FILE, MAX_CLASS, MAX_FUNCTION = 400, 600, 250, 60
+"""Lines, blanks, comments and docstrings among them."""
+MAX_PARAMETERS, MAX_PARTS = 6, 8
+"""Of a function; of a constructor, which may join parts. Triton's kernels are given every address by itself."""
+ALLOWED = {
+    "services/dispatcher/session/session.py::Session": "a token's way: a cut costs a call for each part",
+    "services/planner/service.py::Planner": "one writer of plans: its loop, its claim and its endpoints",
+    "services/worker/build.py::build_worker": "one argument for each part that a worker is joined from",
+    "services/worker/engine/engine.py::Engine": "the step machine: most of it says what its parts are",
+    "services/worker/executor/elastic_model.py::ElasticModel": "one owner of parameters and what is loaded of them",
+    "services/worker/executor/kernels.py::open": "one argument for each part that kernels are joined from",
+    "services/worker/executor/kernels.py::graphs": "what is recorded, and how",
+    "shared/token_batch.py::stream_batch": "one argument for each column of the hot message",
+    "tests/support/plan_workers.py::PlanWorker": "a worker's whole side of the protocol of plans",
+    "tests/unit/sim/test_group_conservation.py::Life": "everything that can happen to a group, as rules of one machine",
+}
+"""What is longer, and why; nothing of it has more than 500 lines, and there are ten at the most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +90,36 @@ def measure(root: Path, outside: Iterable[str] = ()) -> list[FileSize]:
         if not any(part.startswith(".") for part in inside.parts) and not str(inside).startswith(skipped):
             sizes.append(measure_file(inside, path.read_text(encoding="utf-8")))
     return sizes
+
+
+def too_long(path: Path, text: str) -> dict[str, str]:
+    """Return what exceeds the limits in one file, by name, and by how much."""
+    lines, is_test = text.count("\n"), path.parts[0] == "tests"
+    found = {str(path): f"{lines} lines"} if lines > (MAX_TEST_FILE if is_test else MAX_FILE) else {}
+    is_kernel = path.name.endswith("_kernels.py") and "fused" in path.parts
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        lines, name = (node.end_lineno or 0) - node.lineno + 1, f"{path}::{node.name}"
+        if lines > (MAX_CLASS if isinstance(node, ast.ClassDef) else MAX_FUNCTION) and not is_kernel:
+            found[name] = f"{lines} lines"
+        if isinstance(node, ast.ClassDef) or is_test or is_kernel:
+            continue
+        given = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+        count = len(given) - (given[:1] in (["self"], ["cls"]))
+        if count > (MAX_PARTS if node.name == "__init__" else MAX_PARAMETERS):
+            found[name] = f"{count} parameters"
+    return found
+
+
+def check(root: Path) -> list[str]:
+    """Return a line for what is too long and not allowed, and for what is allowed and not too long."""
+    found: dict[str, str] = {}
+    for path in sorted(root.rglob("*.py")):
+        if not any(part.startswith(".") for part in path.relative_to(root).parts):
+            found |= too_long(path.relative_to(root), path.read_text(encoding="utf-8"))
+    lines = [f"{name}: {said}" for name, said in found.items() if name not in ALLOWED]
+    return lines + [f"{name}: is within the limits, and needs no exception" for name in ALLOWED if name not in found]
 
 
 def p90(values: Sequence[int]) -> int:
@@ -126,7 +176,11 @@ def main() -> None:
     parser.add_argument("--path", type=Path, default=Path(), help="measure this folder")
     parser.add_argument("--commit", nargs="+", metavar="REV", help="measure a commit, or compare two")
     parser.add_argument("--outside", nargs="*", default=[], metavar="PATH", help="leave out what begins with these")
+    parser.add_argument("--check", action="store_true", help="say what is too long, and end with 1 if anything is")
     given = parser.parse_args()
+    if given.check:
+        lines = check(given.path)
+        raise SystemExit("\n".join(lines) if lines else 0)
     measured = [measure_commit(revision, given.outside) for revision in given.commit or ()]
     if len(measured) > 1:
         print(difference(*measured))

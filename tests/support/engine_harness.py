@@ -152,8 +152,7 @@ class EngineHarness:
         self.now_s += STEP_S
         said = self.kv.finish(batch, cause)
         if isinstance(said, StepDone):
-            output = BatchOutput(batch.step_id, said.output.tokens, STEP_S)
-            events = self.engine.absorb(batch, output, self.now_s)
+            events = self.engine.absorb(batch, BatchOutput(batch.step_id, said.output.tokens, STEP_S), self.now_s)
         else:
             assert said.cause == cause
             events = self.engine.roll_back(batch, BatchFailedError(batch.step_id, said.cause, blamed), self.now_s)
@@ -200,9 +199,8 @@ class EngineHarness:
                 self.land()
             self.land_copies()
         assert not self.engine.table.num_live, f"not done after {max_steps} steps"
-        if self.pinned:
-            return
-        self.check_empty()
+        if not self.pinned:
+            self.check_empty()
 
     def finish(self, max_steps: int = 5000) -> None:
         """Run until every sequence has ended, and judge what came out."""

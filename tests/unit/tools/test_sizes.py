@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.sizes import difference, measure, p90, table
+import pytest
+
+from tools.sizes import ALLOWED, check, difference, measure, p90, table
 
 ROOM = '''"""What a room is.
 
@@ -71,3 +73,27 @@ def test_a_difference_is_by_top_folder(tmp_path: Path) -> None:
 def test_nine_tenths_do_not_exceed_p90() -> None:
     """Of 1 to 20, 18 values are 18 at most; of one value, itself."""
     assert (p90(range(1, 21)), p90([7]), p90([])) == (18, 7, 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "said"),
+    [
+        ("a.py", "x = 1\n" * 401, "a.py: 401 lines"),
+        ("a.py", "class Wide:\n" + "    x = 1\n" * 250, "a.py::Wide: 251 lines"),
+        ("a.py", "def far() -> None:\n" + "    x = 1\n" * 60, "a.py::far: 61 lines"),
+        ("a.py", "def many(a, b, c, d, e, f, g): ...\n", "a.py::many: 7 parameters"),
+        ("a.py", "class A:\n    def __init__(self, a, b, c, d, e, f, g, h, i): ...\n", "a.py::__init__: 9 parameters"),
+        ("tests/a.py", "x = 1\n" * 600, None),
+        ("fused/a_kernels.py", "def many(a, b, c, d, e, f, g): ...\n", None),
+    ],
+)
+def test_what_is_too_long_is_said_by_name(tmp_path: Path, path: str, text: str, said: str | None) -> None:
+    (tmp_path / path).parent.mkdir(exist_ok=True)
+    (tmp_path / path).write_text(text)
+    needless = [f"{name}: is within the limits, and needs no exception" for name in ALLOWED]
+    assert check(tmp_path) == [*([said] if said else []), *needless]
+
+
+def test_exceptions_are_few_and_not_boundless() -> None:
+    assert len(ALLOWED) <= 10
+    assert all(ALLOWED.values())
