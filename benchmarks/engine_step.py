@@ -20,7 +20,7 @@ from services.worker.engine.stats import take_stats
 from services.worker.scheduling.registry import SCHEDULERS, make_scheduler
 from services.worker.sequences.config import AddRefusal, EngineConfig, NewSequence
 from shared.ids import RequestId, StreamId
-from shared.types import QoeTarget, SamplingParams
+from shared.types import ReaderTarget, SamplingParams
 
 ROWS = (1, 64, 1024)
 WARM_UP = 200
@@ -45,9 +45,17 @@ def decoding_engine(scheduler: str, num_rows: int, num_steps: int, *, overlaps: 
     for i in range(num_rows):
         prompt = np.arange(3, 3 + PROMPT - i % BLOCK_SIZE, dtype=np.uint32)  # block borders spread over the steps
         new = NewSequence(
-            RequestId(f"r{i}"), StreamId(i), 1, 0, prompt, SamplingParams(max_tokens=max_len), 0.0, 1e9, qoe=QoeTarget()
+            RequestId(f"r{i}"),
+            StreamId(i),
+            1,
+            0,
+            prompt,
+            SamplingParams(max_tokens=max_len),
+            0.0,
+            1e9,
+            qoe=ReaderTarget(),
         )
-        assert not isinstance(engine.residents.add(new), AddRefusal)
+        assert not isinstance(engine.registry.add(new), AddRefusal)
     while take_stats(engine).num_waiting or (engine.table.num_known - engine.table.num_computed > 1).any():
         step(engine, 0.0)
     return engine

@@ -29,7 +29,7 @@ from services.worker.models.rope import RopeTable
 from services.worker.models.spec import ModelSpec, read_spec
 from services.worker.models.weights import ParameterBuffer, buffer_bytes, layer_parts
 from services.worker.sampling.draw import RowSampling
-from services.worker.sampling.sampler import Sampler
+from services.worker.sampling.sampler import TokenSampler
 from services.worker.sampling.scoring import Scoring
 
 ROWS = (1, 16, 256, 4096)
@@ -49,7 +49,7 @@ def calls(
     places = torch.arange(num_rows, device=device)
     found: dict[str, tuple[Callable[[], object], int]] = {
         "norm": (lambda: operators.norm(hidden, weights, "mlp_norm"), 2 * size * spec.hidden_size),
-        "heads": (lambda: operators.turning(places, places)(0, heads, weights), 2 * size * heads[0].numel()),
+        "heads": (lambda: operators.rotation(places, places)(0, heads, weights), 2 * size * heads[0].numel()),
     }
     if spec.gated_mlp:
         pair = torch.randn((num_rows, 2 * spec.intermediate_size), device=device).to(dtype)
@@ -116,7 +116,7 @@ def choosing_table(spec: ModelSpec, device: torch.device) -> list[tuple[str, ...
             seed=rows,
         )
         logits = torch.randn((num_rows, spec.vocab_size), device=device) * 3
-        samplers = Sampler(), Sampler(choose=FusedKernels().choose)
+        samplers = TokenSampler(), TokenSampler(choose=FusedKernels().choose)
         with torch.inference_mode():
             before, after = turns(device, [partial(each.sample, logits, sampling, rows) for each in samplers])
         table.append((str(num_rows), f"{before * 1e6:.0f}", f"{after * 1e6:.0f}", f"{before / after:.1f}"))

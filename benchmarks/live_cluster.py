@@ -10,7 +10,7 @@ from benchmarks.peers_engines import EngineProcess
 from benchmarks.peers_load import Share, foreign_share
 from cli.bench.load import HttpLoad
 from cli.bench.running import load_session
-from cli.bench.server import Server
+from cli.bench.server import BenchServer
 from cli.replay.records import is_silent
 from cli.replay.sender import replay_load, token_prompts
 from shared.subjects import Subjects
@@ -55,7 +55,7 @@ class LiveCluster(EngineProcess):
             RuntimeError: an answer failed: then the figures are worth nothing.
         """
         async with load_session(ANSWER_LIMIT_S, "") as session:
-            server = await Server.find(session, self.url, "", "completions")
+            server = await BenchServer.find(session, self.url, "", "completions")
             load = replay_load(session, server, workload, token_prompts(workload))
             before = Share.take(self.pid)
             await load.run()

@@ -119,7 +119,7 @@ def call_times(lengths: str, num_stages: int, num_queued: int, num_calls: int) -
         prompts, _ = find_lengths(lengths).sample(num_queued, np.random.default_rng(3))
         queue = [sequence(DECODES + i, int(n), 10) for i, n in enumerate(prompts)]
         for new in queue:
-            pipeline.engine.residents.add(new)
+            pipeline.engine.registry.add(new)
         timed.seconds.clear()
         gc.collect()
         for i in range(num_calls):

@@ -57,7 +57,7 @@ def engine_of(runner: ModelRunner, num_rows: int, num_tokens: int, *, overlaps: 
         sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.8 * (row % 2), seed=row)
         prompt = random.integers(0, info.vocab_size, PROMPT).astype(np.uint32)
         new = NewSequence(RequestId(f"r{row}"), StreamId(row), 1, 0, prompt, sampling, 0.0, 1e12)
-        assert not isinstance(engine.residents.add(new), AddRefusal), "the memory does not hold one sequence"
+        assert not isinstance(engine.registry.add(new), AddRefusal), "the memory does not hold one sequence"
     return engine
 
 
@@ -69,7 +69,7 @@ async def tokens_per_s(executor: ThreadExecutor, engine: Engine) -> float:
     def look() -> None:
         if not take_stats(engine).num_waiting and not (engine.table.num_output[engine.table.running.view] == 0).any():
             began.set()
-        if not engine.table.num_live:
+        if not engine.table.num_sequences:
             ended.set()
 
     steps = StepLoop(engine, executor, lambda _: None, loop.time, StepGate(), on_step=lambda *_: look())

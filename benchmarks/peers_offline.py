@@ -63,11 +63,11 @@ def _generate(
     for i, ids in enumerate(prompts):
         prompt = np.asarray(ids, dtype=np.uint32)
         new = NewSequence(RequestId(f"{run}-{i}"), StreamId(i), 1, 0, prompt, sampling, began_s, began_s + 3600)
-        outcome = engine.residents.add(new)
+        outcome = engine.registry.add(new)
         assert not isinstance(outcome, AddRefusal), outcome
     first_s, last_s = np.zeros(len(prompts)), np.zeros(len(prompts))
     num_tokens = 0
-    while engine.table.num_live:
+    while engine.table.num_sequences:
         batch = engine.next_batch(time.perf_counter())
         assert batch is not None, "somebody can always run"
         events = engine.absorb(batch, runner.run(batch), time.perf_counter())

@@ -11,9 +11,9 @@ import aiohttp
 
 from benchmarks.harness import free_port
 from benchmarks.peers_engines import RUN_LIMIT_S, START_LIMIT_S, EngineProcess, Figures, Setting, vllm_env
-from cli.bench.load import Load
+from cli.bench.load import BenchLoad
 from cli.bench.report import summarise
-from cli.bench.stream import Outcome, stream_answer
+from cli.bench.stream import BenchRecord, stream_answer
 from cli.bench.workload import synthetic
 from sluice_client.qoe import QoeTarget
 
@@ -42,10 +42,10 @@ class HttpEngine(EngineProcess):
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(timeout=timeout, headers=headers, connector=connector) as session:
 
-            async def send(index: int, outcome: Outcome) -> None:
+            async def send(index: int, outcome: BenchRecord) -> None:
                 await stream_answer(session, f"{self._url}/v1/completions", bodies[index], load.clock, outcome)
 
-            load = Load(synthetic(len(prompts), 1, self._num_output), send)
+            load = BenchLoad(synthetic(len(prompts), 1, self._num_output), send)
             await load.run()
         summary = summarise(load.outcomes, QoeTarget(), is_held_back=False)
         # random weights may say nothing but halves of characters, which is an answer without text, but is one

@@ -20,7 +20,7 @@ from services.worker.contract.arrays import EMPTY_I32
 from services.worker.contract.batch import Batch, RowInit
 from services.worker.sampling.logit_rules import LogitRules
 from services.worker.sampling.logprobs import LogprobTable
-from services.worker.sampling.sampler import Sampler, SamplingTable
+from services.worker.sampling.sampler import SamplingTable, TokenSampler
 from shared.types import SamplingParams
 
 CASES: tuple[tuple[str, float, dict[str, Any]], ...] = (
@@ -40,7 +40,7 @@ def step(num_rows: int, vocab_size: int, scale: float, values: dict[str, Any]) -
     """Return a function that chooses one token for each row."""
     logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0)) * scale
     rows, positions = np.arange(num_rows, dtype=np.int32), np.full(num_rows, KNOWN, dtype=np.int64)
-    table, sampler = SamplingTable(num_rows), Sampler()
+    table, sampler = SamplingTable(num_rows), TokenSampler()
     rules, asked = LogitRules(num_rows, (), vocab_size), LogprobTable(num_rows)
     known = np.random.default_rng(0).integers(0, vocab_size, KNOWN).astype(np.int32)
     inits = [RowInit(row, SamplingParams(max_tokens=1, seed=row, **values), 250, known) for row in range(num_rows)]

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.harness import machine, print_table
-from cli.simulate.jobs import Done, Job, run_jobs
+from cli.simulate.jobs import Job, RunDone, run_jobs
 from sim.scenarios.files import load_scenario
 from sim.scenarios.scenario import Scenario
 
@@ -105,7 +105,7 @@ class Sweep:
         print(f"upscale {upscale:g}: {ratios} ({sum(each.wall_s for each in done):.0f} s)", flush=True)
         return point
 
-    def _run(self, scenario: Scenario, seed: int, done: Sequence[Done]) -> Run:
+    def _run(self, scenario: Scenario, seed: int, done: Sequence[RunDone]) -> Run:
         result, duration_s = done[-1].result, scenario.duration_s
         assert result is not None, "the oracle's is asked for, and comes last"
         assert result.samples is not None, "a simulated run has samples"

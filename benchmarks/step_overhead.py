@@ -34,7 +34,7 @@ from services.worker.contract.executor import HostCopy, KvCapacity
 from services.worker.engine.engine import Engine
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
-from services.worker.executor.launched import Done, Launched
+from services.worker.executor.launched import EndedStep, Launched
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.sequences.events import StepEvents
 from services.worker.serving.emitter import Emitter
@@ -85,7 +85,7 @@ class SleepingModel:
             self._queue.put(step)
             return step
         self._compute()
-        return Done(output)
+        return EndedStep(output)
 
     def _compute(self) -> None:
         began_s = time.perf_counter()

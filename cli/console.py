@@ -35,7 +35,7 @@ class Console:
         """Write one line above the live one."""
         self._write(f"{_CLEAR if self._live else ''}{text}\n{self._live}")
 
-    def live(self, text: str) -> None:
+    def show_status(self, text: str) -> None:
         """Show this as the live line, cut to the terminal's width; nothing happens without a terminal."""
         if not self.is_terminal:
             return
@@ -45,7 +45,7 @@ class Console:
             self._live = text
             self._write(f"{_CLEAR}{text}")
 
-    def end_live(self) -> None:
+    def end_status(self) -> None:
         """Take the live line away."""
         if self._live:
             self._live = ""

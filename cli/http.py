@@ -14,7 +14,7 @@ MAX_ANSWER_BYTES = 8 * 1024**2
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpAnswer:
     """A status and a body."""
 
     status: int
@@ -51,7 +51,7 @@ async def read_body(response: aiohttp.ClientResponse, max_bytes: int = MAX_ANSWE
     return b"".join(parts)
 
 
-async def ask(url: str, *, api_key: str = "", limit_s: float = 5.0) -> Answer:
+async def ask(url: str, *, api_key: str = "", limit_s: float = 5.0) -> HttpAnswer:
     """Return what GET says; a key is sent along if there is one.
 
     Raises:
@@ -61,7 +61,7 @@ async def ask(url: str, *, api_key: str = "", limit_s: float = 5.0) -> Answer:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session, session.get(url) as response:
-            return Answer(response.status, await read_body(response))
+            return HttpAnswer(response.status, await read_body(response))
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         reason = "no answer in time" if isinstance(error, asyncio.TimeoutError) else type(error).__name__
         hint = "Start a cluster with `sluice up`, or name another with --url"

@@ -38,7 +38,7 @@ class HubUnreachableError(StartupError):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class HubModel:
     """A model on the hub."""
 
     name: str
@@ -50,7 +50,7 @@ class Source:
         return f"{self.name}@{self.revision}" if self.revision else self.name
 
 
-def parse_source(text: str, revision: str | None = None) -> Source:
+def parse_source(text: str, revision: str | None = None) -> HubModel:
     """Return the model that `owner/name` or `owner/name@revision` names.
 
     Raises:
@@ -61,10 +61,10 @@ def parse_source(text: str, revision: str | None = None) -> Source:
         raise StartupError(f"'{text}' is no model id", "Use owner/name, or owner/name@revision")
     if revision and match["revision"] and revision != match["revision"]:
         raise StartupError(f"{text} and --revision {revision} name two revisions", "Name one")
-    return Source(match["name"], revision or match["revision"])
+    return HubModel(match["name"], revision or match["revision"])
 
 
-def find_cached(source: Source) -> Path | None:
+def find_cached(source: HubModel) -> Path | None:
     """Return the model's folder in the hub's cache on this machine, or None if it is not there as a whole."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -76,7 +76,7 @@ def find_cached(source: Source) -> Path | None:
     return folder if (folder / "config.json").is_file() else None
 
 
-def fetch(source: Source, folder: Path | None, progress: Progress) -> Path:
+def fetch(source: HubModel, folder: Path | None, progress: Progress) -> Path:
     """Return the model's folder, after fetching what is not there yet.
 
     Args:
@@ -109,14 +109,14 @@ def _check_endpoint() -> None:
         raise StartupError(f"HF_ENDPOINT is no URL: '{ENDPOINT}'", "Use https://…, or unset it")
 
 
-def _snapshot(source: Source, **options: Any) -> Any:
+def _snapshot(source: HubModel, **options: Any) -> Any:
     from huggingface_hub import snapshot_download
 
     what: dict[str, Any] = {"allow_patterns": NEEDED_FILES, "ignore_patterns": UNNEEDED_FILES}
     return snapshot_download(source.name, revision=source.revision, **what, **options)
 
 
-def _check_files(source: Source, names: list[str]) -> None:
+def _check_files(source: HubModel, names: list[str]) -> None:
     if "config.json" not in names:
         raise StartupError(f"{source} is not a model that can be served: it has no config.json", "Choose another")
     if not any(name.endswith(".safetensors") for name in names):
@@ -124,7 +124,7 @@ def _check_files(source: Source, names: list[str]) -> None:
         raise StartupError(f"{source} has no weights as safetensors", hint)
 
 
-def _cache_of(source: Source) -> Path:
+def _cache_of(source: HubModel) -> Path:
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.file_download import repo_folder_name
 
@@ -179,7 +179,7 @@ def _watched(place: Path, missing: int, progress: Progress) -> Iterator[None]:
 
 
 @contextmanager
-def _own_errors(source: Source) -> Iterator[None]:
+def _own_errors(source: HubModel) -> Iterator[None]:
     """Turn the library's errors into one line each, with the next step."""
     from huggingface_hub.errors import DryRunError, HfHubHTTPError, LocalEntryNotFoundError
 
@@ -197,7 +197,7 @@ def _own_errors(source: Source) -> Iterator[None]:
         raise StartupError(f"'{source}' is no model id: {error}", "Use owner/name") from error
 
 
-def _explain(source: Source, error: BaseException) -> StartupError:
+def _explain(source: HubModel, error: BaseException) -> StartupError:
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):

@@ -16,7 +16,7 @@ from pathlib import Path
 from shared.errors import StartupError
 from shared.subjects import check_token
 from shared.transport.nats_config import ROUTE_PORT, BrokerConfig, ServerCluster, config_text, new_password
-from shared.transport.nats_roles import Role
+from shared.transport.nats_roles import BrokerRole
 from shared.transport.nats_server import write_private
 
 
@@ -46,7 +46,7 @@ def write_nats_config(out: Path, config: BrokerConfig, servers: Sequence[tuple[s
     """
     folder = out / "nats"
     try:
-        config = replace(config, passwords={role: _password(out / role / "password") for role in Role})
+        config = replace(config, passwords={role: _password(out / role / "password") for role in BrokerRole})
         files = {f"{name}.conf": config_text(own) for name, own in _each(config, folder, servers)}
         for name, text in files.items():
             _write(folder / name, text)

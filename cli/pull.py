@@ -29,7 +29,7 @@ def show_progress(console: Console, what: str, now: Callable[[], float] = time.m
         left = f", {(total - num_bytes) / rate:.0f} s left" if rate and num_bytes < total else ""
         share = f"{num_bytes / total:4.0%} of {total / 1e6:.1f} MB at {rate / 1e6:.1f} MB/s{left}"
         if console.is_terminal:
-            console.live(f"{what} {bar(num_bytes / total)} {share}")
+            console.show_status(f"{what} {bar(num_bytes / total)} {share}")
         elif now() - said_s >= LINE_PERIOD_S or num_bytes == total:
             said_s = now()
             console.line(f"{what} {share}")
@@ -56,4 +56,4 @@ def run_pull(model_id: str, revision: str | None, to: str, console: Console) -> 
         console.line(f"the hub does not answer; {source} is in its cache on this machine already")
         return cached
     finally:
-        console.end_live()
+        console.end_status()

@@ -7,7 +7,15 @@ import math
 
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
 from cli.http import ask, check_url
-from shared.messages.report import ClusterView, Liveness, Move, MoveKind, WorkerPhase, WorkerReport, WorkerStatus
+from shared.messages.report import (
+    ClusterView,
+    Liveness,
+    TransferKind,
+    TransferProgress,
+    WorkerPhase,
+    WorkerReport,
+    WorkerStatus,
+)
 from shared.sizes import describe_bytes
 from shared.wire import decode_json
 
@@ -16,9 +24,9 @@ _HEAD = ("WORKER", "PHASE", "LIVENESS", "MODEL", "DEVICE", "KV USED", "RUNNING",
 _GROUP_HEAD = ("GROUP", "STAGE", "LAYERS", "PLAN")
 """Of workers whose parameters can be dropped."""
 _MOVE_NAMES = {
-    MoveKind.KV_EXCHANGE: "KV exchange",
-    MoveKind.KV_COPY: "KV copy",
-    MoveKind.PARAMETER_LOAD: "parameter load",
+    TransferKind.KV_EXCHANGE: "KV exchange",
+    TransferKind.KV_COPY: "KV copy",
+    TransferKind.PARAMETER_LOAD: "parameter load",
 }
 
 
@@ -126,7 +134,7 @@ def _moves(view: ClusterView) -> list[str]:
     ]
 
 
-def _progress(move: Move) -> str:
+def _progress(move: TransferProgress) -> str:
     """Return how far something is that moves, how fast, how long it will take, and who waits."""
     left = move.num_bytes - move.num_moved_bytes
     done = move.num_moved_bytes / move.num_bytes if move.num_bytes else 1.0
@@ -139,7 +147,7 @@ def _progress(move: Move) -> str:
         parts.append(f"{left / move.bytes_per_s:.1f} s left")
     if move.mode:
         parts.append(move.mode)
-    if move.kind is MoveKind.KV_EXCHANGE:
+    if move.kind is TransferKind.KV_EXCHANGE:
         parts.append(f"{move.num_waiting} requests wait for theirs")
     return ", ".join(parts)
 

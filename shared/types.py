@@ -43,7 +43,7 @@ class RequestClass(StrEnum):
     BEST_EFFORT = "best_effort"
 
 
-class QoeTarget(Value):
+class ReaderTarget(Value):
     """The reader's schedule (Andes, section 2): when the first token is expected, and how fast the reader reads."""
 
     ttft_s: Annotated[float, Field(gt=0, le=3600)] = 1.0

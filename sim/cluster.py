@@ -146,5 +146,5 @@ class SimCluster:
         for worker in self.workers:
             engine, name = worker.service.engine, worker.params.worker_id
             check_engine(engine)
-            assert not engine.table.num_live, f"{name} still has sequences"
+            assert not engine.table.num_sequences, f"{name} still has sequences"
             assert not take_stats(engine).num_used_blocks, f"{name} still holds blocks"

@@ -46,7 +46,7 @@ class UnlimitedEngine(Engine):
         super().__init__(config, scheduler, num_blocks, cost=cost)
         self._device_blocks = num_blocks
         self._on_grow = on_grow
-        self.residents.before_add = self._make_room
+        self.registry.before_add = self._make_room
 
     @property
     def capacity_blocks(self) -> int:

@@ -16,7 +16,7 @@ from services.worker.modelled.shadow_kv import TokenDraw, expected_outputs
 from shared.ids import RequestId
 from shared.messages.request import pack_token_ids
 from shared.stream_extras import TokenLogprob
-from shared.types import FinishReason, QoeTarget, RequestClass, SamplingParams
+from shared.types import FinishReason, ReaderTarget, RequestClass, SamplingParams
 
 DAY_S = 24 * 3600.0
 
@@ -31,7 +31,7 @@ class SimRequest:
     num_output: int
     """Tokens of the answer; a simulated answer always ends by its length, or by its reader."""
     seed: int = 0
-    qoe: QoeTarget | None = None
+    qoe: ReaderTarget | None = None
     request_class: RequestClass = RequestClass.REAL_TIME
     stop_after: int | None = None
     """Tokens after which the reader wants no more, as when a stop string is found."""

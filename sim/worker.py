@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.worker.build import EngineMaker, ModelFacts, build_worker, make_reporter
+from services.worker.build import EngineMaker, ServedModel, build_worker, make_reporter
 from services.worker.config import ExecutorKind, WorkerSettings
 from services.worker.contract.executor import Executor, HostMemory
 from services.worker.cost.estimate import CostEstimate
@@ -172,7 +172,7 @@ class SimWorker:
             self._settings,
             bus,
             executor,
-            ModelFacts(
+            ServedModel(
                 params.vocab_size,
                 params.eos_token_ids,
                 params.max_model_len,

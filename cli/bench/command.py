@@ -11,13 +11,13 @@ from typing import Any, Literal
 import aiohttp
 import numpy as np
 
-from cli.bench.datasets import Sample, read_samples, read_trace
-from cli.bench.load import HttpLoad, Load
+from cli.bench.datasets import DatasetSample, read_samples, read_trace
+from cli.bench.load import BenchLoad, HttpLoad
 from cli.bench.prompts import PromptMaker, TokenScale
 from cli.bench.report import qoe_of, render, summarise
 from cli.bench.running import check_folder, load_session, run_shown, until_stopped
-from cli.bench.server import Server, measure_scale
-from cli.bench.stream import Outcome
+from cli.bench.server import BenchServer, measure_scale
+from cli.bench.stream import BenchRecord
 from cli.bench.workload import Planned, arrive_at, first, fit_context, synthetic, upscale
 from cli.console import Console
 from cli.exit_codes import DONE, FAILED, KILLED, CommandError
@@ -72,14 +72,14 @@ class Bench:
     """
 
     def __init__(
-        self, settings: BenchSettings, console: Console, session: aiohttp.ClientSession, server: Server
+        self, settings: BenchSettings, console: Console, session: aiohttp.ClientSession, server: BenchServer
     ) -> None:
         self._settings = settings
         self._console = console
         self._session = session
         self._server = server
         self._rng = np.random.default_rng(settings.seed)
-        self.load: Load | None = None
+        self.load: BenchLoad | None = None
         """The load, once it is made; its outcomes are those so far."""
 
     async def run(self) -> None:
@@ -99,14 +99,14 @@ class Bench:
         self.load = HttpLoad(planned, bodies, self._session, server, settings.concurrency)
         await run_shown(self.load, self._console)
 
-    def _samples(self) -> list[Sample]:
+    def _samples(self) -> list[DatasetSample]:
         if self._settings.dataset == "synthetic" or self._settings.dataset.endswith(".csv"):
             return []
         samples = read_samples(Path(self._settings.dataset))
         order = self._rng.permutation(len(samples))[: self._settings.num_prompts]
         return [samples[i] for i in order]
 
-    async def _scale(self, samples: Sequence[Sample]) -> TokenScale:
+    async def _scale(self, samples: Sequence[DatasetSample]) -> TokenScale:
         """Return how the server counts words, or what it is assumed to do."""
         if self._settings.vocab:
             return TokenScale()
@@ -116,7 +116,7 @@ class Bench:
             self._console.line("the server does not count tokens: 1.3 tokens a word are assumed")
         return scale
 
-    def _plan(self, samples: Sequence[Sample], scale: TokenScale) -> list[Planned]:
+    def _plan(self, samples: Sequence[DatasetSample], scale: TokenScale) -> list[Planned]:
         settings = self._settings
         output = settings.output_len
         if samples:
@@ -144,7 +144,7 @@ def _with_output(request: Planned, num_output: int | None) -> Planned:
     return request if num_output is None else Planned(request.arrival_s, request.num_input, num_output)
 
 
-def _planned(sample: Sample, scale: TokenScale, num_output: int | None) -> Planned:
+def _planned(sample: DatasetSample, scale: TokenScale, num_output: int | None) -> Planned:
     """Return the request of a sample; without a stated length the answer may be as long as the sample's."""
     num_input = round(len(sample.prompt.split()) * scale.tokens_per_word + scale.overhead)
     answer = round(len(sample.answer.split()) * scale.tokens_per_word)
@@ -160,13 +160,13 @@ async def run_bench(settings: BenchSettings, console: Console) -> tuple[int, str
     """
     check_folder(settings.json_file)
     async with load_session(settings.timeout_s, settings.api_key) as session:
-        server = await Server.find(session, settings.url, settings.model, settings.endpoint)
+        server = await BenchServer.find(session, settings.url, settings.model, settings.endpoint)
         bench = Bench(settings, console, session, server)
         is_whole = await until_stopped(bench.run())
     return _conclude(settings, server, bench, is_whole=is_whole)
 
 
-def _conclude(settings: BenchSettings, server: Server, bench: Bench, *, is_whole: bool) -> tuple[int, str]:
+def _conclude(settings: BenchSettings, server: BenchServer, bench: Bench, *, is_whole: bool) -> tuple[int, str]:
     outcomes = [] if bench.load is None else bench.load.outcomes
     target = settings.target()
     summary = summarise(outcomes, target, is_held_back=settings.concurrency is not None)
@@ -179,7 +179,7 @@ def _conclude(settings: BenchSettings, server: Server, bench: Bench, *, is_whole
 
 
 def _write(
-    path: Path, settings: BenchSettings, server: Server, summary: dict[str, Any], outcomes: Sequence[Outcome]
+    path: Path, settings: BenchSettings, server: BenchServer, summary: dict[str, Any], outcomes: Sequence[BenchRecord]
 ) -> None:
     """Write settings, summary and every request; numbers that do not exist in JSON become null."""
     config = {name: value for name, value in asdict(settings).items() if name not in ("api_key", "json_file")}

@@ -21,7 +21,7 @@ _ASKS = ("human", "user")
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class DatasetSample:
     """A prompt with what was answered to it."""
 
     prompt: str
@@ -41,7 +41,7 @@ def read_trace(path: Path) -> list[Planned]:
     return [Planned(*request) for request in zip(*columns, strict=True)]
 
 
-def read_samples(path: Path) -> list[Sample]:
+def read_samples(path: Path) -> list[DatasetSample]:
     """Return the first question of each conversation, with its answer.
 
     Raises:
@@ -71,7 +71,7 @@ def _list(text: str) -> list[Any]:
     return found
 
 
-def _samples(item: dict[str, Any]) -> Iterator[Sample]:
+def _samples(item: dict[str, Any]) -> Iterator[DatasetSample]:
     """Yield the entry's sample, if it has one."""
     prompt, answer, max_tokens = item.get("prompt"), item.get("completion"), item.get("max_tokens")
     turns = item.get("conversations")
@@ -80,7 +80,7 @@ def _samples(item: dict[str, Any]) -> Iterator[Sample]:
     if not isinstance(prompt, str) or not prompt.strip():
         return
     limit = max_tokens if isinstance(max_tokens, int) and max_tokens > 0 else 0
-    yield Sample(prompt, answer if isinstance(answer, str) else "", limit)
+    yield DatasetSample(prompt, answer if isinstance(answer, str) else "", limit)
 
 
 def _first_exchange(turns: list[dict[str, Any]]) -> tuple[object, object]:

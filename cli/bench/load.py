@@ -8,15 +8,15 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import aiohttp
 
-from cli.bench.server import Server
-from cli.bench.stream import Outcome, stream_answer
+from cli.bench.server import BenchServer
+from cli.bench.stream import BenchRecord, stream_answer
 from cli.bench.workload import Planned
 
-Send = Callable[[int, Outcome], Awaitable[None]]
+Send = Callable[[int, BenchRecord], Awaitable[None]]
 """Sends the request of this index and fills its outcome."""
 
 
-class Load:
+class BenchLoad:
     """One run of a load.
 
     Args:
@@ -31,10 +31,10 @@ class Load:
         self._send = send
         self._room = asyncio.Semaphore(max_in_flight or len(planned) or 1)
         self._began_s = time.perf_counter()
-        self._under_way: dict[int, Outcome] = {}
+        self._under_way: dict[int, BenchRecord] = {}
         self._num_failed = 0
         self._num_tokens = 0
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[BenchRecord] = []
         """Of every request that was sent, in order."""
 
     def clock(self) -> float:
@@ -60,12 +60,12 @@ class Load:
                 if delay_s > 0:
                     await asyncio.sleep(delay_s)
                 await self._room.acquire()
-                outcome = Outcome(index, due_s=request.arrival_s, sent_s=self.clock())
+                outcome = BenchRecord(index, due_s=request.arrival_s, sent_s=self.clock())
                 self.outcomes.append(outcome)
                 self._under_way[index] = outcome
                 group.create_task(self._one(index, outcome), name=f"request-{index}")
 
-    async def _one(self, index: int, outcome: Outcome) -> None:
+    async def _one(self, index: int, outcome: BenchRecord) -> None:
         try:
             await self._send(index, outcome)
         finally:
@@ -75,7 +75,7 @@ class Load:
             self._room.release()
 
 
-class HttpLoad(Load):
+class HttpLoad(BenchLoad):
     """A load of requests that are made ready before the first one is sent.
 
     Args:
@@ -91,7 +91,7 @@ class HttpLoad(Load):
         planned: Sequence[Planned],
         bodies: Sequence[bytes],
         session: aiohttp.ClientSession,
-        server: Server,
+        server: BenchServer,
         max_in_flight: int | None = None,
     ) -> None:
         super().__init__(planned, self._post, max_in_flight)
@@ -99,5 +99,5 @@ class HttpLoad(Load):
         self._session = session
         self._server = server
 
-    async def _post(self, index: int, outcome: Outcome) -> None:
+    async def _post(self, index: int, outcome: BenchRecord) -> None:
         await stream_answer(self._session, self._server.endpoint_url, self._bodies[index], self.clock, outcome)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cli.bench.stream import Outcome
+from cli.bench.stream import BenchRecord
 from sluice_client.qoe import QoeTarget, final_qoe
 
 LATE_S = 0.01
@@ -18,7 +18,7 @@ _FIGURES = ("mean", "p50", "p90", "p99")
 _ROWS = (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("itl_s", "ITL"), ("e2e_s", "end to end"))
 
 
-def summarise(outcomes: Sequence[Outcome], target: QoeTarget, *, is_held_back: bool) -> dict[str, Any]:
+def summarise(outcomes: Sequence[BenchRecord], target: QoeTarget, *, is_held_back: bool) -> dict[str, Any]:
     """Return the figures of a load; seconds, tokens, and None where there is nothing to measure.
 
     TTFT, TPOT, ITL and end to end are those of the complete answers, from the moment each was sent. Tokens that arrive
@@ -57,13 +57,13 @@ def summarise(outcomes: Sequence[Outcome], target: QoeTarget, *, is_held_back: b
     }
 
 
-def lateness_p99_s(outcomes: Sequence[Outcome]) -> float | None:
+def lateness_p99_s(outcomes: Sequence[BenchRecord]) -> float | None:
     """Return by how much the load itself was late, 99th percentile; None if nothing was sent."""
     late_s = [outcome.sent_s - outcome.due_s for outcome in outcomes]
     return float(np.percentile(late_s, 99)) if late_s else None
 
 
-def qoe_of(outcome: Outcome, target: QoeTarget) -> float:
+def qoe_of(outcome: BenchRecord, target: QoeTarget) -> float:
     """Return the QoE of one answer, from the moment it was sent; 0 if it failed."""
     if outcome.failure:
         return 0.0
@@ -71,7 +71,7 @@ def qoe_of(outcome: Outcome, target: QoeTarget) -> float:
     return final_qoe(target, times)
 
 
-def _duration(outcomes: Sequence[Outcome]) -> float:
+def _duration(outcomes: Sequence[BenchRecord]) -> float:
     ends = [outcome.end_s for outcome in outcomes if outcome.end_s is not None]
     return max(ends) - min(outcome.sent_s for outcome in outcomes) if ends else 0.0
 
@@ -80,13 +80,13 @@ def _rate(count: int, duration_s: float) -> float | None:
     return count / duration_s if duration_s > 0 else None
 
 
-def _tpot(outcome: Outcome) -> float | None:
+def _tpot(outcome: BenchRecord) -> float | None:
     """Return (last − first)/(n − 1), or None for a single token."""
     count = sum(count for _, count in outcome.deliveries)
     return (outcome.deliveries[-1][0] - outcome.deliveries[0][0]) / (count - 1) if count > 1 else None
 
 
-def _gaps(outcome: Outcome) -> list[float]:
+def _gaps(outcome: BenchRecord) -> list[float]:
     """Return the gaps between the answer's tokens."""
     times = [at_s for at_s, count in outcome.deliveries for _ in range(count)]
     return [later - earlier for earlier, later in pairwise(times)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from cli.bench.load import Load
+from cli.bench.load import BenchLoad
 from cli.console import Console
 from cli.exit_codes import KILLED
 from cli.signals import StopSignals, ends_before
@@ -33,7 +33,7 @@ async def load_session(timeout_s: float, api_key: str) -> AsyncIterator[aiohttp.
         yield session
 
 
-async def run_shown(load: Load, console: Console) -> None:
+async def run_shown(load: BenchLoad, console: Console) -> None:
     """Return when every request of the load has ended; meanwhile a terminal shows how far it is."""
     progress = asyncio.create_task(_show(load, console), name="progress")
     try:
@@ -42,7 +42,7 @@ async def run_shown(load: Load, console: Console) -> None:
         progress.cancel()
         with suppress(asyncio.CancelledError):
             await progress
-        console.end_live()
+        console.end_status()
 
 
 async def until_stopped(work: Coroutine[Any, Any, None]) -> bool:
@@ -65,7 +65,7 @@ def check_folder(json_file: str) -> None:
         raise StartupError(f"there is no folder {folder}", "Name another file with --json")
 
 
-async def _show(load: Load, console: Console) -> None:
+async def _show(load: BenchLoad, console: Console) -> None:
     while console.is_terminal:  # a pipe gets no progress, and the load no work beside it
-        console.live(load.describe())
+        console.show_status(load.describe())
         await asyncio.sleep(PROGRESS_PERIOD_S)

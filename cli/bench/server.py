@@ -25,7 +25,7 @@ context shortens both."""
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class BenchServer:
     """An OpenAI-compatible server."""
 
     base_url: str
@@ -86,7 +86,7 @@ async def _models(session: aiohttp.ClientSession, base_url: str) -> dict[str, di
     return {str(entry["id"]): entry for entry in found if isinstance(entry, dict) and "id" in entry}
 
 
-async def probe_completions(server: Server, session: aiohttp.ClientSession) -> Literal["ids", "text", "none"]:
+async def probe_completions(server: BenchServer, session: aiohttp.ClientSession) -> Literal["ids", "text", "none"]:
     """Return what `/v1/completions` takes: `ids` if a prompt may be token ids, which count as so many tokens.
 
     `none` means that there is no such path.
@@ -101,7 +101,7 @@ async def probe_completions(server: Server, session: aiohttp.ClientSession) -> L
 
 
 async def measure_scale(
-    server: Server, session: aiohttp.ClientSession, rng: np.random.Generator, texts: Sequence[str]
+    server: BenchServer, session: aiohttp.ClientSession, rng: np.random.Generator, texts: Sequence[str]
 ) -> TokenScale:
     """Return how the server counts words, from two prompts: of the data set's texts, or made up if there are none.
 
@@ -119,7 +119,7 @@ async def measure_scale(
     return scale_of((len(short.split()), counts[0]), (len(long.split()), counts[1]))
 
 
-async def _count(server: Server, session: aiohttp.ClientSession, text: str) -> int | None:
+async def _count(server: BenchServer, session: aiohttp.ClientSession, text: str) -> int | None:
     """Return the tokens of a prompt as the server counts them, or None if it does not say."""
     status, body = await _post(server, session, text)
     if status != 200:
@@ -128,7 +128,7 @@ async def _count(server: Server, session: aiohttp.ClientSession, text: str) -> i
     return _prompt_tokens(body)
 
 
-async def _post(server: Server, session: aiohttp.ClientSession, prompt: str | list[int]) -> tuple[int, bytes]:
+async def _post(server: BenchServer, session: aiohttp.ClientSession, prompt: str | list[int]) -> tuple[int, bytes]:
     """Return status and body of the answer to a request for one token."""
     try:
         async with session.post(server.endpoint_url, json=server.body(prompt, 1)) as response:

@@ -20,7 +20,7 @@ MAX_DETAIL = 200
 
 
 @dataclass(slots=True)
-class Outcome:
+class BenchRecord:
     """One request, from due to done; times are seconds since the load began."""
 
     index: int
@@ -69,7 +69,7 @@ def spread_tokens(deliveries: list[tuple[float, int]], total: int) -> list[tuple
 class AnswerReader:
     """Takes the bytes of one event stream and fills its outcome."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: BenchRecord) -> None:
         self._outcome = outcome
         self._decoder = SseDecoder()
         self._is_done = False
@@ -140,7 +140,7 @@ def _complaint(answer: object) -> tuple[str, str]:
 
 
 async def stream_answer(
-    session: aiohttp.ClientSession, url: str, body: bytes, clock: Callable[[], float], outcome: Outcome
+    session: aiohttp.ClientSession, url: str, body: bytes, clock: Callable[[], float], outcome: BenchRecord
 ) -> None:
     """Send one request and fill its outcome; failures are noted there, not raised.
 
@@ -166,7 +166,7 @@ async def stream_answer(
 
 
 async def _exchange(
-    session: aiohttp.ClientSession, url: str, body: bytes, clock: Callable[[], float], outcome: Outcome
+    session: aiohttp.ClientSession, url: str, body: bytes, clock: Callable[[], float], outcome: BenchRecord
 ) -> None:
     async with session.post(url, data=body) as response:
         if response.status != 200:

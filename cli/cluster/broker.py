@@ -20,7 +20,7 @@ from shared.errors import StartupError
 from shared.transport.bus import BusError
 from shared.transport.nats_bus import NatsBus, without_credentials
 from shared.transport.nats_config import new_passwords
-from shared.transport.nats_roles import Role
+from shared.transport.nats_roles import BrokerRole
 from shared.transport.nats_server import accepts_connections, find_binary, server_command
 
 START_LIMIT_S = 10.0
@@ -33,7 +33,7 @@ class BrokerAccess:
 
     url: str
     """Without user and password: flags can be read by everybody on the machine."""
-    passwords: Mapping[Role, str] = field(default_factory=dict)
+    passwords: Mapping[BrokerRole, str] = field(default_factory=dict)
     """Of each role's user; empty for a broker that is not ours."""
     login: tuple[str, str] | None = None
     """User and password for this process, at a broker that is not ours."""
@@ -43,7 +43,7 @@ class BrokerAccess:
     @property
     def operator(self) -> tuple[str, str] | None:
         """User and password for people and their tools."""
-        return (Role.OPERATOR, self.passwords[Role.OPERATOR]) if self.passwords else self.login
+        return (BrokerRole.OPERATOR, self.passwords[BrokerRole.OPERATOR]) if self.passwords else self.login
 
     @property
     def operator_url(self) -> str:
@@ -62,7 +62,7 @@ class BrokerAccess:
         finally:
             await bus.close()
 
-    def env(self, role: Role) -> dict[str, str]:
+    def env(self, role: BrokerRole) -> dict[str, str]:
         """Return the variables from which a child of this role takes its user and password."""
         if self.passwords:  # the strongest variables: a cluster's own broker knows no other users
             prefix, login = f"SLUICE_{role.upper()}_", (role.value, self.passwords[role])

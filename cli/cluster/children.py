@@ -12,7 +12,7 @@ from cli.cluster.broker import BrokerAccess
 from cli.cluster.settings import UpSettings
 from cli.cluster.supervisor import ChildSpec
 from cli.model import Model
-from shared.transport.nats_roles import Role
+from shared.transport.nats_roles import BrokerRole
 
 DISPATCHER = "dispatcher"
 MONITOR = "monitor"
@@ -66,7 +66,7 @@ class ClusterPlan:
         common = ("--instance-id", instance_id or name, "--nats-url", self.broker.url, "--cluster", settings.cluster)
         logs = ("--log-level", settings.log_level, "--log-format", "json")
         # -P and PYTHONPATH: a folder named `services` where the person stands must not be taken for ours
-        role = Role(name.split("-")[0])
+        role = BrokerRole(name.split("-")[0])
         python = (sys.executable, "-P", "-m", f"services.{role}")
         path = os.pathsep.join(filter(None, [str(CODE_ROOT), os.environ.get("PYTHONPATH")]))
         return ChildSpec(name, (*python, *common, *logs, *flags), env={"PYTHONPATH": path, **self.broker.env(role)})

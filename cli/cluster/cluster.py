@@ -63,7 +63,7 @@ class Cluster:
         checks.check_settings(settings)
         port = checks.find_port(settings.host, settings.port)
         model = await asyncio.to_thread(find_model, settings.model, show_progress(self._console, settings.model))
-        self._console.end_live()
+        self._console.end_status()
         broker = Broker(settings, self.supervisor, self._run_dir.path)
         broker.check()
         self._announce(", ".join(names_of(settings, model)))
@@ -118,7 +118,7 @@ class Cluster:
                 hint = "Look into its logs with --log-dir, or allow more with --start-limit-s"
                 raise CommandError(f"the cluster was not ready within {limit_s:g} s", hint, FAILED) from error
             finally:
-                self._console.end_live()
+                self._console.end_status()
 
     async def _is_ready(self) -> bool:
         try:
@@ -175,11 +175,11 @@ async def _run(
             using = asyncio.ensure_future(use(cluster, stop))
             await asyncio.wait([using, failing], return_when=asyncio.FIRST_COMPLETED)
         if failing.done():
-            console.end_live()
+            console.end_status()
             console.line(failing.result().line)
             return failing.result().code
         if stop.is_set():
-            console.end_live()
+            console.end_status()
             console.line("stopping: running answers are finished first; Ctrl-C again stops at once")
         return using.result() if using is not None and using.done() else 0
     finally:

@@ -42,7 +42,7 @@ class StartProgress:
         """Show the present state."""
         if self._console.is_terminal:
             parts = [self._describe(name) for name in self._names]
-            self._console.live(f"{elapsed_s:4.0f} s  " + " · ".join(parts))
+            self._console.show_status(f"{elapsed_s:4.0f} s  " + " · ".join(parts))
             return
         for name in self._names:
             self._say_step(name, elapsed_s)

@@ -41,7 +41,7 @@ class ChildSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RunFailure:
     """Why the run cannot go on."""
 
     line: str
@@ -127,7 +127,7 @@ class Supervisor:
         self._children: dict[str, _Child] = {}
         self._tasks = TaskOwner(self._on_bug)
         self._failed = asyncio.Event()
-        self.failure: Failure | None = None
+        self.failure: RunFailure | None = None
 
     def mute(self) -> None:
         """Show nothing more: what children say from now on is no news. Their log files still take it."""
@@ -162,7 +162,7 @@ class Supervisor:
         for child in self._children.values():
             child.was_ready = True
 
-    async def wait_failed(self) -> Failure:
+    async def wait_failed(self) -> RunFailure:
         """Return when the run cannot go on."""
         await self._failed.wait()
         assert self.failure is not None, "set before the event"
@@ -234,7 +234,7 @@ class Supervisor:
         """Return the pause before the restart, or None after declaring the failure."""
         name, now_s = child.spec.name, asyncio.get_running_loop().time()
         if code == REFUSED and not child.was_ready:
-            self._fail(Failure(child.log.refusal(), REFUSED))
+            self._fail(RunFailure(child.log.refusal(), REFUSED))
             return None
         child.exits_s.append(now_s)
         words = child.log.last_words() if code > 0 else ""
@@ -243,18 +243,18 @@ class Supervisor:
         if delay_s is None:
             times = f"{self._params.max_exits} times within {self._params.window_s:g} s"
             hint = "Use --log-dir DIR to keep the logs of a run"
-            self._fail(Failure(f"sluice: {name} ended {times}, the last time {_ending(code)}{said}. {hint}", FAILED))
+            self._fail(RunFailure(f"sluice: {name} ended {times}, the last time {_ending(code)}{said}. {hint}", FAILED))
             return None
         self._show(f"{name} ended {_ending(code)}{said}; it starts again in {delay_s:.1f} s")
         return delay_s
 
-    def _fail(self, failure: Failure) -> None:
+    def _fail(self, failure: RunFailure) -> None:
         if self.failure is None:
             self.failure = failure
             self._failed.set()
 
     def _on_bug(self, name: str, error: BaseException) -> None:
-        self._fail(Failure(f"sluice: the supervisor failed ({name}: {error!r}). Please report it", FAILED))
+        self._fail(RunFailure(f"sluice: the supervisor failed ({name}: {error!r}). Please report it", FAILED))
 
 
 def _ending(code: int) -> str:

@@ -77,11 +77,11 @@ async def measure(
             if elapsed_s > settings.limit_s:
                 console.line(f"{done} of {len(shapes)} shapes measured within {settings.limit_s:g} s (--limit-s)")
                 break
-            console.live(f"{elapsed_s:4.0f} s  shape {done + 1} of {len(shapes)}, {len(steps)} steps")
+            console.show_status(f"{elapsed_s:4.0f} s  shape {done + 1} of {len(shapes)}, {len(steps)} steps")
             await driver.run(shape)
             new, next_step_id = await driver.read_steps(next_step_id)
             steps += new
-    console.end_live()
+    console.end_status()
     return [step for step in steps if step.duration_s > 0]
 
 

@@ -10,7 +10,7 @@ from typing import Self
 import numpy as np
 
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
-from cli.profile.shapes import Shape
+from cli.profile.shapes import ProfileShape
 from shared.ids import DispatcherId, RequestId, StreamId, WorkerId
 from shared.messages.lease import Renew
 from shared.messages.report import WorkerPhase, WorkerReport
@@ -139,7 +139,7 @@ class Driver:
             with suppress(BusError):
                 await self._bus.request(self._subjects.renew(self._worker_id), data, timeout_s=REQUEST_LIMIT_S)
 
-    async def run(self, shape: Shape) -> bool:
+    async def run(self, shape: ProfileShape) -> bool:
         """Return whether the worker took the shape; then all its requests have ended.
 
         Raises:
@@ -165,7 +165,7 @@ class Driver:
         """See `read_steps`."""
         return await read_steps(self._bus, self._subjects, self._worker_id, first_step_id)
 
-    async def _submit(self, shape: Shape) -> asyncio.Future[FinishReason] | None:
+    async def _submit(self, shape: ProfileShape) -> asyncio.Future[FinishReason] | None:
         """Return the future end of a request of this shape, or None if the worker refuses it."""
         stream, self._num_submitted = self._num_submitted, self._num_submitted + 1
         submit = Submit(

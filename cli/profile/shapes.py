@@ -17,7 +17,7 @@ PREFILL_REPEATS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ProfileShape:
     """Requests that are submitted together."""
 
     num_requests: int
@@ -27,11 +27,11 @@ class Shape:
     """Tokens of each answer; the first one comes from the prompt's own step."""
 
 
-WARM_UP = Shape(2, 16, 8)
+WARM_UP = ProfileShape(2, 16, 8)
 """Run before anything is measured."""
 
 
-def plan_shapes(worker: WorkerReport, max_batch: int, num_decodes: int, rng: np.random.Generator) -> list[Shape]:
+def plan_shapes(worker: WorkerReport, max_batch: int, num_decodes: int, rng: np.random.Generator) -> list[ProfileShape]:
     """Return the shapes that this worker can take, in an order that is useful however early it ends.
 
     Args:
@@ -42,12 +42,12 @@ def plan_shapes(worker: WorkerReport, max_batch: int, num_decodes: int, rng: np.
     """
     room = min(worker.max_model_len, int(KV_SHARE * worker.num_blocks) * worker.block_size)
     longest = min(room - 1, MAX_PROMPT)
-    prefills = [Shape(1, length, 1) for length in _powers(4, longest) for _ in range(PREFILL_REPEATS)]
+    prefills = [ProfileShape(1, length, 1) for length in _powers(4, longest) for _ in range(PREFILL_REPEATS)]
     decodes = [
         shape
         for size in _powers(1, min(worker.max_sequences, max_batch))
         for context in _contexts(longest - num_decodes)
-        if _fits(shape := Shape(size, context, num_decodes + 1), worker)
+        if _fits(shape := ProfileShape(size, context, num_decodes + 1), worker)
     ]
     shapes = prefills + decodes
     return [shapes[i] for i in rng.permutation(len(shapes))]
@@ -71,6 +71,6 @@ def _contexts(longest: int) -> list[int]:
     return sorted({short, max(short, round((short * longest) ** 0.5)), longest})
 
 
-def _fits(shape: Shape, worker: WorkerReport) -> bool:
+def _fits(shape: ProfileShape, worker: WorkerReport) -> bool:
     blocks = -(-(shape.num_prompt + shape.num_output) // worker.block_size) * shape.num_requests
     return blocks <= KV_SHARE * worker.num_blocks and shape.num_requests * shape.num_prompt <= MAX_SHAPE_TOKENS

@@ -11,12 +11,12 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from cli.bench.load import Load
+from cli.bench.load import BenchLoad
 from cli.bench.prompts import PromptMaker
 from cli.bench.report import lateness_p99_s
 from cli.bench.running import check_folder, load_session, run_shown, until_stopped
-from cli.bench.server import Server, measure_scale, probe_completions
-from cli.bench.stream import Outcome
+from cli.bench.server import BenchServer, measure_scale, probe_completions
+from cli.bench.stream import BenchRecord
 from cli.console import Console
 from cli.exit_codes import DONE, FAILED, KILLED, CommandError
 from cli.replay.load import fit_context
@@ -30,7 +30,7 @@ from sim.experiment.report import render
 from sim.experiment.result import RunResult
 from sim.experiment.summary import Slo, summarise
 from sim.scenarios.arrivals import TraceArrivals
-from sim.scenarios.load import Load as Arrivals
+from sim.scenarios.load import LoadSpec as Arrivals
 from sim.scenarios.parts import FixedReaders
 from sim.workload.workload import Workload
 
@@ -81,7 +81,7 @@ class ReplaySettings:
         return load.workload(self.seed)
 
 
-class Replay:
+class ReplayRun:
     """One `sluice replay`.
 
     Args:
@@ -97,7 +97,7 @@ class Replay:
         settings: ReplaySettings,
         console: Console,
         session: aiohttp.ClientSession,
-        server: Server,
+        server: BenchServer,
         workload: Workload,
     ) -> None:
         self._settings = settings
@@ -109,11 +109,11 @@ class Replay:
         """Requests that were cut to the model's context."""
         self.has_token_ids = False
         """Whether prompts are token ids, of exactly the wanted length, and not words of about that length."""
-        self.load: Load | None = None
+        self.load: BenchLoad | None = None
         self.watch: ServerWatch | None = None
 
     @property
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[BenchRecord]:
         """Of the requests that were sent so far."""
         return [] if self.load is None else self.load.outcomes
 
@@ -176,13 +176,13 @@ async def run_replay(settings: ReplaySettings, console: Console) -> tuple[int, s
         check_matplotlib()
     workload = settings.workload()
     async with load_session(settings.timeout_s, settings.api_key) as session:
-        server = await Server.find(session, settings.url, settings.model, "completions")
-        replay = Replay(settings, console, session, server, workload)
+        server = await BenchServer.find(session, settings.url, settings.model, "completions")
+        replay = ReplayRun(settings, console, session, server, workload)
         is_whole = await until_stopped(replay.run())
     return _conclude(settings, replay, is_whole=is_whole)
 
 
-def _conclude(settings: ReplaySettings, replay: Replay, *, is_whole: bool) -> tuple[int, str]:
+def _conclude(settings: ReplaySettings, replay: ReplayRun, *, is_whole: bool) -> tuple[int, str]:
     outcomes = replay.outcomes
     if replay.watch is None or not outcomes:
         raise CommandError("stopped before the first request was sent", "", KILLED)
@@ -198,7 +198,7 @@ def _conclude(settings: ReplaySettings, replay: Replay, *, is_whole: bool) -> tu
     return (DONE if result.records.is_complete.all() else FAILED), "\n".join(lines).rstrip()
 
 
-def _scenario(settings: ReplaySettings, replay: Replay) -> dict[str, Any]:
+def _scenario(settings: ReplaySettings, replay: ReplayRun) -> dict[str, Any]:
     """Return what was run, as the JSON names it."""
     return {
         "name": "replay",

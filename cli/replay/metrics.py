@@ -16,7 +16,7 @@ _LINE: Final = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{.*\})?\s+(\S+)(?:\s+-
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class MetricsSample:
     """What one look at `/metrics` found; None where the server has no such series."""
 
     kv_used_ratio: float | None = None
@@ -25,7 +25,7 @@ class Sample:
     """Since the start, of all workers."""
 
 
-def read_sample(text: str) -> Sample:
+def read_sample(text: str) -> MetricsSample:
     """Return what the text says; lines that nobody can read are passed over."""
     series: dict[str, list[float]] = {}
     for line in text.splitlines():
@@ -33,7 +33,7 @@ def read_sample(text: str) -> Sample:
         if found is not None and (value := _number(found[2])) is not None:
             series.setdefault(found[1], []).append(value)
     usage, preemptions = _first(series, KV_USAGE), _first(series, PREEMPTIONS)
-    return Sample(
+    return MetricsSample(
         None if usage is None else sum(usage) / len(usage), None if preemptions is None else math.fsum(preemptions)
     )
 

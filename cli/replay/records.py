@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cli.bench.stream import EMPTY, Outcome
+from cli.bench.stream import EMPTY, BenchRecord
 from sim.experiment.records import Recorder, Records
 from sim.workload.workload import Workload
 
 
-def records_of(workload: Workload, outcomes: Sequence[Outcome]) -> Records:
+def records_of(workload: Workload, outcomes: Sequence[BenchRecord]) -> Records:
     """Return the records of the requests that were sent; a request arrives when its client sends it.
 
     Tokens without text (control tokens, as a model may say them when it has to go on past its end) come with the next
@@ -36,12 +36,12 @@ def records_of(workload: Workload, outcomes: Sequence[Outcome]) -> Records:
     return recorder.records(arrival_s).select(was_sent)
 
 
-def is_silent(outcome: Outcome) -> bool:
+def is_silent(outcome: BenchRecord) -> bool:
     """Return whether this is a whole answer of tokens that have no text."""
     return outcome.failure == EMPTY and outcome.is_counted and outcome.num_output > 0
 
 
-def num_short(outcomes: Sequence[Outcome], records: Records) -> int:
+def num_short(outcomes: Sequence[BenchRecord], records: Records) -> int:
     """Return how many complete answers are shorter than the trace wants: the server did not go on past end tokens."""
     counted = all(outcome.is_counted for outcome in outcomes if not outcome.failure)
     return int((records.is_complete & (records.num_tokens < records.num_output)).sum()) if counted else 0

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from cli.bench.report import lateness_p99_s, remarks_on_lateness
-from cli.bench.stream import Outcome
+from cli.bench.stream import BenchRecord
 from cli.replay.records import is_silent, num_short
 from sim.experiment.records import Records
 
 
-def remarks_on(outcomes: Sequence[Outcome], records: Records) -> list[str]:
+def remarks_on(outcomes: Sequence[BenchRecord], records: Records) -> list[str]:
     """Return lines: what failed, and what makes the figures less than they seem."""
     failed = [outcome for outcome in outcomes if outcome.failure and not is_silent(outcome)]
     details = {outcome.failure: outcome.detail for outcome in reversed(failed)}

@@ -10,7 +10,7 @@ import aiohttp
 import numpy as np
 
 from cli.bench.load import HttpLoad
-from cli.bench.server import Server
+from cli.bench.server import BenchServer
 from cli.bench.workload import Planned
 from sim.scenarios.load import BEST_EFFORT
 from sim.workload.workload import Workload
@@ -30,13 +30,13 @@ def token_prompts(workload: Workload, vocab_size: int = VOCAB_SIZE) -> Prompts:
     return lambda index: workload.prompt(index, FIRST_TOKEN_ID, vocab_size).tolist()
 
 
-def replay_load(session: aiohttp.ClientSession, server: Server, workload: Workload, prompts: Prompts) -> HttpLoad:
+def replay_load(session: aiohttp.ClientSession, server: BenchServer, workload: Workload, prompts: Prompts) -> HttpLoad:
     """Return the load of a replay, all of it made ready."""
     bodies = [_body(server, workload, index, prompts(index)) for index in range(len(workload))]
     return HttpLoad(_planned(workload), bodies, session, server)
 
 
-def _body(server: Server, workload: Workload, index: int, prompt: str | list[int]) -> bytes:
+def _body(server: BenchServer, workload: Workload, index: int, prompt: str | list[int]) -> bytes:
     fields: dict[str, Any] = server.body(prompt, int(workload.num_output[index]))
     fields |= {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0.0, "ignore_eos": True}
     if server.owner == OWN:

@@ -13,7 +13,7 @@ import aiohttp
 import numpy as np
 
 from cli.http import read_body
-from cli.replay.metrics import Sample, read_sample
+from cli.replay.metrics import MetricsSample, read_sample
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport
 from shared.wire import WireError, decode_json
 from sim.experiment.result import Samples
@@ -78,7 +78,7 @@ class ServerWatch:
             )
         )
 
-    def take_sample(self, sample: Sample) -> None:
+    def take_sample(self, sample: MetricsSample) -> None:
         """Note the metrics."""
         if sample.kv_used_ratio is not None:
             self._kv_peak = max(self._kv_peak or 0.0, sample.kv_used_ratio)

@@ -10,8 +10,8 @@ from typing import Any, Final
 from cli.simulate import DEFAULT_SCENARIO
 from shared.errors import StartupError
 from sim.scenarios.files import load_scenario
-from sim.scenarios.load import Load
-from sim.scenarios.parts import FixedReaders, Slo
+from sim.scenarios.load import LoadSpec
+from sim.scenarios.parts import FixedReaders, SloSpec
 from sim.scenarios.scenario import Scenario
 
 DEFAULT_SHARE: Final = 0.99
@@ -123,7 +123,7 @@ def _scenario(flags: Mapping[str, Any]) -> Scenario:
         trace=flags["trace"],
         rate_per_s=flags["rate"],
         instances=instances if isinstance(instances, int) else None,
-        slo=None if flags["slo"] is None else Slo(ttft_s=flags["slo"]["ttft"], tpot_s=flags["slo"]["tpot"]),
+        slo=None if flags["slo"] is None else SloSpec(ttft_s=flags["slo"]["ttft"], tpot_s=flags["slo"]["tpot"]),
     )
     if flags["reader"] is None:
         return scenario
@@ -133,7 +133,7 @@ def _scenario(flags: Mapping[str, Any]) -> Scenario:
 
 def _with_load(cluster: Scenario, load: Scenario) -> Scenario:
     """Return the cluster of one scenario under the load of another."""
-    update: dict[str, Any] = {name: getattr(load, name) for name in Load.model_fields}
+    update: dict[str, Any] = {name: getattr(load, name) for name in LoadSpec.model_fields}
     name = cluster.name if load.name == cluster.name else f"{cluster.name} under {load.name}"
     return cluster.model_copy(update={**update, "name": name, "left_open": (*cluster.left_open, *load.left_open)})
 

@@ -41,7 +41,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class RunDone:
     """What a run came to."""
 
     summary: Summary
@@ -52,11 +52,11 @@ class Done:
     """Virtual seconds that it took."""
 
 
-OnProgress = Callable[[int, Progress | Done], None]
+OnProgress = Callable[[int, Progress | RunDone], None]
 """Called with a job's index and how far it is."""
 
 
-def run_jobs(jobs: Sequence[Job], num_processes: int, on_progress: OnProgress = lambda _, __: None) -> list[Done]:
+def run_jobs(jobs: Sequence[Job], num_processes: int, on_progress: OnProgress = lambda _, __: None) -> list[RunDone]:
     """Return what each job came to, in their order.
 
     Raises:
@@ -67,13 +67,13 @@ def run_jobs(jobs: Sequence[Job], num_processes: int, on_progress: OnProgress = 
     return _Pool(jobs, on_progress).run(num_processes)
 
 
-def _run_here(index: int, job: Job, on_progress: OnProgress) -> Done:
+def _run_here(index: int, job: Job, on_progress: OnProgress) -> RunDone:
     done = run_job(job, lambda progress: on_progress(index, progress))
     on_progress(index, done)
     return done
 
 
-def run_job(job: Job, on_progress: Callable[[Progress], None]) -> Done:
+def run_job(job: Job, on_progress: Callable[[Progress], None]) -> RunDone:
     """Run one experiment here; `on_progress` is called a few times per second of wall time."""
     began_s, said_s, last_s = time.monotonic(), 0.0, 0.0
 
@@ -89,7 +89,7 @@ def run_job(job: Job, on_progress: Callable[[Progress], None]) -> Done:
     slo = None if job.scenario.slo is None else Slo(job.scenario.slo.ttft_s, job.scenario.slo.tpot_s)
     summary = summarise(result.records, result.facts, slo=slo, warm_up_s=job.scenario.warm_up_s)
     latencies = Latencies.of(result.records, job.scenario.warm_up_s)
-    return Done(summary, latencies, result if job.keep_result else None, time.monotonic() - began_s, last_s)
+    return RunDone(summary, latencies, result if job.keep_result else None, time.monotonic() - began_s, last_s)
 
 
 class _Pool:
@@ -105,9 +105,9 @@ class _Pool:
         self._jobs = jobs
         self._on_progress = on_progress
         self._running: dict[Connection, tuple[int, BaseProcess]] = {}
-        self._done: dict[int, Done] = {}
+        self._done: dict[int, RunDone] = {}
 
-    def run(self, num_processes: int) -> list[Done]:
+    def run(self, num_processes: int) -> list[RunDone]:
         """Run all jobs, so many at a time; end every process before this returns or raises."""
         waiting = list(reversed(range(len(self._jobs))))
         try:
@@ -143,7 +143,7 @@ class _Pool:
         process.join()
         del self._running[pipe]
         pipe.close()
-        if not isinstance(message, Done):
+        if not isinstance(message, RunDone):
             job = self._jobs[index]
             reason = message or f"its process ended with {process.exitcode}"
             raise CommandError(f"the run of {job.system} with seed {job.seed} failed: {reason}", "", FAILED)
@@ -154,7 +154,7 @@ class _Pool:
 def _child(pipe: Connection, job: Job) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        message: Done | str = run_job(job, pipe.send)
+        message: RunDone | str = run_job(job, pipe.send)
     except Exception as error:  # the parent says it; the traceback is for whoever looks into it
         traceback.print_exc()
         message = f"{type(error).__name__}: {error}"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from cli.console import Console
-from cli.simulate.jobs import Done
+from cli.simulate.jobs import RunDone
 from sim.experiment.run import Progress
 
 
@@ -27,11 +27,11 @@ class RunProgress:
         self._num_done = 0
         self._began_s = time.monotonic()
 
-    def hear(self, index: int, news: Progress | Done) -> None:
+    def hear(self, index: int, news: Progress | RunDone) -> None:
         """Take what a job says, and show where all are."""
         if not self._is_shown:
             return
-        if isinstance(news, Done):
+        if isinstance(news, RunDone):
             self._newest.pop(index, None)
             self._num_done += 1
             speed = f", {news.end_s / news.wall_s:.0f} times as fast" if news.wall_s > 0 else ""
@@ -42,12 +42,12 @@ class RunProgress:
 
     def end(self) -> None:
         """Take the live line away."""
-        self._console.end_live()
+        self._console.end_status()
 
     def _show(self) -> None:
         running = (f"{self._labels[index]} {_describe(news)}" for index, news in sorted(self._newest.items()))
         done = f"{self._num_done} of {len(self._labels)} runs done"
-        self._console.live(" · ".join((f"{time.monotonic() - self._began_s:4.0f} s  {done}", *running)))
+        self._console.show_status(" · ".join((f"{time.monotonic() - self._began_s:4.0f} s  {done}", *running)))
 
 
 def _describe(news: Progress) -> str:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from services.dispatcher.policy.placement import WorkerLoad
+from services.dispatcher.policy.placement import PlacementLoad
 from shared.ids import WorkerId
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
 
@@ -64,7 +64,7 @@ class _Known:
     status: WorkerStatus
     reported_s: float
     """When its report was made, on this process's clock."""
-    load: WorkerLoad
+    load: PlacementLoad
     """By its last report alone."""
     num_steps: int = -1
     stepped_s: float = 0.0
@@ -161,7 +161,7 @@ class ClusterState:
             num_tokens, num_grown = counted.num_prompt + counted.num_output, num_output - counted.num_output
             worker.recent.append(_Change(now_s, -1, -num_tokens, num_grown, counted.at_s))
 
-    def loads(self) -> list[WorkerLoad]:
+    def loads(self) -> list[PlacementLoad]:
         """Return the workers as placement sees them."""
         return [_load_now(worker) if worker.recent else worker.load for worker in self._workers.values()]
 
@@ -205,10 +205,10 @@ class ClusterState:
         return min([limit for limit in ready if limit], default=default)
 
 
-def _load(status: WorkerStatus, *, ready: bool) -> WorkerLoad:
+def _load(status: WorkerStatus, *, ready: bool) -> PlacementLoad:
     """Return a worker's load by its report alone."""
     report = status.report
-    return WorkerLoad(
+    return PlacementLoad(
         worker_id=report.worker_id,
         ready=ready,
         num_sequences=report.num_running + report.num_waiting + report.num_preempted,
@@ -220,7 +220,7 @@ def _load(status: WorkerStatus, *, ready: bool) -> WorkerLoad:
     )
 
 
-def _load_now(worker: _Known) -> WorkerLoad:
+def _load_now(worker: _Known) -> PlacementLoad:
     """Return a worker's load with what was placed there, or left it, since its report."""
     load, block_size = worker.load, max(1, worker.status.report.block_size)
     num_tokens = sum(change.tokens_since(worker.reported_s) for change in worker.recent)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from services.monitor.config import MonitorSettings
 from services.monitor.policy.sanity import find_absurdity
 from services.monitor.policy.throttling import ThrottlingDetector, ThrottlingRule
-from services.monitor.state import ClusterState, Verdict
+from services.monitor.state import MonitoredCluster, ReportVerdict
 from shared.cluster_views import VIEW_KEY
 from shared.host import process_facts
 from shared.ids import WorkerId
@@ -48,7 +48,7 @@ class Monitor:
         self._settings = settings
         self._bus = bus
         self._subjects = Subjects(settings.cluster)
-        self._state = ClusterState(settings.liveness(), settings.max_workers)
+        self._state = MonitoredCluster(settings.liveness(), settings.max_workers)
         self._detector = ThrottlingDetector(settings.throttling_horizon_s)
         self._throttled: list[tuple[WorkerId, str]] = []
         self._epoch = 0
@@ -116,9 +116,9 @@ class Monitor:
         if absurdity is not None:
             return self._refuse(message.subject, absurdity)
         verdict = self._state.absorb(report, self._now())
-        if verdict is Verdict.FULL:
+        if verdict is ReportVerdict.FULL:
             return self._refuse(message.subject, f"{self._settings.max_workers} workers are known already")
-        if verdict is Verdict.ACCEPTED:
+        if verdict is ReportVerdict.ACCEPTED:
             self._follow(report)
         return f"reports_{verdict.value}"
 
@@ -140,7 +140,7 @@ class Monitor:
             worker_id = WorkerId(check_token(subject.split(".")[3]))
         except ValueError:
             return self._refuse(subject, str(error))
-        if self._state.absorb_incompatible(worker_id, error.version, self._now()) is Verdict.FULL:
+        if self._state.absorb_incompatible(worker_id, error.version, self._now()) is ReportVerdict.FULL:
             return self._refuse(subject, f"{self._settings.max_workers} workers are known already")
         self._detector.forget(worker_id)
         return "reports_incompatible"

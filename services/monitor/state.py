@@ -24,7 +24,7 @@ MAX_FORMER_PROCESSES = 8
 _Process = tuple[str, int, int]
 
 
-class Verdict(StrEnum):
+class ReportVerdict(StrEnum):
     """What became of a report."""
 
     ACCEPTED = "accepted"
@@ -33,7 +33,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class WorkerChange:
     """Something about a worker that operators and other services want to know at once."""
 
     name: str
@@ -67,37 +67,37 @@ class _Record:
         return self.report.phase is WorkerPhase.STOPPED
 
 
-class ClusterState:
+class MonitoredCluster:
     """The newest report of each worker, and its judgement."""
 
     def __init__(self, params: LivenessParams, max_workers: int) -> None:
         self._params = params
         self._max_workers = max_workers
         self._records: dict[WorkerId, _Record] = {}
-        self._changes: list[Change] = []
+        self._changes: list[WorkerChange] = []
 
-    def absorb(self, report: WorkerReport, now_s: float) -> Verdict:
+    def absorb(self, report: WorkerReport, now_s: float) -> ReportVerdict:
         """Take a report that passed the checks, unless it is late or there is no room."""
         record = self._records.get(report.worker_id)
         if record is None:
             if len(self._records) >= self._max_workers:
-                return Verdict.FULL
+                return ReportVerdict.FULL
             self._records[report.worker_id] = _Record(report, now_s, now_s)
             self._note_phase(report)
-            return Verdict.ACCEPTED
+            return ReportVerdict.ACCEPTED
         if self._is_stale(record, report, now_s):
-            return Verdict.STALE
+            return ReportVerdict.STALE
         self._replace(record, report, now_s)
-        return Verdict.ACCEPTED
+        return ReportVerdict.ACCEPTED
 
-    def absorb_incompatible(self, worker_id: WorkerId, version: str, now_s: float) -> Verdict:
+    def absorb_incompatible(self, worker_id: WorkerId, version: str, now_s: float) -> ReportVerdict:
         """Take note of a worker whose reports are of another protocol version, unless there is no room.
 
         Whatever it ran under our version is lost, so it takes the place of what was known of it.
         """
         record = self._records.get(worker_id)
         if record is None and len(self._records) >= self._max_workers:
-            return Verdict.FULL
+            return ReportVerdict.FULL
         # "stopped" and dead, so that every reader of the view leaves it alone, also one that knows no `incompatible`
         unknown = WorkerReport(worker_id=worker_id, sequence_number=0, phase=WorkerPhase.STOPPED)
         former = record.former if record is not None else deque[_Process](maxlen=MAX_FORMER_PROCESSES)
@@ -105,7 +105,7 @@ class ClusterState:
             reason = f"it speaks protocol {version}, this cluster {PROTOCOL_VERSION}; nothing is placed on it"
             self._note("worker_incompatible", unknown, reason)
         self._records[worker_id] = _Record(unknown, now_s, now_s, incompatible=version, former=former)
-        return Verdict.ACCEPTED
+        return ReportVerdict.ACCEPTED
 
     def judge(self, now_s: float) -> None:
         """Judge every worker by the age of its last report; note what changed."""
@@ -144,7 +144,7 @@ class ClusterState:
         """Whether `take_changes` would return any."""
         return bool(self._changes)
 
-    def take_changes(self) -> tuple[Change, ...]:
+    def take_changes(self) -> tuple[WorkerChange, ...]:
         """Return what changed since the last call, in order."""
         changes = tuple(self._changes)
         self._changes.clear()
@@ -197,7 +197,7 @@ class ClusterState:
         self._note_phase(report)
 
     def _note(self, name: str, report: WorkerReport, reason: str) -> None:
-        self._changes.append(Change(name, report.worker_id, reason))
+        self._changes.append(WorkerChange(name, report.worker_id, reason))
 
     def _note_phase(self, report: WorkerReport) -> None:
         match report.phase:

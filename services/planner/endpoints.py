@@ -20,7 +20,7 @@ from services.planner.policy.plans.chosen import plan_chosen
 from services.planner.policy.plans.drop import plan_drop, tokens_short
 from services.planner.policy.plans.drop_facts import ClusterFacts
 from services.planner.policy.plans.drop_plan import DropPlan
-from services.planner.policy.plans.intent import Intent, Outcome, intent_of
+from services.planner.policy.plans.intent import Intent, PlanOutcome, intent_of
 from services.planner.policy.restoring.residence import beside_groups
 from services.planner.policy.restoring.restore import RestoreRefusal, plan_restore
 from services.planner.policy.scale_signal import ScaleWish
@@ -74,7 +74,7 @@ class Carrier(Protocol):
         """Return when reports show what the last plan has changed."""
         ...
 
-    async def carry_out(self, intent: Intent) -> Outcome:
+    async def carry_out(self, intent: Intent) -> PlanOutcome:
         """Have workers carry something out."""
         ...
 
@@ -166,7 +166,7 @@ class PlannerEndpoints:
         except RefusedError as error:
             asked = f"{verb} {'+'.join(names[:MAX_TOLD])}" if names else verb
             await self._planner.announce("plan_refused", f"{asked}, asked by hand: {error}")
-            return _answer(Outcome(is_done=False, reason=str(error)))
+            return _answer(PlanOutcome(is_done=False, reason=str(error)))
         return _answer(await self._planner.carry_out(intent))
 
     def _look(self) -> tuple[ClusterFacts, ClusterView]:
@@ -204,7 +204,7 @@ def _read_names(data: bytes, key: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _answer(outcome: Outcome) -> bytes:
+def _answer(outcome: PlanOutcome) -> bytes:
     groups = [[worker.worker_id for worker in step.workers] for step in outcome.steps]
     answer = {
         "done": outcome.is_done,

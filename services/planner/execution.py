@@ -10,7 +10,7 @@ what may have been said: PREPARING is abandoned, COMMITTING is driven on. What a
 questions may be asked again. A worker that fails, or is lost, needs no repair from here: it, and the members of its
 group, become whole instances by themselves.
 
-A step says in which turns its workers are told (`shared.messages.plan`). Where those of one turn did not do it, the
+A step says in which waves its workers are told (`shared.messages.plan`). Where those of one wave did not do it, the
 others are told to go on as before, although the plan is committed.
 
 Each question goes under the newest epoch that this planner holds: errands, and other plans, may be under way beside.
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from services.planner.book import PlanBook, SupersededError
-from services.planner.policy.plans.intent import Intent, Outcome, names_of
+from services.planner.policy.plans.intent import Intent, PlanOutcome, names_of
 from shared.ids import WorkerId
 from shared.messages.base import ControlMessage
 from shared.messages.plan import (
@@ -103,7 +103,7 @@ class PlanExecution:
         self._find_loss = find_loss
         self._announce = announce
 
-    async def carry_out(self, intent: Intent) -> Outcome:
+    async def carry_out(self, intent: Intent) -> PlanOutcome:
         """Begin a plan and see it to its end.
 
         Raises:
@@ -127,7 +127,7 @@ class PlanExecution:
         )
         return await self._commit(plan, began_s)
 
-    async def take_up(self, plan: Plan) -> Outcome:
+    async def take_up(self, plan: Plan) -> PlanOutcome:
         """See a plan to its end that was begun before, by whomever.
 
         Raises:
@@ -169,7 +169,7 @@ class PlanExecution:
             return None
         return f"{worker.worker_id}: {answer.state}{_because(answer.reason)}"
 
-    async def _abort(self, plan: Plan, trouble: str, began_s: float) -> Outcome:
+    async def _abort(self, plan: Plan, trouble: str, began_s: float) -> PlanOutcome:
         """Tell every worker, and close the plan."""
         await self._end(plan, plan.workers, commits=False)
         reason = f"plan {plan.plan_id} abandoned: {trouble}"
@@ -177,7 +177,7 @@ class PlanExecution:
         await self._announce("plan_aborted", f"{reason} ({plan.reason})")
         return _outcome(plan, reason, _now_s() - began_s, is_done=False)
 
-    async def _commit(self, plan: Plan, began_s: float) -> Outcome:
+    async def _commit(self, plan: Plan, began_s: float) -> PlanOutcome:
         by_step = await _together([self._commit_step(plan, step) for step in plan.steps])
         answers = {name: answer for answered in by_step for name, answer in (answered or {}).items()}
         latency_s = _now_s() - began_s
@@ -194,7 +194,7 @@ class PlanExecution:
     async def _commit_step(self, plan: Plan, step: Step) -> dict[WorkerId, _Answer]:
         """Return what each worker of a step says at the end."""
         answers: dict[WorkerId, _Answer] = {}
-        for workers in step.turns:
+        for workers in step.waves:
             are_done = all(_state(answer) is PlanState.DONE for answer in answers.values())
             said = await self._end(plan, workers, commits=are_done)
             answers |= {worker.worker_id: answer for worker, answer in zip(workers, said, strict=True)}
@@ -266,8 +266,10 @@ async def _together(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _outcome(plan: Plan, reason: str, latency_s: float, done: tuple[WorkerId, ...] = (), *, is_done: bool) -> Outcome:
-    return Outcome(is_done, reason, plan.plan_id, latency_s, plan.lever, plan.steps, done)
+def _outcome(
+    plan: Plan, reason: str, latency_s: float, done: tuple[WorkerId, ...] = (), *, is_done: bool
+) -> PlanOutcome:
+    return PlanOutcome(is_done, reason, plan.plan_id, latency_s, plan.lever, plan.steps, done)
 
 
 def _rooms(plan: Plan, answers: Mapping[WorkerId, _Answer]) -> list[str]:

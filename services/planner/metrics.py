@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from services.planner.policy.plans.intent import Outcome
+from services.planner.policy.plans.intent import PlanOutcome
 from services.planner.policy.scale_signal import ScaleWish
 from shared.messages.report import ClusterView, Liveness
 from shared.process.metrics import Metrics
@@ -42,7 +42,7 @@ class PlannerMetrics:
         """Count an event."""
         self._events.inc(name=name)
 
-    def note(self, outcome: Outcome) -> None:
+    def note(self, outcome: PlanOutcome) -> None:
         """Count a plan that has ended."""
         if outcome.plan_id:
             said = "done" if outcome.is_done else "failed" if outcome.done else "aborted"

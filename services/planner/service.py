@@ -20,7 +20,7 @@ from services.planner.metrics import PlannerMetrics
 from services.planner.policy.decisions import Decider
 from services.planner.policy.levers.ladder import Decision, Lever
 from services.planner.policy.observe import find_loss
-from services.planner.policy.plans.intent import Intent, Outcome
+from services.planner.policy.plans.intent import Intent, PlanOutcome
 from services.planner.policy.scale_signal import ScaleWish
 from services.planner.rebalancing import Rebalancer
 from shared.cluster_views import ViewFeed
@@ -76,7 +76,7 @@ class Planner:
         self._book: PlanBook | None = None
         self._execution: PlanExecution | None = None
         self._rebalancer: Rebalancer | None = None
-        self._carrying: asyncio.Task[Outcome] | None = None
+        self._carrying: asyncio.Task[PlanOutcome] | None = None
         self._wake = asyncio.Event()
         self._view: ClusterView | None = None
         self._view_at_s: float | None = None
@@ -165,7 +165,7 @@ class Planner:
         while not self._decider.is_settled(self._view, loop.time()):
             await asyncio.sleep(SETTLE_LOOK_S)
 
-    async def carry_out(self, intent: Intent) -> Outcome:
+    async def carry_out(self, intent: Intent) -> PlanOutcome:
         """Have workers carry something out, whatever becomes of the caller; `why_busy` must be empty."""
         return await asyncio.shield(self._begin(intent))
 
@@ -279,26 +279,26 @@ class Planner:
             reason = f"{before.num_instances} instances are no longer wanted: demand fits those that there were"
             await self.announce("instances_suffice", reason)
 
-    def _begin(self, intent: Intent) -> asyncio.Task[Outcome]:
+    def _begin(self, intent: Intent) -> asyncio.Task[PlanOutcome]:
         assert self._execution is not None, "started"
         return self._start(self._execution.carry_out(intent))
 
-    def _start(self, work: Coroutine[Any, Any, Outcome]) -> asyncio.Task[Outcome]:
+    def _start(self, work: Coroutine[Any, Any, PlanOutcome]) -> asyncio.Task[PlanOutcome]:
         assert self._carrying is None, "one plan at a time"
         self._carrying = self._tasks.start(self._carry(work), name="plan")
         return self._carrying
 
-    async def _carry(self, work: Coroutine[Any, Any, Outcome]) -> Outcome:
+    async def _carry(self, work: Coroutine[Any, Any, PlanOutcome]) -> PlanOutcome:
         try:
             outcome = await work
         except SupersededError as error:
             await self._give_way(error)
-            outcome = Outcome(is_done=False, reason=str(error))
+            outcome = PlanOutcome(is_done=False, reason=str(error))
         except BusError as error:
             self._certain = False
             _log.warning("plan_broken_off", error=str(error))
             reason = f"the broker failed on the way, the plan is taken up again: {error}"
-            outcome = Outcome(is_done=False, reason=reason)
+            outcome = PlanOutcome(is_done=False, reason=reason)
         finally:
             self._carrying = None
             self._wake.set()

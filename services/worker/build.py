@@ -44,7 +44,7 @@ DESCRIPTION = "Runs the model on one device, and owns its memory"
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
+class ServedModel:
     """What a worker must know of the model that its executor runs."""
 
     vocab_size: int
@@ -84,7 +84,7 @@ def build_worker(  # noqa: PLR0913  one argument per part that is joined here
     settings: WorkerSettings,
     bus: Bus,
     executor: Executor,
-    model: ModelFacts,
+    model: ServedModel,
     reporter: Reporter,
     on_failure: Callable[[str, BaseException], None],
     *,
@@ -216,7 +216,7 @@ def _num_blocks(settings: WorkerSettings, capacity: KvCapacity) -> int:
     return min(capacity.num_blocks, settings.max_blocks or capacity.num_blocks)
 
 
-def _facts(settings: WorkerSettings, executor: Executor, model: ModelFacts, device: GroupDevice | None) -> WorkerFacts:
+def _facts(settings: WorkerSettings, executor: Executor, model: ServedModel, device: GroupDevice | None) -> WorkerFacts:
     capacity = executor.capacity
     return WorkerFacts(
         model=settings.model_name(),
@@ -239,7 +239,7 @@ def _facts(settings: WorkerSettings, executor: Executor, model: ModelFacts, devi
 def _engine(
     settings: WorkerSettings,
     executor: Executor,
-    model: ModelFacts,
+    model: ServedModel,
     max_model_len: int,
     make_engine: EngineMaker | None,
 ) -> Engine:

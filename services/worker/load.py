@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from services.worker.build import ModelFacts
+from services.worker.build import ServedModel
 from services.worker.config import Dtype, ExecutorKind, LoadFrom, WorkerSettings
 from services.worker.contract.executor import Executor, HostMemory
 from services.worker.cost.estimate import CostEstimate
@@ -40,7 +40,7 @@ class Loaded:
     """An executor, and what the worker must know of its model."""
 
     executor: Executor
-    model: ModelFacts
+    model: ServedModel
     device: GroupDevice | None = None
     """Owns the executor's model, and outlives it; None: no layer is ever dropped."""
 
@@ -106,7 +106,7 @@ def _modelled(settings: WorkerSettings, spec: ModelSpec) -> Loaded:
     draw = TokenDraw.of_vocabulary(spec.vocab_size, spec.eos_token_ids, first_id=min(256, spec.vocab_size // 2))
     kv = ShadowKv(num_blocks, settings.block_size, draw, num_host_blocks=0 if host is None else host.num_blocks)
     cost = load_profile(settings.profile).cost
-    facts = ModelFacts(
+    facts = ServedModel(
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
         max_model_len=min(settings.max_model_len or spec.max_positions, num_blocks * settings.block_size),
@@ -248,8 +248,8 @@ def _runner_settings(settings: WorkerSettings, page_bytes: int | None) -> Runner
     )
 
 
-def _facts(info: ModelInfo, fitting: CostFitting) -> ModelFacts:
-    return ModelFacts(
+def _facts(info: ModelInfo, fitting: CostFitting) -> ServedModel:
+    return ServedModel(
         vocab_size=info.vocab_size,
         eos_token_ids=info.eos_token_ids,
         max_model_len=info.max_model_len,

@@ -21,7 +21,7 @@ A worker that was prepared and hears nothing for `limit_s` goes on as it was. On
 breaks, loads what it lacks and is a whole instance again by itself: no group outlives one of its members.
 
 The leader of a group may use only blocks that every stage has, so it goes first where blocks go, and last where blocks
-come. A step says so by its `turns`: once all of one turn are done the next ones are told, else AbortPlan to them:
+come. A step says so by its `waves`: once all of one wave are done the next ones are told, else AbortPlan to them:
 
     load     CommitPlan to the leader; once it is done, to the members
     unload   CommitPlan to the members; once all are done, to the leader
@@ -75,7 +75,7 @@ class PlanStep(MessagePart, ABC):
         """All that take part; of a group the first one leads."""
 
     @property
-    def turns(self) -> tuple[tuple[PlannedWorker, ...], ...]:
+    def waves(self) -> tuple[tuple[PlannedWorker, ...], ...]:
         """Who is told to carry it out at the same time, and who only after them."""
         return (self.workers,)
 
@@ -120,7 +120,7 @@ class LoadBeside(_BesideStep):
     kind: Literal["load"] = "load"
 
     @property
-    def turns(self) -> tuple[tuple[PlannedWorker, ...], ...]:
+    def waves(self) -> tuple[tuple[PlannedWorker, ...], ...]:
         """The leader first: blocks go."""
         return self.stages[:1], self.stages[1:]
 
@@ -136,7 +136,7 @@ class UnloadBeside(_BesideStep):
     kind: Literal["unload"] = "unload"
 
     @property
-    def turns(self) -> tuple[tuple[PlannedWorker, ...], ...]:
+    def waves(self) -> tuple[tuple[PlannedWorker, ...], ...]:
         """The leader last: blocks come."""
         return self.stages[1:], self.stages[:1]
 

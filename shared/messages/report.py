@@ -20,7 +20,7 @@ class WorkerPhase(StrEnum):
     STOPPED = "stopped"
 
 
-class MoveKind(StrEnum):
+class TransferKind(StrEnum):
     """What moves to a worker while it serves."""
 
     KV_EXCHANGE = "kv_exchange"
@@ -31,10 +31,10 @@ class MoveKind(StrEnum):
     """Parameters of layers that the worker does not compute yet."""
 
 
-class Move(MessagePart):
+class TransferProgress(MessagePart):
     """One thing on its way, as far as it has come. Of KV the leader of the group tells, of parameters who gets them."""
 
-    kind: MoveKind
+    kind: TransferKind
     num_bytes: Annotated[int, Field(ge=0)]
     """That go from one worker, or from the host, to another in all; of `kv_copy` as far as is known now."""
     num_moved_bytes: Annotated[int, Field(ge=0)]
@@ -120,7 +120,7 @@ class WorkerReport(ControlMessage):
     those that run."""
     num_coming_blocks: int = 0
     """Blocks whose KV is on its way from other workers of the group; sequences wait for theirs."""
-    moves: Annotated[tuple[Move, ...], Field(max_length=8)] = ()
+    moves: Annotated[tuple[TransferProgress, ...], Field(max_length=8)] = ()
     """What is on its way to it while it serves."""
     num_layers: int = 0
     """Of the whole model; 0 if the worker does not say."""

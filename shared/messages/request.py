@@ -15,7 +15,7 @@ from pydantic import Field
 
 from shared.ids import DispatcherId, Incarnation, RequestId, StreamId
 from shared.messages.base import ControlMessage
-from shared.types import QoeTarget, RequestClass, SamplingParams
+from shared.types import ReaderTarget, RequestClass, SamplingParams
 
 MAX_PROMPT_TOKENS = 1_000_000
 """Longest prompt that a worker is sent."""
@@ -48,7 +48,7 @@ class Submit(ControlMessage):
     """Token ids that earlier attempts produced and the dispatcher has; generation goes on after them."""
     sampling: SamplingParams
     request_class: RequestClass = RequestClass.REAL_TIME
-    qoe: QoeTarget | None = None
+    qoe: ReaderTarget | None = None
     """The reader's schedule; None when no reader follows the stream (not streamed, JSON, tools)."""
     age_s: Annotated[float, Field(ge=0)] = 0.0
     """Seconds since the request arrived at the dispatcher; the worker's clock for QoE and for order starts there."""

@@ -20,7 +20,7 @@ from shared.process.tasks import TaskOwner
 from shared.transport.bus import BusError
 from shared.transport.bus_rules import is_power_of_two
 from shared.transport.nats_bus import NatsBus
-from shared.transport.nats_roles import Role, inbox_prefix
+from shared.transport.nats_roles import BrokerRole, inbox_prefix
 
 S = TypeVar("S", bound=ServiceSettings)
 
@@ -37,7 +37,7 @@ class ServiceProcess:
         stop: set when the process is to end.
     """
 
-    def __init__(self, role: Role, settings: ServiceSettings, stop: asyncio.Event) -> None:
+    def __init__(self, role: BrokerRole, settings: ServiceSettings, stop: asyncio.Event) -> None:
         self._role = role
         self._settings = settings
         self._stop = stop
@@ -103,6 +103,6 @@ def run_service_process(name: str, model: type[S], main: Callable[[S, ServicePro
     async def serve(stop: asyncio.Event) -> None:
         settings = load(model, name)
         configure(name, settings.instance_id, settings.log_level, settings.log_format)
-        await main(settings, ServiceProcess(Role(name), settings, stop))
+        await main(settings, ServiceProcess(BrokerRole(name), settings, stop))
 
     run_service(name, serve)

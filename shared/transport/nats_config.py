@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from shared.transport.nats_roles import Role, permissions
+from shared.transport.nats_roles import BrokerRole, permissions
 
 PASSWORD_BYTES: Final = 24
 """Randomness of a generated password."""
@@ -54,7 +54,7 @@ class BrokerConfig:
     """`host:port` for clients; port -1 takes a free one."""
     store_dir: str
     """JetStream's files."""
-    passwords: Mapping[Role, str] = field(default_factory=dict)
+    passwords: Mapping[BrokerRole, str] = field(default_factory=dict)
     """One user per role, with its permissions; empty: whoever connects may do everything."""
     clusters: tuple[str, ...] = ("default",)
     """Names of the Sluice clusters that share the broker; the users may act in each."""
@@ -72,9 +72,9 @@ def new_password() -> str:
     return secrets.token_urlsafe(PASSWORD_BYTES)
 
 
-def new_passwords() -> dict[Role, str]:
+def new_passwords() -> dict[BrokerRole, str]:
     """Return a fresh password for each role."""
-    return {role: new_password() for role in Role}
+    return {role: new_password() for role in BrokerRole}
 
 
 def config_text(config: BrokerConfig) -> str:
@@ -109,7 +109,7 @@ def _authorization(config: BrokerConfig) -> str:
     return "authorization {\n  users: [\n" + "".join(users) + "  ]\n}\n"
 
 
-def _user(role: Role, password: str, clusters: tuple[str, ...]) -> str:
+def _user(role: BrokerRole, password: str, clusters: tuple[str, ...]) -> str:
     allowed = [permissions(role, cluster) for cluster in clusters]
     publish = dict.fromkeys(subject for one in allowed for subject in one.publish)
     subscribe = dict.fromkeys(subject for one in allowed for subject in one.subscribe)

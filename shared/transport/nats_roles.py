@@ -28,7 +28,7 @@ _WORKERS: Final = WorkerId(ANY)
 _DISPATCHERS: Final = DispatcherId(ANY)
 
 
-class Role(StrEnum):
+class BrokerRole(StrEnum):
     """A kind of process, and the name of its user at the broker."""
 
     DISPATCHER = "dispatcher"
@@ -50,19 +50,19 @@ class Permissions:
     """What it does not hear although `subscribe` allows it."""
 
 
-def inbox_prefix(role: Role, instance_id: str) -> str:
+def inbox_prefix(role: BrokerRole, instance_id: str) -> str:
     """Return under which subject this process listens for answers."""
-    return "_INBOX" if role is Role.OPERATOR else f"_INBOX.{role}.{instance_id}"
+    return "_INBOX" if role is BrokerRole.OPERATOR else f"_INBOX.{role}.{instance_id}"
 
 
-def permissions(role: Role, cluster: str = "default") -> Permissions:
+def permissions(role: BrokerRole, cluster: str = "default") -> Permissions:
     """Return what processes of the role may do in the cluster.
 
     Raises:
         ValueError: the cluster's name cannot be part of a subject.
     """
     subjects = Subjects(cluster)
-    if role is Role.OPERATOR:
+    if role is BrokerRole.OPERATOR:
         return _operator(subjects)
     publish, subscribe = _SERVICES[role](subjects)
     return Permissions(
@@ -83,30 +83,30 @@ def _worker(subjects: Subjects) -> tuple[list[str], list[str]]:
 def _monitor(subjects: Subjects) -> tuple[list[str], list[str]]:
     view, plan = subjects.view_bucket(), subjects.plan_bucket()
     publish = [subjects.view(), *_open(view), *_write(view), *_open(plan), *_read(plan)]
-    asked = [subjects.admin(Role.MONITOR, ANY, verb) for verb in ("view", "counters")]
-    return publish, [subjects.all_reports(), *asked, _inboxes(Role.MONITOR)]
+    asked = [subjects.admin(BrokerRole.MONITOR, ANY, verb) for verb in ("view", "counters")]
+    return publish, [subjects.all_reports(), *asked, _inboxes(BrokerRole.MONITOR)]
 
 
 def _planner(subjects: Subjects) -> tuple[list[str], list[str]]:
     view, plan = subjects.view_bucket(), subjects.plan_bucket()
     publish = [subjects.plan(_WORKERS), *_open(view), *_read(view), *_open(plan), *_read(plan), *_write(plan)]
-    return publish, [subjects.view(), *_asked_of_planner(subjects), _inboxes(Role.PLANNER)]
+    return publish, [subjects.view(), *_asked_of_planner(subjects), _inboxes(BrokerRole.PLANNER)]
 
 
 def _dispatcher(subjects: Subjects) -> tuple[list[str], list[str]]:
     view, owners = subjects.view_bucket(), subjects.owners_bucket()
     publish = [*_requests(subjects), *_open(view), *_read(view), *_open(owners), *_read(owners), *_write(owners)]
-    heard = [subjects.view(), subjects.tokens(_DISPATCHERS), subjects.admin(Role.DISPATCHER, ANY, "dump")]
-    return publish, [*heard, _inboxes(Role.DISPATCHER)]
+    heard = [subjects.view(), subjects.tokens(_DISPATCHERS), subjects.admin(BrokerRole.DISPATCHER, ANY, "dump")]
+    return publish, [*heard, _inboxes(BrokerRole.DISPATCHER)]
 
 
 def _operator(subjects: Subjects) -> Permissions:
     buckets = (subjects.view_bucket(), subjects.plan_bucket(), subjects.owners_bucket())
     asked = [
-        subjects.admin(Role.MONITOR, ANY, "view"),
-        subjects.admin(Role.MONITOR, ANY, "counters"),
+        subjects.admin(BrokerRole.MONITOR, ANY, "view"),
+        subjects.admin(BrokerRole.MONITOR, ANY, "counters"),
         *_asked_of_planner(subjects),
-        subjects.admin(Role.DISPATCHER, ANY, "dump"),
+        subjects.admin(BrokerRole.DISPATCHER, ANY, "dump"),
         *_asked_of_workers(subjects),  # also `submit`: `sluice profile` loads a worker
     ]
     lists = ["$JS.API.INFO", "$JS.API.STREAM.NAMES", "$JS.API.STREAM.LIST"]
@@ -121,10 +121,10 @@ def _operator(subjects: Subjects) -> Permissions:
 
 
 _SERVICES: Final = {
-    Role.WORKER: _worker,
-    Role.MONITOR: _monitor,
-    Role.PLANNER: _planner,
-    Role.DISPATCHER: _dispatcher,
+    BrokerRole.WORKER: _worker,
+    BrokerRole.MONITOR: _monitor,
+    BrokerRole.PLANNER: _planner,
+    BrokerRole.DISPATCHER: _dispatcher,
 }
 
 
@@ -139,16 +139,16 @@ def _asked_of_workers(subjects: Subjects) -> list[str]:
 
 
 def _asked_of_planner(subjects: Subjects) -> list[str]:
-    return [subjects.admin(Role.PLANNER, ANY, verb) for verb in ("plan", "metrics", "drop", "restore")]
+    return [subjects.admin(BrokerRole.PLANNER, ANY, verb) for verb in ("plan", "metrics", "drop", "restore")]
 
 
-def _service_protocol(role: Role) -> list[str]:
+def _service_protocol(role: BrokerRole) -> list[str]:
     name = f"sluice-{role}"
     verbs = ("PING", "INFO", "STATS")
     return [f"$SRV.{verb}{rest}" for verb in verbs for rest in ("", f".{name}", f".{name}.{ANY}")]
 
 
-def _inboxes(role: Role) -> str:
+def _inboxes(role: BrokerRole) -> str:
     return f"{inbox_prefix(role, ANY)}.>"
 
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from shared.errors import StartupError
 from shared.transport.nats_config import BrokerConfig, config_text
-from shared.transport.nats_roles import Role
+from shared.transport.nats_roles import BrokerRole
 
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
@@ -40,7 +40,7 @@ class EmbeddedNats:
         """The process, while it runs."""
         return None if self._process is None else self._process.pid
 
-    def start(self, store_dir: Path, *, port: int = 0, passwords: Mapping[Role, str] | None = None) -> str:
+    def start(self, store_dir: Path, *, port: int = 0, passwords: Mapping[BrokerRole, str] | None = None) -> str:
         """Return the url of a broker that accepts connections.
 
         Args:
@@ -125,7 +125,7 @@ def find_binary() -> str:
     return found
 
 
-def server_command(store_dir: Path, port: int, passwords: Mapping[Role, str], cluster: str) -> list[str]:
+def server_command(store_dir: Path, port: int, passwords: Mapping[BrokerRole, str], cluster: str) -> list[str]:
     """Write the configuration, and return the command line of a broker on this port, for a supervisor that runs it.
 
     Args:
@@ -151,7 +151,7 @@ def accepts_connections(url: str) -> bool:
         return False
 
 
-def _write_config(directory: Path, port: int, passwords: Mapping[Role, str], cluster: str = "default") -> Path:
+def _write_config(directory: Path, port: int, passwords: Mapping[BrokerRole, str], cluster: str = "default") -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     for stale in directory.glob("nats-server_*.ports"):
         stale.unlink()

@@ -17,7 +17,7 @@ _Count = Annotated[int, Field(ge=1)]
 _Amount = Annotated[float, Field(gt=0)]
 
 
-class ModelFacts(Value):
+class CatalogModel(Value):
     """One model; see `models.toml`."""
 
     title: str
@@ -66,13 +66,13 @@ class GpuFacts(Value):
         return round(self.memory_gb * 1e9)
 
 
-_Facts = TypeVar("_Facts", ModelFacts, GpuFacts)
+_Facts = TypeVar("_Facts", CatalogModel, GpuFacts)
 
 
 @cache
-def models() -> dict[str, ModelFacts]:
+def models() -> dict[str, CatalogModel]:
     """Return the models by name."""
-    return {name: ModelFacts.model_validate(table) for name, table in _tables("models.toml").items()}
+    return {name: CatalogModel.model_validate(table) for name, table in _tables("models.toml").items()}
 
 
 @cache
@@ -81,7 +81,7 @@ def gpus() -> dict[str, GpuFacts]:
     return {name: GpuFacts.model_validate(table) for name, table in _tables("gpus.toml").items()}
 
 
-def find_model(name: str) -> tuple[str, ModelFacts]:
+def find_model(name: str) -> tuple[str, CatalogModel]:
     """Return a model's name as the catalogue writes it, and the model; capital letters do not matter.
 
     Raises:

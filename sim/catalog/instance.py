@@ -13,7 +13,7 @@ from typing import Final
 
 from shared.cost import CostModel, Profile, load_profile, profile_names
 from shared.errors import StartupError
-from sim.catalog.facts import GpuFacts, ModelFacts, find_gpu, find_model, gpus, models
+from sim.catalog.facts import CatalogModel, GpuFacts, find_gpu, find_model, gpus, models
 
 USABLE_SHARE: Final = 0.9
 """Share of the GPU's memory that a server uses, as vLLM's `gpu_memory_utilization`."""
@@ -23,7 +23,7 @@ _PROFILE: Final = re.compile(r"(?P<model>.+)-tp(?P<tp>\d+)-(?P<gpu>[^-]+)")
 
 
 @dataclass(frozen=True, slots=True)
-class InstanceFacts:
+class CatalogInstance:
     """One copy of a model on `tp` GPUs. Sizes and rates are of the whole instance, all its GPUs together."""
 
     name: str
@@ -62,7 +62,7 @@ class InstanceFacts:
         return int(free_bytes / (self.kv_bytes_per_token * share))
 
 
-def find_instance(model: str, gpu: str, *, tp: int | None = None) -> InstanceFacts:
+def find_instance(model: str, gpu: str, *, tp: int | None = None) -> CatalogInstance:
     """Return the facts of one instance.
 
     Args:
@@ -90,19 +90,19 @@ def find_instance(model: str, gpu: str, *, tp: int | None = None) -> InstanceFac
     return fitting[0]
 
 
-def num_kv_tokens(model: ModelFacts, gpu: GpuFacts, tp: int) -> int:
+def num_kv_tokens(model: CatalogModel, gpu: GpuFacts, tp: int) -> int:
     """Return how many tokens the KV memory of an instance holds; 0 or less if the parameters alone do not fit."""
     free_bytes = USABLE_SHARE * gpu.memory_bytes * tp - model.parameter_bytes - RESERVE_BYTES * tp
     return int(free_bytes // model.kv_bytes_per_token)
 
 
-def _instance(model: str, gpu: str, tp: int, profile: Profile) -> InstanceFacts:
+def _instance(model: str, gpu: str, tp: int, profile: Profile) -> CatalogInstance:
     model_facts, gpu_facts = models()[model], gpus()[gpu]
     cost, provenance = profile.cost, f"cost: {profile.name}, {profile.source}"
     if gpu_facts.scaled_from is not None:
         cost = scaled_cost(cost, gpus()[gpu_facts.scaled_from], gpu_facts)
         provenance += f", scaled to {gpu_facts.title} by bandwidth and arithmetic of the data sheets"
-    return InstanceFacts(
+    return CatalogInstance(
         name=f"{model}-tp{tp}-{gpu}",
         model=model,
         gpu=gpu,

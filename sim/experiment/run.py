@@ -20,11 +20,11 @@ from services.dispatcher.service import DispatcherService
 from services.dispatcher.session.request import FailureCode, NewRequest, RequestFailedError
 from shared.ids import RequestId
 from shared.messages.request import MAX_PROMPT_TOKENS, pack_token_ids
-from shared.types import QoeTarget, RequestClass, SamplingParams
+from shared.types import ReaderTarget, RequestClass, SamplingParams
 from sim.cluster import SimCluster
 from sim.experiment.records import Recorder
 from sim.experiment.result import RunResult
-from sim.experiment.sampling import Sampler
+from sim.experiment.sampling import ClusterSampler
 from sim.experiment.setup import ExperimentCluster, build_cluster
 from sim.requests import DAY_S
 from sim.scenarios.scenario import Scenario
@@ -87,7 +87,7 @@ async def _run(built: ExperimentCluster, workload: Workload, on_progress: Callab
         on_progress(Progress(at_s, end_s, recorder.num_done, len(workload)))
 
     async with SimCluster(built.params) as cluster:
-        sampler = Sampler(cluster, built.gpus_per_worker)
+        sampler = ClusterSampler(cluster, built.gpus_per_worker)
         sampling = asyncio.create_task(sampler.run(report), name="sampler")
         feeding = asyncio.create_task(feed(cluster, workload, recorder), name="feeder")
         try:
@@ -157,5 +157,5 @@ def _request(workload: Workload, index: int, worker: SimWorkerParams, arrival_s:
         arrival_s=arrival_s,
         limit_s=DAY_S,
         request_class=_CLASSES[workload.request_class[index]],
-        qoe=QoeTarget(ttft_s=float(workload.qoe_ttft_s[index]), speed_tokens_per_s=speed) if has_reader else None,
+        qoe=ReaderTarget(ttft_s=float(workload.qoe_ttft_s[index]), speed_tokens_per_s=speed) if has_reader else None,
     )

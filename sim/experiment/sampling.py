@@ -22,7 +22,7 @@ PERIOD_S = 0.1
 """Virtual seconds between two looks: a few steps of a large model, over which memory changes by a percent or so."""
 
 
-class Sampler:
+class ClusterSampler:
     """Watches one run.
 
     Args:

@@ -8,7 +8,7 @@ from shared.errors import StartupError
 from shared.layers import even_split
 from shared.messages.report import ElasticFacts
 from shared.systems import find_system
-from sim.catalog.instance import InstanceFacts
+from sim.catalog.instance import CatalogInstance
 from sim.cluster import ClusterParams
 from sim.devices.channel import ModelledLink
 from sim.scenarios.scenario import Scenario
@@ -95,7 +95,7 @@ def build_cluster(scenario: Scenario, system: str, workload: Workload) -> Experi
     return ExperimentCluster(params, instance.tp * num_stages)
 
 
-def _elastic_facts(instance: InstanceFacts, link_bytes_per_s: float) -> ElasticFacts:
+def _elastic_facts(instance: CatalogInstance, link_bytes_per_s: float) -> ElasticFacts:
     """Return an instance's memory in pages: embedding and head count as spread evenly over the layers."""
     num_layers, block_bytes = instance.num_layers, instance.kv_bytes_per_token * BLOCK_SIZE // (2 * instance.num_layers)
     layer_bytes = -(-instance.parameter_bytes // num_layers)

@@ -21,10 +21,10 @@ from services.worker.modelled.shadow_kv import TokenDraw
 from services.worker.serving.watchdog import StuckStepError
 from shared.subjects import Subjects
 from sim.faults.checkers import Checker, judge_numbers, judge_peaks
-from sim.faults.cluster import FaultCluster, Outcome
+from sim.faults.cluster import CallOutcome, FaultCluster
 from sim.faults.kinds import MAX_DELAY_S, MESSAGE_KINDS
-from sim.faults.scenario import FIRST_TOKEN, VOCABULARY, Ask, Scenario, draw_scenario
-from sim.faults.trace import Trace
+from sim.faults.scenario import FIRST_TOKEN, VOCABULARY, Ask, FaultScenario, draw_scenario
+from sim.faults.trace import FaultTrace
 from sim.requests import SimRequest
 from sim.virtual_time import VirtualTimeLoop, run
 
@@ -66,7 +66,7 @@ def run_seed(seed: int, print_line: Callable[[str], None] | None = None) -> Seed
 
 
 def run_scenario(
-    scenario: Scenario,
+    scenario: FaultScenario,
     print_line: Callable[[str], None] | None = None,
     watch: Callable[[FaultCluster], None] | None = None,
 ) -> SeedReport:
@@ -77,13 +77,15 @@ def run_scenario(
         print_line: see `run_seed`.
         watch: shown the cluster at every instant at which something happened; what it raises ends the run.
     """
-    trace = Trace(print_line)
+    trace = FaultTrace(print_line)
     with trace.hear_log():
         return run(_Run(scenario, trace, watch).main(), allow_leaks=True)
 
 
 class _Run:
-    def __init__(self, scenario: Scenario, trace: Trace, watch: Callable[[FaultCluster], None] | None) -> None:
+    def __init__(
+        self, scenario: FaultScenario, trace: FaultTrace, watch: Callable[[FaultCluster], None] | None
+    ) -> None:
         self._scenario = scenario
         self._trace = trace
         self._watch = watch
@@ -166,7 +168,7 @@ class _Run:
             ask = Ask(0.0, SimRequest(f"probe{index}", prompt, 8, seed=1), 1, index, PROBE_LIMIT_S)
             await cluster.follow(ask)
         for call in cluster.calls[known:]:
-            if call.outcome is not Outcome.ANSWERED or call.answers[0].failure is not None:
+            if call.outcome is not CallOutcome.ANSWERED or call.answers[0].failure is not None:
                 self._violations.append(f"I7: {call.answers[0].request.request_id} was not answered at once")
 
     def _judge(self, cluster: FaultCluster, begun_s: float) -> None:
@@ -213,7 +215,7 @@ async def _note_peaks_forever(cluster: FaultCluster) -> None:
         await asyncio.sleep(_LOOK_S)
 
 
-def describe(scenario: Scenario) -> Iterator[str]:
+def describe(scenario: FaultScenario) -> Iterator[str]:
     """Return what a seed stands for, line by line."""
     workers = scenario.workers
     yield (

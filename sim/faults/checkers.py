@@ -16,10 +16,10 @@ from types import MappingProxyType
 from services.dispatcher.session.request import FailureCode
 from services.worker.modelled.shadow_kv import TokenDraw
 from shared.types import FinishReason
-from sim.faults.cluster import Call, Outcome, Peaks, describe_call
+from sim.faults.cluster import CallOutcome, ClientCall, Peaks, describe_call
 from sim.faults.kinds import BROKER, GROUP_KINDS, MAX_DELAY_S, MESSAGE_KINDS, Fault, FaultKind
 from sim.faults.nodes import POISON_SEED
-from sim.faults.scenario import MONITOR, Scenario
+from sim.faults.scenario import MONITOR, FaultScenario
 from sim.requests import SimAnswer, undisturbed_text
 from sluice_client.qoe import QoeTarget, final_qoe
 
@@ -49,7 +49,7 @@ class Checker:
 
     def __init__(
         self,
-        scenario: Scenario,
+        scenario: FaultScenario,
         begun_s: float,
         draw: TokenDraw,
         felt: Mapping[Fault, frozenset[str]] = MappingProxyType({}),
@@ -60,24 +60,24 @@ class Checker:
         self._felt = felt
         self._has_poison = any(ask.request.seed == POISON_SEED for ask in scenario.asks)
 
-    def judge(self, calls: Sequence[Call]) -> list[str]:
+    def judge(self, calls: Sequence[ClientCall]) -> list[str]:
         """Return what is wrong with the calls, in words."""
         return [fault for call in calls for fault in self._judge_call(call)]
 
-    def _judge_call(self, call: Call) -> Iterator[str]:
+    def _judge_call(self, call: ClientCall) -> Iterator[str]:
         name = describe_call(call)
-        if call.outcome is Outcome.OPEN:
+        if call.outcome is CallOutcome.OPEN:
             yield f"I1: {name} never ended"
-        if call.outcome is Outcome.REFUSED and not self._may_fail(call, call.code):
+        if call.outcome is CallOutcome.REFUSED and not self._may_fail(call, call.code):
             yield f"I1: {name} was refused without a cause"
-        if call.outcome is Outcome.CUT and not self._troubles(
+        if call.outcome is CallOutcome.CUT and not self._troubles(
             {call.dispatcher, BROKER}, call.begun_s, call.ended_s, QUEUE_S
         ):
             yield f"I1: {name} lost its connection, but its dispatcher was well"
         for answer in call.answers:
             yield from self._judge_answer(call, answer)
 
-    def _judge_answer(self, call: Call, answer: SimAnswer) -> Iterator[str]:
+    def _judge_answer(self, call: ClientCall, answer: SimAnswer) -> Iterator[str]:
         name, text = describe_call(call), undisturbed_text(replace(answer.request, stop_after=None), self._draw)
         if answer.tokens != text[: len(answer.tokens)]:
             wrong = next(i for i, (a, b) in enumerate(zip(answer.tokens, [*text, None], strict=False)) if a != b)
@@ -86,7 +86,7 @@ class Checker:
             yield f"I3: {name} counts {answer.num_counted} tokens"
         yield from self._judge_logprobs(name, answer)
         yield from _judge_qoe(name, answer)
-        if call.outcome is not Outcome.ANSWERED:
+        if call.outcome is not CallOutcome.ANSWERED:
             return
         yield from self._judge_gaps(call, answer)
         yield from self._judge_end(call)
@@ -105,7 +105,7 @@ class Checker:
             if found is not None and found != self._draw.logprob(token, answer.request.logprobs):
                 yield f"I2: {name} has another token's log-probability"
 
-    def _may_fail(self, call: Call, code: FailureCode | None, answer: SimAnswer | None = None) -> bool:
+    def _may_fail(self, call: ClientCall, code: FailureCode | None, answer: SimAnswer | None = None) -> bool:
         """Return whether the plan gives a cause for this end."""
         begun_s, ended_s = call.begun_s, call.ended_s
         match code:
@@ -137,7 +137,7 @@ class Checker:
         failing = any(fault.kind is FaultKind.FAILING_STEP for fault in struck)
         return failing or len(struck) + 2 * self._has_poison >= 2
 
-    def _judge_gaps(self, call: Call, answer: SimAnswer) -> Iterator[str]:
+    def _judge_gaps(self, call: ClientCall, answer: SimAnswer) -> Iterator[str]:
         """I7: each fault costs a reader at most its own duration and the time to recover."""
         times = [call.begun_s, *(call.answers[0].arrival_s + at_s for at_s in answer.delivered_s), call.ended_s]
         for before_s, after_s in pairwise(times):
@@ -148,7 +148,7 @@ class Checker:
             if after_s - before_s > allowed_s + (QUEUE_S if self._has_poison else 0.0):
                 yield f"I7: {describe_call(call)} paused for {after_s - before_s:.1f} s from {before_s:.1f} s on"
 
-    def _judge_end(self, call: Call) -> Iterator[str]:
+    def _judge_end(self, call: ClientCall) -> Iterator[str]:
         """I1: it ended in its time, unless its dispatcher stood still meanwhile."""
         struck = self._overlapping(call.begun_s, call.ended_s, 0.0)
         still_s = sum(fault.duration_s for fault in struck if fault.target == call.dispatcher)
@@ -179,7 +179,7 @@ def _judge_qoe(name: str, answer: SimAnswer) -> Iterator[str]:
             yield f"I3: {name} has QoE {answer.qoe:.3f}, its tokens give {expected:.3f}"
 
 
-def _is_late(call: Call) -> bool:
+def _is_late(call: ClientCall) -> bool:
     """Return whether the call's time was over when it ended."""
     return call.ended_s - call.begun_s >= call.ask.request.limit_s - CLOCK_SLACK_S
 

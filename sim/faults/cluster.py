@@ -22,8 +22,8 @@ from sim.devices.modelled_network import ModelledNetwork
 from sim.faults.conductor import Conductor
 from sim.faults.kinds import BROKER, CHANGE_KINDS, MAX_DELAY_S, MESSAGE_KINDS, Fault, FaultKind
 from sim.faults.nodes import Cut, DispatcherNode, LostConnectionError, MonitorNode, Node, PlannerNode, WorkerNode
-from sim.faults.scenario import MONITOR, Ask, Scenario
-from sim.faults.trace import SPY, Trace
+from sim.faults.scenario import MONITOR, Ask, FaultScenario
+from sim.faults.trace import SPY, FaultTrace
 from sim.requests import SimAnswer, new_answers, serve_choices
 from sim.worker import MODEL_NAME, NO_FOLDER
 
@@ -39,7 +39,7 @@ _PLANNER_TASK = "planner"
 """Ends for good when another planner takes over."""
 
 
-class Outcome(Enum):
+class CallOutcome(Enum):
     """How one call of a client ended."""
 
     OPEN = auto()  # it has not
@@ -50,7 +50,7 @@ class Outcome(Enum):
 
 
 @dataclass(slots=True)
-class Call:
+class ClientCall:
     """One call of a client to one dispatcher."""
 
     ask: Ask
@@ -58,7 +58,7 @@ class Call:
     begun_s: float
     answers: list[SimAnswer]
     """One per choice; whatever had come when it ended."""
-    outcome: Outcome = Outcome.OPEN
+    outcome: CallOutcome = CallOutcome.OPEN
     code: FailureCode | None = None
     """Why it was refused."""
     ended_s: float = 0.0
@@ -81,11 +81,11 @@ class FaultCluster:
         trace: hears of everything.
     """
 
-    def __init__(self, scenario: Scenario, trace: Trace) -> None:
+    def __init__(self, scenario: FaultScenario, trace: FaultTrace) -> None:
         self.scenario = scenario
         self.trace = trace
         self.broker = MemoryBroker(deliver=self._deliver)
-        self.calls: list[Call] = []
+        self.calls: list[ClientCall] = []
         self.peaks = Peaks()
         self.felt: dict[Fault, frozenset[str]] = {}
         """Of each fault that has begun: the processes that it is felt by."""
@@ -149,22 +149,22 @@ class FaultCluster:
         if not request.is_resumable:
             request = replace(request, request_id=f"{request.request_id}-turn{turn}")
         now_s = self._loop.time()
-        call = Call(ask, node.name, now_s, new_answers(request, ask.num_choices, now_s))
+        call = ClientCall(ask, node.name, now_s, new_answers(request, ask.num_choices, now_s))
         self.calls.append(call)
         try:
             await node.call(partial(serve_choices, answers=call.answers))
-            call.outcome = Outcome.ANSWERED
+            call.outcome = CallOutcome.ANSWERED
         except RequestFailedError as error:
-            call.outcome, call.code = Outcome.REFUSED, error.code
+            call.outcome, call.code = CallOutcome.REFUSED, error.code
         except LostConnectionError:
-            call.outcome = Outcome.CUT
+            call.outcome = CallOutcome.CUT
         except asyncio.CancelledError:
-            call.outcome = Outcome.LEFT
+            call.outcome = CallOutcome.LEFT
             raise
         finally:
             call.ended_s = self._loop.time()
             self.trace.say(f"client   {describe_call(call)}")
-        return call.outcome is Outcome.ANSWERED
+        return call.outcome is CallOutcome.ANSWERED
 
     # Faults
 
@@ -290,7 +290,9 @@ class FaultCluster:
         for worker in self.workers:
             assert worker.worker is not None, "it serves"
             engine, leases = worker.worker.service.engine, worker.worker.service.leases
-            found += [f"{worker.name}: sequences {sorted(engine.residents.row_of)}"] if engine.table.num_live else []
+            found += (
+                [f"{worker.name}: sequences {sorted(engine.registry.row_of)}"] if engine.table.num_sequences else []
+            )
             num_used = take_stats(engine).num_used_blocks
             found += [f"{worker.name}: {num_used} blocks"] if num_used else []
             found += [f"{worker.name}: {len(leases)} leases"] if len(leases) else []
@@ -299,7 +301,7 @@ class FaultCluster:
         return found
 
 
-def describe_call(call: Call) -> str:
+def describe_call(call: ClientCall) -> str:
     """Return how a call stands, in words."""
     parts = [f"{call.answers[0].request.request_id} at {call.dispatcher}: {call.outcome.name.lower()}"]
     parts += [call.code.value] if call.code is not None else []
@@ -309,7 +311,7 @@ def describe_call(call: Call) -> str:
     return " ".join(parts)
 
 
-def _dispatcher_settings(scenario: Scenario, name: str) -> DispatcherSettings:
+def _dispatcher_settings(scenario: FaultScenario, name: str) -> DispatcherSettings:
     return DispatcherSettings(
         instance_id=name,
         model=NO_FOLDER,

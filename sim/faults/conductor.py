@@ -124,7 +124,7 @@ class Conductor:
     async def _carry_out(self, steps: list[Step], kind: FaultKind) -> str:
         """Return in a word how far the change came."""
         plan_id, answers = await self._driver.prepare(*steps)
-        workers: list[str] = [worker.worker_id for step in steps for turn in step.turns for worker in turn]
+        workers: list[str] = [worker.worker_id for step in steps for wave in step.waves for worker in wave]
         what = steps[0].kind if isinstance(steps[0], LoadBeside | UnloadBeside) else "change"
         self._note("prepare", answers.values())
         good = all(answer is not None and answer.state is PlanState.PREPARED for answer in answers.values())

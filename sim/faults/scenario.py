@@ -9,13 +9,13 @@ import numpy as np
 from shared.cost import CostModel
 from shared.messages.report import ElasticFacts
 from shared.systems import KvExchange
-from shared.types import QoeTarget
+from shared.types import ReaderTarget
 from sim.faults.kinds import GROUP_KINDS, FaultPlan, FaultSpace, draw_faults, draw_merging
 from sim.faults.nodes import POISON_SEED
 from sim.requests import DAY_S, SimRequest
 from sim.worker import SimWorkerParams
 
-READER = QoeTarget(ttft_s=1.0, speed_tokens_per_s=4.8)
+READER = ReaderTarget(ttft_s=1.0, speed_tokens_per_s=4.8)
 MONITOR = "monitor"
 BLOCK_SIZE = 4
 ORPHAN_S = 7.0
@@ -52,7 +52,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Scenario:
+class FaultScenario:
     """All of a run that chance decides before it begins."""
 
     seed: int
@@ -67,7 +67,7 @@ class Scenario:
     """How it comes to a group that forms."""
 
 
-def draw_scenario(seed: int) -> Scenario:
+def draw_scenario(seed: int) -> FaultScenario:
     """Return what this seed stands for."""
     random = np.random.default_rng(seed)
     workers = _draw_workers(random)
@@ -77,10 +77,10 @@ def draw_scenario(seed: int) -> Scenario:
     plan = draw_faults(FaultSpace(names, dispatchers, (MONITOR, *planners)), random)
     asks = [_draw_ask(f"r{i}", len(dispatchers), random) for i in range(int(random.integers(8, 18)))]
     asks += [_draw_poison(f"poison{i}", len(dispatchers), random) for i in range(plan.num_poisonous)]
-    return Scenario(seed, workers, dispatchers, planners, tuple(asks), plan)
+    return FaultScenario(seed, workers, dispatchers, planners, tuple(asks), plan)
 
 
-def draw_group_scenario(seed: int) -> Scenario:
+def draw_group_scenario(seed: int) -> FaultScenario:
     """As `draw_scenario`, with workers that form groups and dissolve them, whatever else fails."""
     random = np.random.default_rng([seed, 3])
     scenario, num_workers = draw_scenario(seed), int(random.integers(2, 5))
@@ -106,7 +106,7 @@ def draw_group_scenario(seed: int) -> Scenario:
     return _draw_merging(scenario, merging) if merging.random() < MERGING_RATIO else scenario
 
 
-def _draw_merging(scenario: Scenario, random: np.random.Generator) -> Scenario:
+def _draw_merging(scenario: FaultScenario, random: np.random.Generator) -> FaultScenario:
     """Return the scenario with four workers, whose two groups of two become one while something fails."""
     workers = tuple(replace(scenario.workers[0], worker_id=f"w{i}") for i in range(4))
     names = tuple(worker.worker_id for worker in workers)

@@ -24,7 +24,7 @@ SPY = "spy"
 _MESSAGES: TypeAdapter[RequestMessage] = TypeAdapter(RequestMessage)
 
 
-class Trace:
+class FaultTrace:
     """Hears the bus and the log.
 
     Args:

@@ -22,7 +22,7 @@ REAL_TIME: Final = 0
 BEST_EFFORT: Final = 1
 
 
-class Load(Value):
+class LoadSpec(Value):
     """The requests of an experiment. Every field may be set in a scenario's file."""
 
     name: str

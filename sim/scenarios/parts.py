@@ -40,7 +40,7 @@ class AndesReaders(Value):
 Readers = Annotated[FixedReaders | AndesReaders, Field(discriminator="kind")]
 
 
-class Slo(Value):
+class SloSpec(Value):
     """What counts as in time."""
 
     ttft_s: Annotated[float, Field(gt=0)]

@@ -11,17 +11,17 @@ from pydantic import Field, ValidationError, model_validator
 from shared.errors import StartupError
 from shared.process.config_fields import did_you_mean
 from shared.systems import SYSTEMS, UnknownSystemError, find_system
-from sim.catalog.instance import InstanceFacts, find_instance
+from sim.catalog.instance import CatalogInstance, find_instance
 from sim.scenarios.arrivals import RECORDED, RepeatedBurstArrivals
-from sim.scenarios.load import Load
-from sim.scenarios.parts import AndesReaders, FixedReaders, Slo
+from sim.scenarios.load import LoadSpec
+from sim.scenarios.parts import AndesReaders, FixedReaders, SloSpec
 from sim.scenarios.variants import Variant
 
 _Count = Annotated[int, Field(ge=1)]
 
 
 class Overrides(TypedDict, total=False):
-    """What flags may change; see the fields of `Scenario` and `Load`."""
+    """What flags may change; see the fields of `Scenario` and `LoadSpec`."""
 
     model: str | None
     gpu: str | None
@@ -40,14 +40,14 @@ class Overrides(TypedDict, total=False):
     duration_s: float | None
     warm_up_s: float | None
     reader: FixedReaders | AndesReaders | None
-    slo: Slo | None
+    slo: SloSpec | None
     kv_tokens: int | None
     max_batch_tokens: int | None
     max_batch_rows: int | None
     systems: tuple[str, ...] | None
 
 
-class Scenario(Load):
+class Scenario(LoadSpec):
     """A cluster and what is asked of it. Every field may be set in a file."""
 
     title: str = ""
@@ -72,7 +72,7 @@ class Scenario(Load):
     """Token slots of one instance; None: as the catalogue computes them."""
     network_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
     """From one instance to another; None: as the catalogue says of the GPU."""
-    slo: Slo | None = None
+    slo: SloSpec | None = None
     """What counts as in time."""
     systems: tuple[str, ...] = ()
     """What is compared unless others are named, systems and variants; the first one is the baseline."""
@@ -102,7 +102,7 @@ class Scenario(Load):
             own = f"The scenario's variants are {', '.join(self.variants)}" if self.variants else ""
             raise StartupError(str(error), own) from None
 
-    def instance(self) -> InstanceFacts:
+    def instance(self) -> CatalogInstance:
         """Return the facts of one instance, with the scenario's `era_ms`, `kv_tokens` and network in their places.
 
         Raises:

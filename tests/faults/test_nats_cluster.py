@@ -21,7 +21,7 @@ from shared.subjects import Subjects
 from shared.transport.bus import BusTimeoutError
 from shared.transport.nats_bus import NatsBus
 from shared.transport.nats_config import BrokerConfig
-from shared.transport.nats_roles import Role
+from shared.transport.nats_roles import BrokerRole
 from shared.transport.nats_server import accepts_connections, find_binary
 from tests.support.chat_readers import read_all, texts_of
 from tests.support.cluster import ROOT, Cluster, cluster
@@ -60,15 +60,15 @@ class Servers:
         self.processes[name].kill()
         self.processes[name].wait()
 
-    def password(self, role: Role) -> str:
+    def password(self, role: BrokerRole) -> str:
         return (self._folder / role / "password").read_text().strip()
 
     def env(self) -> dict[str, str]:
         """What the processes of a cluster over these servers are told."""
-        files = {role: str(self._folder / role / "password") for role in Role}
+        files = {role: str(self._folder / role / "password") for role in BrokerRole}
         env = {"NATS_URL": ",".join(URLS.values()), "SLUICE_NATS_REPLICAS": "3"}
-        env |= {"SLUICE_NATS_USER": Role.OPERATOR.value, "SLUICE_NATS_PASSWORD_FILE": files[Role.OPERATOR]}
-        for role in (Role.MONITOR, Role.PLANNER, Role.WORKER, Role.DISPATCHER):
+        env |= {"SLUICE_NATS_USER": BrokerRole.OPERATOR.value, "SLUICE_NATS_PASSWORD_FILE": files[BrokerRole.OPERATOR]}
+        for role in (BrokerRole.MONITOR, BrokerRole.PLANNER, BrokerRole.WORKER, BrokerRole.DISPATCHER):
             env[f"SLUICE_{role.upper()}_NATS_USER"] = role.value
             env[f"SLUICE_{role.upper()}_NATS_PASSWORD_FILE"] = files[role]
         return env
@@ -130,7 +130,9 @@ def test_one_of_three_servers_dies_and_comes_back_and_no_reader_notices(servers:
 
 async def test_every_bucket_has_three_copies(servers: Servers) -> None:
     """So that it outlives any one server. Runs after the cluster made its buckets."""
-    bus = await NatsBus.connect(URLS["c"], name="test", credentials=(Role.OPERATOR, servers.password(Role.OPERATOR)))
+    bus = await NatsBus.connect(
+        URLS["c"], name="test", credentials=(BrokerRole.OPERATOR, servers.password(BrokerRole.OPERATOR))
+    )
     try:
         for bucket in (Subjects().view_bucket(), Subjects().plan_bucket()):
             answer = await _stream_info(bus, f"KV_{bucket}")
@@ -150,7 +152,7 @@ async def _stream_info(bus: NatsBus, stream: str) -> bytes:
 
 
 def test_the_servers_let_nobody_in_without_a_password_neither_as_client_nor_as_server(servers: Servers) -> None:
-    assert servers.password(Role.WORKER)
+    assert servers.password(BrokerRole.WORKER)
     with RawNats(URLS["a"]) as raw:
         raw.settle()
         assert raw.closed

@@ -73,7 +73,7 @@ def test_tokens_are_drawn_as_the_cpu_draws_them() -> None:
 
 
 def num_compiled() -> int:
-    kernels = (layer_kernels.norm_rows, layer_kernels.turn_heads, layer_kernels.gate_rows)
+    kernels = (layer_kernels.norm_rows, layer_kernels.rotate_heads, layer_kernels.gate_rows)
     others = (choice_kernels.finite_rows, choice_kernels.largest_rows, choice_kernels.draw_rows)
     return sum(len(of_device[0]) for kernel in (*kernels, *others) for of_device in kernel.device_caches.values())
 

@@ -12,7 +12,7 @@ from services.worker.models.digests import PartKey, digest, wrong_parts
 from services.worker.models.weights import ModelWeights, ParameterBuffer, Part, buffer_bytes
 from services.worker.peers.frames import FrameKind, FrameSocket
 from services.worker.peers.greeting import PeerWelcome
-from services.worker.peers.link_turns import LinkTurns
+from services.worker.peers.link_priority import LinkPriority
 from services.worker.roles.parameter_lending import ParameterLender, PeerSource
 from shared.layers import LayerRange
 from tests.support.gpu import ON_GPU
@@ -41,7 +41,7 @@ def test_parameters_go_from_one_buffer_of_the_device_to_another(piece_elements: 
     lent, taken = buffer_of(0), buffer_of(1)
     digests: dict[PartKey, bytes] = {(0, part.name): digest(lent[part.name]) for part in PARTS}
     assert wrong_parts(digests, 0, taken) == ["qkv", "down"]
-    lender = ParameterLender(ModelWeights(lent.only(()), (lent,)), LinkTurns())
+    lender = ParameterLender(ModelWeights(lent.only(()), (lent,)), LinkPriority())
     here, there = socket.socketpair()
     lender.welcome(there, PeerWelcome(num_blocks=1, block_size=16))
     FrameSocket(here).receive(FrameKind.GREETING)

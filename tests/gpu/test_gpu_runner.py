@@ -15,7 +15,7 @@ from services.worker.contract.executor import HostCopy
 from services.worker.executor.selftest import prove_deterministic
 from services.worker.sampling.logit_rules import LogitRules
 from services.worker.sampling.logprobs import LogprobTable
-from services.worker.sampling.sampler import Sampler, SamplingTable
+from services.worker.sampling.sampler import SamplingTable, TokenSampler
 from shared.errors import StartupError
 from shared.types import SamplingParams
 from tests.support.checkpoints import CheckpointShape, difference_from, greedy_text, stored_checkpoint
@@ -130,7 +130,7 @@ def test_sampling_on_the_gpu_chooses_what_the_cpu_chooses_from_the_same_logits()
     for device in ("cpu", "cuda"):
         own = logits.to(device, copy=True)
         put_back = rules.apply(own, rows, positions + 31)
-        chosen.append(Sampler().sample(own, table.take(rows), positions))
+        chosen.append(TokenSampler().sample(own, table.take(rows), positions))
         put_back()
         assert torch.equal(own.cpu(), logits)
         said = asked.of_tokens(own, rows, chosen[-1])

@@ -15,7 +15,7 @@ from services.planner.service import Planner
 from shared.subjects import Subjects
 from shared.transport.nats_bus import NatsBus
 from shared.transport.nats_config import new_passwords
-from shared.transport.nats_roles import Role, inbox_prefix
+from shared.transport.nats_roles import BrokerRole, inbox_prefix
 from shared.transport.nats_server import EmbeddedNats
 from shared.wire import encode_json
 from tests.support.statuses import make_report
@@ -25,7 +25,7 @@ from tests.support.waiting import until
 async def test_the_planner_is_found_and_its_reason_is_told(tmp_path: Path) -> None:
     passwords, denied = new_passwords(), list[BaseException]()
 
-    async def connect(role: Role) -> NatsBus:
+    async def connect(role: BrokerRole) -> NatsBus:
         credentials = (role.value, passwords[role])
         prefix = inbox_prefix(role, role)
         return await NatsBus.connect(
@@ -34,18 +34,18 @@ async def test_the_planner_is_found_and_its_reason_is_told(tmp_path: Path) -> No
 
     with EmbeddedNats() as server:
         url = server.start(tmp_path, passwords=passwords)
-        flags = {"nats_url": url.replace("://", f"://operator:{passwords[Role.OPERATOR]}@")}
+        flags = {"nats_url": url.replace("://", f"://operator:{passwords[BrokerRole.OPERATOR]}@")}
         with pytest.raises(CommandError, match="no planner answers") as nobody:
             await run_verb("drop", {}, flags, limit_s=5, as_json=False)
         assert nobody.value.code == UNREACHABLE
 
-        buses = {role: await connect(role) for role in (Role.MONITOR, Role.PLANNER, Role.WORKER)}
-        monitor = Monitor(MonitorSettings(instance_id="monitor", suspect_after_s=0.2), buses[Role.MONITOR])
-        planner = Planner(PlannerSettings(instance_id="planner", system="kunserve"), buses[Role.PLANNER])
+        buses = {role: await connect(role) for role in (BrokerRole.MONITOR, BrokerRole.PLANNER, BrokerRole.WORKER)}
+        monitor = Monitor(MonitorSettings(instance_id="monitor", suspect_after_s=0.2), buses[BrokerRole.MONITOR])
+        planner = Planner(PlannerSettings(instance_id="planner", system="kunserve"), buses[BrokerRole.PLANNER])
         await monitor.start()
         await planner.start()
         report = make_report()
-        await buses[Role.WORKER].publish(Subjects().report(report.worker_id), encode_json(report))
+        await buses[BrokerRole.WORKER].publish(Subjects().report(report.worker_id), encode_json(report))
         await until(lambda: planner.fresh_view is not None)
         for verb in ("drop", "restore"):
             while True:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.hub import Source, fetch
+from cli.hub import HubModel, fetch
 from shared.errors import StartupError
 from tests.support.fake_hub import COMMIT, FakeHub, fake_hub
 from tests.support.processes import sluice
@@ -128,7 +128,7 @@ def test_without_a_network_the_line_says_so(tmp_path: Path) -> None:
 def test_a_hub_that_is_no_url_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
     with pytest.raises(StartupError, match=r"HF_ENDPOINT is no URL: .*Use https://"):
-        fetch(Source(NAME), tmp_path, lambda _done, _total: None)
+        fetch(HubModel(NAME), tmp_path, lambda _done, _total: None)
 
 
 def test_up_takes_an_id_and_asks_the_hub_only_once(hub: FakeHub, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from cli.chaos.processes import is_running
 from cli.cluster.restart import RestartParams
 from cli.cluster.run_dir import RunDir
-from cli.cluster.supervisor import ChildSpec, Failure, Supervisor
+from cli.cluster.supervisor import ChildSpec, RunFailure, Supervisor
 from tests.support.leaks import whats_open
 from tests.support.processes import wait_until
 from tests.support.waiting import until
@@ -55,7 +55,7 @@ async def supervised(
         await supervisor.close()
 
 
-async def failure_of(supervisor: Supervisor) -> Failure:
+async def failure_of(supervisor: Supervisor) -> RunFailure:
     async with asyncio.timeout(LIMIT_S):
         return await supervisor.wait_failed()
 
@@ -99,7 +99,7 @@ async def test_the_supervisor_gives_up_with_one_line_that_names_the_cause(tmp_pa
 
 async def test_a_refused_start_is_final_and_its_line_is_the_childs_own(tmp_path: Path) -> None:
     async with supervised(tmp_path, python("w", REFUSE)) as (supervisor, _):
-        assert await failure_of(supervisor) == Failure("sluice: no such model. Use another", 2)
+        assert await failure_of(supervisor) == RunFailure("sluice: no such model. Use another", 2)
     assert (tmp_path / "w.log").read_text().count("sluice:") == 1
 
 

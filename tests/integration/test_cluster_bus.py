@@ -27,7 +27,7 @@ from shared.subjects import Subjects
 from shared.token_batch import TokenBatch, stream_batch
 from shared.transport.bus import BusError, KvEntry
 from shared.transport.nats_bus import NatsBus
-from shared.transport.nats_roles import Role, inbox_prefix
+from shared.transport.nats_roles import BrokerRole, inbox_prefix
 from shared.types import FinishReason, SamplingParams
 from shared.wire import encode
 from tests.support.broker import Seen
@@ -71,9 +71,9 @@ def operator(running: Cluster) -> Iterator[RawNats]:
         yield raw
 
 
-def url_of(running: Cluster, role: Role) -> str:
+def url_of(running: Cluster, role: BrokerRole) -> str:
     """Return the URL with the role's password, as a process of that role has it in its environment."""
-    name = {Role.DISPATCHER: "dispatcher", Role.WORKER: "worker-0"}.get(role, role.value)
+    name = {BrokerRole.DISPATCHER: "dispatcher", BrokerRole.WORKER: "worker-0"}.get(role, role.value)
     pairs = Path(f"/proc/{running.pids[name]}/environ").read_bytes().decode().split("\0")
     password = dict(pair.split("=", 1) for pair in pairs if "=" in pair)[f"SLUICE_{role.upper()}_NATS_PASSWORD"]
     host = running.nats_url.rpartition("@")[2]
@@ -181,7 +181,7 @@ def test_nobody_gets_in_without_a_password(running: Cluster, login: str) -> None
 
 
 def test_a_worker_cannot_write_views_or_plans_nor_read_what_others_are_answered(running: Cluster) -> None:
-    with RawNats(url_of(running, Role.WORKER)) as raw:
+    with RawNats(url_of(running, BrokerRole.WORKER)) as raw:
         for subject in (
             f"$KV.{SUBJECTS.plan_bucket()}.plan",
             f"$KV.{SUBJECTS.view_bucket()}.cluster",
@@ -227,8 +227,10 @@ def _heard(operator: RawNats, start: str) -> bool:
 
 
 async def test_dispatchers_read_write_and_watch_the_owners_and_only_read_the_view(running: Cluster) -> None:
-    url, refused = url_of(running, Role.DISPATCHER), list[BusError]()
-    bus = await NatsBus.connect(url, name="d", inbox_prefix=inbox_prefix(Role.DISPATCHER, "d"), on_fatal=refused.append)
+    url, refused = url_of(running, BrokerRole.DISPATCHER), list[BusError]()
+    bus = await NatsBus.connect(
+        url, name="d", inbox_prefix=inbox_prefix(BrokerRole.DISPATCHER, "d"), on_fatal=refused.append
+    )
     try:
         owners = await bus.key_value(SUBJECTS.owners_bucket(), max_age_s=60.0)
         seen = Seen[KvEntry]()
@@ -267,7 +269,10 @@ def test_malformed_messages_are_dropped_and_counted_and_change_no_answer(running
     expected, before = text(running), counts(operator)
     processes = [running.pids[name] for name in ("dispatcher", "monitor", "worker-0")]
     sizes = [rss_bytes(pid) for pid in processes]
-    with RawNats(url_of(running, Role.WORKER)) as worker, RawNats(url_of(running, Role.DISPATCHER)) as dispatcher:
+    with (
+        RawNats(url_of(running, BrokerRole.WORKER)) as worker,
+        RawNats(url_of(running, BrokerRole.DISPATCHER)) as dispatcher,
+    ):
         for _ in range(5):
             for data in HOSTILE.values():
                 worker.publish(SUBJECTS.tokens(DispatcherId("dispatcher-0")), data)
@@ -286,7 +291,7 @@ def test_malformed_messages_are_dropped_and_counted_and_change_no_answer(running
 def test_a_worker_of_another_major_version_is_shown_as_incompatible_and_not_used(
     running: Cluster, operator: RawNats
 ) -> None:
-    with RawNats(url_of(running, Role.WORKER)) as raw:
+    with RawNats(url_of(running, BrokerRole.WORKER)) as raw:
         raw.publish(SUBJECTS.report(WorkerId("worker-9")), OTHER_MAJOR)
         raw.settle()
     wait_until(lambda: len(running.get("/v1/cluster")["workers"]) == 2, "the other worker is in the view")
@@ -303,7 +308,7 @@ def test_tokens_of_a_stream_that_is_not_open_are_ignored_and_counted(running: Cl
     (before,) = operator.ask_json("sluice.default.dispatcher.dispatcher-0.dump")
     where: dict[str, Any] = {"counter": 0, "stream": StreamId(7), "attempt": 1, "first_index": 0}
     batch = stream_batch(WorkerId("worker-9"), **where, tokens=np.array([5]), finish=FinishReason.STOP)
-    with RawNats(url_of(running, Role.WORKER)) as raw:
+    with RawNats(url_of(running, BrokerRole.WORKER)) as raw:
         raw.publish(SUBJECTS.tokens(DispatcherId("dispatcher-0")), batch.pack())
         raw.settle()
 
@@ -315,7 +320,7 @@ def test_tokens_of_a_stream_that_is_not_open_are_ignored_and_counted(running: Cl
 
 
 def test_a_message_over_the_limit_ends_only_its_senders_connection(running: Cluster, operator: RawNats) -> None:
-    with RawNats(url_of(running, Role.WORKER)) as raw:
+    with RawNats(url_of(running, BrokerRole.WORKER)) as raw:
         raw.publish(SUBJECTS.tokens(DispatcherId("dispatcher-0")), bytes(2 * 2**20))
         raw.settle()
         assert raw.closed
@@ -348,7 +353,7 @@ def _is_finished(operator: RawNats) -> bool:
 
 def test_a_service_with_the_rights_of_another_role_ends_with_one_line_and_code_2(running: Cluster) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLUICE_", "NATS_"))}
-    url = url_of(running, Role.WORKER)
+    url = url_of(running, BrokerRole.WORKER)
     done = subprocess.run(
         [sys.executable, "-m", "services.monitor", "--instance-id", "intruder", "--log-format", "json"],
         env={**kept, "NATS_URL": url},

@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from services.dispatcher.build import load_text
 from shared.errors import StartupError
-from shared.messages.report import Move, MoveKind, WorkerPhase
+from shared.messages.report import TransferKind, TransferProgress, WorkerPhase
 from tests.support.dispatchers import Running, Serve, load_model, make_settings, running_dispatcher
 from tests.support.fake_worker import make_status
 
@@ -134,8 +134,8 @@ async def test_metrics_carry_both_families_of_names_and_true_counts(served: Runn
 
 
 async def test_what_is_on_its_way_to_a_worker_is_told_until_it_is_there(served: Running) -> None:
-    move = Move(
-        kind=MoveKind.KV_EXCHANGE, num_bytes=1000, num_moved_bytes=250, bytes_per_s=50.0, num_waiting=3, mode="live"
+    move = TransferProgress(
+        kind=TransferKind.KV_EXCHANGE, num_bytes=1000, num_moved_bytes=250, bytes_per_s=50.0, num_waiting=3, mode="live"
     )
     pages: list[dict[str, float]] = []
     for moves in ((move,), ()):

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from shared.messages.report import WorkerPhase
 from shared.messages.request import RefusalReason, Submit
-from shared.types import FinishReason, QoeTarget, RequestClass
+from shared.types import FinishReason, ReaderTarget, RequestClass
 from tests.support.dispatchers import (
     CHAT,
     COMPLETIONS,
@@ -130,7 +130,7 @@ async def test_the_parameters_reach_the_worker_as_they_were_given(served: Runnin
         "logprobs": 3,
     }
     assert submit.request_class is RequestClass.BEST_EFFORT
-    assert submit.qoe == QoeTarget(ttft_s=0.5, speed_tokens_per_s=3.3)
+    assert submit.qoe == ReaderTarget(ttft_s=0.5, speed_tokens_per_s=3.3)
 
 
 async def test_without_a_seed_each_request_draws_its_own_and_max_tokens_is_what_the_context_holds(
@@ -142,7 +142,7 @@ async def test_without_a_seed_each_request_draws_its_own_and_max_tokens_is_what_
     first, second = served.worker.submits[before:]
     assert first.sampling.seed != second.sampling.seed
     assert first.sampling.max_tokens == 512 - len(first.prompt_ids())
-    assert first.qoe == QoeTarget()
+    assert first.qoe == ReaderTarget()
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -21,7 +21,7 @@ from shared.transport import nats_bus
 from shared.transport.bus import BusClosedError, BusError, BusTimeoutError, Endpoint, KvEntry, Message, ServiceInfo
 from shared.transport.nats_bus import NatsBus, NoBrokerError, NotPermittedError
 from shared.transport.nats_config import new_passwords
-from shared.transport.nats_roles import Role, inbox_prefix
+from shared.transport.nats_roles import BrokerRole, inbox_prefix
 from shared.transport.nats_server import EmbeddedNats
 from shared.transport.nats_watch import NatsWatch
 from tests.support.broker import Seen, listen, open_descriptors
@@ -265,7 +265,7 @@ def guarded(tmp_path: Path) -> Iterator[tuple[str, str]]:
     """A broker with users, and the password of the worker, who may do little."""
     passwords = new_passwords()
     with EmbeddedNats() as server:
-        yield server.start(tmp_path, passwords=passwords), passwords[Role.WORKER]
+        yield server.start(tmp_path, passwords=passwords), passwords[BrokerRole.WORKER]
 
 
 async def test_credentials_are_used_and_refused_ones_are_an_error_at_the_start(guarded: tuple[str, str]) -> None:
@@ -307,13 +307,13 @@ async def test_an_answer_to_a_request_of_a_broken_connection_is_late_and_not_fat
         await release.wait()
         return b"ok"
 
-    def login(role: Role) -> dict[str, Any]:
+    def login(role: BrokerRole) -> dict[str, Any]:
         return {"name": role, "inbox_prefix": inbox_prefix(role, "x"), "credentials": (role, passwords[role])}
 
     with EmbeddedNats() as server:
         url = server.start(tmp_path, port=free_port(), passwords=passwords)
-        worker = await NatsBus.connect(url, **login(Role.WORKER), on_fatal=errors.append)
-        dispatcher = await NatsBus.connect(url, **login(Role.DISPATCHER), on_fatal=errors.append)
+        worker = await NatsBus.connect(url, **login(BrokerRole.WORKER), on_fatal=errors.append)
+        dispatcher = await NatsBus.connect(url, **login(BrokerRole.DISPATCHER), on_fatal=errors.append)
         subject = Subjects().submit(WorkerId("w"))
         await worker.serve(ServiceInfo("sluice-worker", "1.0.0", "a", {}, "w"), [Endpoint("submit", subject, slow)])
         await worker.flush()

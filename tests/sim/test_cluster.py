@@ -11,7 +11,7 @@ import pytest
 
 from services.worker.engine.stats import take_stats
 from shared.transport.bus import Message
-from shared.types import FinishReason, QoeTarget
+from shared.types import FinishReason, ReaderTarget
 from sim.cluster import ClusterParams, SimCluster
 from sim.requests import SimAnswer, SimRequest
 from sim.virtual_time import run
@@ -20,7 +20,7 @@ from tests.support.traces import outputs_of
 
 pytestmark = pytest.mark.virtual_time
 
-READER = QoeTarget(ttft_s=1.0, speed_tokens_per_s=4.8)
+READER = ReaderTarget(ttft_s=1.0, speed_tokens_per_s=4.8)
 
 
 def two_workers(system: str = "fcfs-chunked", *, num_blocks: int = 120, **params: Any) -> ClusterParams:

@@ -39,7 +39,7 @@ PIPELINE_CASES = [
 
 
 def short_turns(name: str) -> Scheduler:
-    return RoundRobinScheduler(turn_tokens=3) if name == "round-robin" else make_scheduler(name)
+    return RoundRobinScheduler(quantum_tokens=3) if name == "round-robin" else make_scheduler(name)
 
 
 def chaotic_run(

@@ -10,14 +10,14 @@ import pytest
 
 from services.dispatcher.session.leases import Loss
 from sim.faults.campaign import run_seed
-from sim.faults.cluster import Outcome
+from sim.faults.cluster import CallOutcome
 from sim.faults.kinds import BROKER_KINDS, GROUP_KINDS, WORKER_KINDS, FaultKind, FaultSpace, draw_faults
 from tests.support.fault_seeds import FIRST_SEEDS, FaultSeeds
 from tests.support.traces import outputs_of
 
 REQUIRED = (
     *(f"fault {kind.value}" for kind in FaultKind if kind not in GROUP_KINDS),
-    *(f"call {outcome.name.lower()}" for outcome in Outcome if outcome is not Outcome.OPEN),
+    *(f"call {outcome.name.lower()}" for outcome in CallOutcome if outcome is not CallOutcome.OPEN),
     *(f"lost {loss.value}" for loss in Loss if loss is not Loss.RELEASED),
     "log request_goes_on",
     "log poison_request",

@@ -18,7 +18,7 @@ import pytest
 from shared.messages.report import ElasticFacts
 from sim.faults.campaign import run_scenario
 from sim.faults.cluster import FaultCluster
-from sim.faults.scenario import Scenario, draw_group_scenario
+from sim.faults.scenario import FaultScenario, draw_group_scenario
 from tests.support.layer_watch import LayerWatch
 from tests.support.page_twins import PageWatch
 from tests.support.seeds import first_of
@@ -52,7 +52,7 @@ def odd_facts(rng: np.random.Generator, num_blocks: int) -> ElasticFacts:
     )
 
 
-def scenario_of(seed: int) -> Scenario:
+def scenario_of(seed: int) -> FaultScenario:
     scenario, rng = draw_group_scenario(seed), np.random.default_rng([seed, 9])
     facts = odd_facts(rng, scenario.workers[0].num_blocks)
     num_copies = int(rng.choice([0, 0, 1, len(scenario.workers)]))

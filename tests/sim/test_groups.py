@@ -16,7 +16,7 @@ from services.worker.roles.role import Leading
 from services.worker.roles.steps.restore import Restore
 from shared.ids import WorkerId
 from shared.layers import LayerRange
-from shared.types import QoeTarget
+from shared.types import ReaderTarget
 from sim.devices.channel import ModelledLink
 from sim.plan_driver import alone, group_of
 from sim.requests import SimRequest
@@ -151,13 +151,13 @@ async def test_kv_comes_while_the_group_serves_the_reader_first_who_runs_out_fir
     cluster_params = group_params(num_pages=num_pages, link=ModelledLink(bytes_per_s=LINK_BYTES_PER_S))
     async with open_room(cluster_params) as room:
         rng, loop = np.random.default_rng(9), asyncio.get_running_loop()
-        slow, fast = QoeTarget(ttft_s=0.1, speed_tokens_per_s=3.0), QoeTarget(ttft_s=0.1, speed_tokens_per_s=40.0)
+        slow, fast = ReaderTarget(ttft_s=0.1, speed_tokens_per_s=3.0), ReaderTarget(ttft_s=0.1, speed_tokens_per_s=40.0)
         readers = [slow, slow, slow, fast, fast, slow, slow, fast]
         room.ask(*(SimRequest(f"r{i}", rng.integers(300, 30_000, 160), 90, i, qoe) for i, qoe in enumerate(readers)))
         await asyncio.sleep(0.4)
         engines = [worker.service.engine for worker in room.cluster.workers]
         leader = engines[0]
-        began_s, own = loop.time(), [{str(key[0]) for key in engine.residents.row_of} for engine in engines]
+        began_s, own = loop.time(), [{str(key[0]) for key in engine.registry.row_of} for engine in engines]
         assert [len(names) for names in own] == [4, 4]
         answers = await room.driver.drop(BOTH, HALVES)
         assert states(answers) == ["done"] * 2

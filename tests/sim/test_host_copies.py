@@ -97,7 +97,7 @@ async def test_steps_go_on_beside_a_copy() -> None:
         first, swapping = add_two(live)[0], live.engine.swapping
         assert swapping is not None
         during = []
-        while live.engine.table.num_live:
+        while live.engine.table.num_sequences:
             await asyncio.sleep(0.01)
             if bool(swapping._moves) and not swapping.num_arriving:
                 during.append(asyncio.get_running_loop().time())
@@ -124,7 +124,7 @@ async def test_the_gate_opens_only_when_no_copy_is_under_way() -> None:
         add_two(live)
         num_waited, swapping = 0, live.engine.swapping
         assert swapping is not None
-        while live.engine.table.num_live:
+        while live.engine.table.num_sequences:
             num_waited += bool(swapping._moves)
             async with live.gate.exclusive():
                 assert not bool(swapping._moves)

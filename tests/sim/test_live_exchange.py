@@ -19,7 +19,7 @@ from services.worker.modelled.shadow_kv import ShadowKv
 from shared.systems import KvExchange
 from sim.faults.campaign import SeedReport, run_scenario
 from sim.faults.cluster import FaultCluster
-from sim.faults.scenario import BLOCK_SIZE, Scenario, draw_group_scenario
+from sim.faults.scenario import BLOCK_SIZE, FaultScenario, draw_group_scenario
 from tests.support.seeds import first_of
 
 SEEDS = (*range(56), 137, 152, 159, 163)
@@ -32,7 +32,7 @@ def _short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "SPLIT_KEYS", 2 * BLOCK_SIZE)
 
 
-def live_scenario(seed: int) -> Scenario:
+def live_scenario(seed: int) -> FaultScenario:
     """Return a seed of `draw_group_scenario` whose KV travels slowly, and is attended meanwhile."""
     scenario = draw_group_scenario(seed)
     rate = min(scenario.link_bytes_per_s, 2e4)
@@ -44,7 +44,7 @@ def mixed(*_: object, **__: object) -> AreLive:
     return lambda lots: [index % 2 == 0 for index in range(len(lots))]
 
 
-def run_watched(scenario: Scenario) -> tuple[SeedReport, int]:
+def run_watched(scenario: FaultScenario) -> tuple[SeedReport, int]:
     """Return what came of a scenario, and in how many steps keys were attended that lay elsewhere."""
     seen: deque[FaultCluster] = deque(maxlen=1)
     report = run_scenario(scenario, watch=seen.append)
@@ -63,7 +63,7 @@ def test_by_price_a_link_that_costs_little_is_asked_over() -> None:
     check_attended(replace(live_scenario(seed), kv_exchange=KvExchange.BY_PRICE) for seed in range(6))
 
 
-def check_attended(scenarios: Iterable[Scenario]) -> list[SeedReport]:
+def check_attended(scenarios: Iterable[FaultScenario]) -> list[SeedReport]:
     """Check that all goes well, and that somewhere keys were attended that lay elsewhere; return what came of each."""
     found = [run_watched(scenario) for scenario in scenarios]
     reports = [report for report, _ in found]

@@ -13,7 +13,7 @@ from services.worker.engine.engine import Engine
 from services.worker.engine.stats import take_stats
 from shared.ids import WorkerId
 from shared.messages.event import Event
-from shared.messages.report import Move, MoveKind
+from shared.messages.report import TransferKind, TransferProgress
 from shared.sizes import describe_bytes
 from shared.subjects import Subjects
 from shared.systems import KvExchange
@@ -50,13 +50,13 @@ class Watch:
     def __init__(self, room: Room, events: list[Event]) -> None:
         self.room = room
         self.events = events
-        self.seen: list[tuple[str, Move]] = []
+        self.seen: list[tuple[str, TransferProgress]] = []
 
     @classmethod
     async def begin(cls, room: Room) -> Watch:
         return cls(room, await hear_events(room.driver.bus))
 
-    async def until_over(self, kind: MoveKind, count: int = 1) -> list[Event]:
+    async def until_over(self, kind: TransferKind, count: int = 1) -> list[Event]:
         """Look at every report until that many moves of a kind have ended; return their ends."""
         until_s = asyncio.get_running_loop().time() + PATIENCE_S
         while len(ends := [event for event in self.events if event.name == f"{kind}_ended"]) < count:
@@ -66,7 +66,7 @@ class Watch:
             await asyncio.sleep(0.02)
         return ends
 
-    def of(self, kind: MoveKind, name: str) -> list[Move]:
+    def of(self, kind: TransferKind, name: str) -> list[TransferProgress]:
         return [move for owner, move in self.seen if move.kind is kind and owner == name]
 
 
@@ -101,9 +101,9 @@ async def test_an_exchange_is_seen_with_its_progress_and_its_bytes(kv_exchange: 
         awaited = await num_awaiting(room)
         if kv_exchange is KvExchange.COORDINATED:
             assert awaited == stats.num_preempted + stats.num_waiting, "nobody can go on yet"
-        (end,) = await watch.until_over(MoveKind.KV_EXCHANGE)
+        (end,) = await watch.until_over(TransferKind.KV_EXCHANGE)
         (begin,) = [event for event in watch.events if event.name == "kv_exchange_begun"]
-        moves = watch.of(MoveKind.KV_EXCHANGE, "w0")
+        moves = watch.of(TransferKind.KV_EXCHANGE, "w0")
         total = moves[0].num_bytes
         # of every block, half of the layers goes to the other worker: keys and values
         assert total
@@ -136,7 +136,7 @@ async def test_an_exchange_that_ends_with_its_group_says_so(room: Room) -> None:
     await asyncio.sleep(0.2)
     room.cluster.network.cut(*BOTH)
     room.cluster.network.heal(*BOTH)
-    (end,) = await watch.until_over(MoveKind.KV_EXCHANGE)
+    (end,) = await watch.until_over(TransferKind.KV_EXCHANGE)
     assert "given up with the group" in end.reason
     await room.check()
 
@@ -146,13 +146,13 @@ async def test_parameters_beside_and_copies_are_seen(room: Room) -> None:
     """Each of two workers loads half of the model; then its KV is copied ahead of the end of the group."""
     watch = await Watch.begin(room)
     count = await load_beside(room, is_ahead=True)
-    ends = await watch.until_over(MoveKind.PARAMETER_LOAD, 2)
+    ends = await watch.until_over(TransferKind.PARAMETER_LOAD, 2)
     num_bytes = NUM_LAYERS // 2 * 40 * PAGE_BYTES
     for name in BOTH:
         report = room.driver.reports[name]
         assert report.param_bytes == 2 * num_bytes
         assert report.kv_bytes == count * NUM_LAYERS // 2 * 2 * (PAGE_BYTES // 2)
-        moves = watch.of(MoveKind.PARAMETER_LOAD, name)
+        moves = watch.of(TransferKind.PARAMETER_LOAD, name)
         assert {move.num_bytes for move in moves} == {num_bytes}
         assert any(0 < move.num_moved_bytes < num_bytes for move in moves)
         assert all(move.bytes_per_s <= 3.1e5 for move in moves), "never faster than its link"
@@ -162,7 +162,7 @@ async def test_parameters_beside_and_copies_are_seen(room: Room) -> None:
     await asyncio.sleep(0.5)
     plan_id, answers = await room.driver.prepare(*(alone(room.driver.reports[name]) for name in BOTH))
     assert states(answers) == ["prepared"] * 2
-    (copied,) = await watch.until_over(MoveKind.KV_COPY)
+    (copied,) = await watch.until_over(TransferKind.KV_COPY)
     assert "what is left moves when the group dissolves" in copied.reason
     assert not copied.reason.startswith("0 B")
     assert states(await room.driver.finish(plan_id, BOTH, commit=True)) == ["done"] * 2
@@ -175,7 +175,7 @@ async def test_a_load_that_a_burst_ends_says_so(room: Room) -> None:
     count = await load_beside(room, is_ahead=False)
     await asyncio.sleep(0.3)
     assert states(await room.driver.unload(BOTH, count)) == ["done"] * 2
-    ends = await watch.until_over(MoveKind.PARAMETER_LOAD, 2)
+    ends = await watch.until_over(TransferKind.PARAMETER_LOAD, 2)
     assert all(end.reason.endswith("ended by the next change") for end in ends)
     assert not any(end.reason.startswith("0 B") for end in ends), "some of it had come"
 

@@ -11,7 +11,7 @@ import pytest
 from services.worker.contract.batch import OWN_SAMPLE, Batch, BatchOutput
 from sim.faults.campaign import run_scenario
 from sim.faults.cluster import FaultCluster
-from sim.faults.scenario import Scenario, draw_group_scenario, draw_scenario
+from sim.faults.scenario import FaultScenario, draw_group_scenario, draw_scenario
 from sim.worker import SimWorker, StickyExecutor
 
 NUM_SEEDS = 15
@@ -37,12 +37,14 @@ class Devices:
         monkeypatch.setattr(StickyExecutor, "submit", watched)
 
 
-def overlapping(scenario: Scenario) -> Scenario:
+def overlapping(scenario: FaultScenario) -> FaultScenario:
     return replace(scenario, workers=tuple(replace(worker, overlaps=True) for worker in scenario.workers))
 
 
 @pytest.mark.parametrize("draw", [draw_scenario, draw_group_scenario])
-def test_the_invariants_hold_whatever_fails(draw: Callable[[int], Scenario], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_invariants_hold_whatever_fails(
+    draw: Callable[[int], FaultScenario], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Texts among them: they are those of each request alone."""
     devices = Devices(monkeypatch)
     for seed in range(NUM_SEEDS):

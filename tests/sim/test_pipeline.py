@@ -215,7 +215,7 @@ async def test_lanes_that_became_unequal_are_equal_again_soon() -> None:
             live.add(new_sequence(i, num_prompt=1, max_tokens=60, arrival_s=0.0))
         await asyncio.sleep(1.0)
         for row in next(iter(live.engine.flights)).rows.tolist():
-            live.engine.residents.cancel(*live.engine.table.sequence(row).key)
+            live.engine.registry.cancel(*live.engine.table.sequence(row).key)
         seen = len(live.batches)
         await live.until_idle()
         assert {batch.rows.size for batch in live.batches[seen + 3 : seen + 12]} == {8}
@@ -285,7 +285,7 @@ async def disturbed(
         alive: list[NewSequence] = []
         for name in range(24):
             new = next_sequence(random, name, alive)
-            while len(live.engine.residents.row_of) >= 14:
+            while len(live.engine.registry.row_of) >= 14:
                 await asyncio.sleep(0.1)
             live.add(new)
             alive.append(new)
@@ -293,7 +293,7 @@ async def disturbed(
             chance = random.random()
             if chance < 0.15:
                 victim = alive.pop(int(random.integers(len(alive))))
-                live.engine.residents.cancel(victim.request_id, victim.attempt)
+                live.engine.registry.cancel(victim.request_id, victim.attempt)
             elif chance < 0.3:
                 live.engine.pause(1)
             elif chance < 0.5:

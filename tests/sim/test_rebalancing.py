@@ -61,11 +61,11 @@ async def test_only_who_has_not_begun_is_moved_and_never_twice(room: Room) -> No
     waiting = {str(engine.table.sequence(row).key[0]) for row in engine.table.waiting.view.tolist()}
     assert listed
     assert listed <= waiting
-    keys = list(engine.residents.row_of)
+    keys = list(engine.registry.row_of)
     moves = tuple(QueueMove(request_id=key[0], attempt=key[1], target=WorkerId("w1")) for key in keys)
     moved = await asked(room, MoveQueued(epoch=99, moves=moves), QueueMoved)
     assert moved.num_moved == len(listed)
-    assert {key[0] for key in engine.residents.row_of} == {key[0] for key in keys} - listed
+    assert {key[0] for key in engine.registry.row_of} == {key[0] for key in keys} - listed
     again = await asked(room, MoveQueued(epoch=99, moves=moves), QueueMoved)
     assert again.num_moved == 0
     check_engine(engine)

@@ -16,7 +16,7 @@ from cli.console import Console
 from cli.exit_codes import CommandError
 from cli.profile.command import ProfileSettings, describe_overhead, fit_steps, make_profile, measure
 from cli.profile.driver import Driver, find_worker
-from cli.profile.shapes import KV_SHARE, MAX_SHAPE_TOKENS, Shape, plan_shapes
+from cli.profile.shapes import KV_SHARE, MAX_SHAPE_TOKENS, ProfileShape, plan_shapes
 from cli.profile.steps import columns_of, groups_of, overheads_s
 from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.serving.step_log import StepLog
@@ -44,7 +44,7 @@ async def test_every_step_is_logged_with_its_shape_and_duration() -> None:
     """Two prompts of 700 tokens, 512 tokens a step; every duration is what the cost model says of the shape."""
     async with one_worker() as lone:
         async with driver_of(lone) as driver:
-            assert await driver.run(Shape(2, 700, 5))
+            assert await driver.run(ProfileShape(2, 700, 5))
             steps, next_id = await driver.read_steps(0)
             assert await driver.read_steps(next_id) == ([], next_id)
             assert await driver.read_steps(next_id - 1) == (steps[-1:], next_id)
@@ -164,7 +164,7 @@ async def test_requests_are_cancelled_when_the_measurement_is_broken_off() -> No
     async with one_worker() as lone:
         async with driver_of(lone) as driver:
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(driver.run(Shape(3, 100, 1500)), 1.0)
+                await asyncio.wait_for(driver.run(ProfileShape(3, 100, 1500)), 1.0)
             assert lone.stats.num_running == 3
         await asyncio.sleep(0.1)
         assert lone.stats.num_used_blocks == 0
@@ -197,7 +197,7 @@ async def test_on_the_virtual_clock_nothing_is_between_steps_that_follow_each_ot
     """A pause before a prompt is no overhead: only steps with decodes count."""
     async with one_worker() as lone, driver_of(lone) as driver:
         for _ in range(2):
-            assert await driver.run(Shape(2, 100, 5))
+            assert await driver.run(ProfileShape(2, 100, 5))
             await asyncio.sleep(3)
         steps, _ = await driver.read_steps(0)
     overheads = overheads_s(steps)

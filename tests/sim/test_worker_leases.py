@@ -53,7 +53,7 @@ async def test_orphans_end_and_their_channel_is_forgotten() -> None:
         await asyncio.sleep(59)
         assert lone.stats.num_preempted == 1
         await asyncio.sleep(3)
-        assert not lone.engine.table.num_live
+        assert not lone.engine.table.num_sequences
         assert stream.finish is FinishReason.CANCELLED
         assert lone.stats.num_used_blocks == 0
         await asyncio.sleep(1)
@@ -102,7 +102,7 @@ async def test_a_newer_attempt_with_other_tokens_begins_anew_and_the_older_one_e
         await new.ended.wait()
         assert old.finish is FinishReason.CANCELLED
         assert len(new.tokens) == 20
-        assert not lone.engine.table.num_live
+        assert not lone.engine.table.num_sequences
 
 
 async def test_many_dispatcher_processes_leave_no_channel_behind() -> None:

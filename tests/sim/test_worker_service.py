@@ -105,7 +105,7 @@ async def test_a_copy_of_a_submission_that_has_ended_or_was_followed_is_refused_
                 await stream.ended.wait()
             answer = await lone.refused(submit.model_copy(update={"attempt": attempt}))
             assert (answer.reason, answer.newest_attempt) == (RefusalReason.DUPLICATE, 3)
-        assert not lone.engine.table.num_live
+        assert not lone.engine.table.num_sequences
 
 
 async def test_of_too_many_names_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ async def test_a_request_is_as_old_as_its_submission_says() -> None:
         submit = lone.dispatcher.make([300], 50).model_copy(update={"age_s": 7.0})
         now_s = lone.now_s
         await lone.accepted(submit)
-        row = lone.engine.residents.row_of[submit.request_id, 1]
+        row = lone.engine.registry.row_of[submit.request_id, 1]
         assert lone.engine.table.arrival_s[row] == pytest.approx(now_s - 7.0, abs=0.1)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from services.worker.memory.holdings import NotEnoughPagesError
-from services.worker.memory.layout import Holding, ceil_div
+from services.worker.memory.layout import PageHolding, ceil_div
 from services.worker.memory.ranges import VirtualMemory
 from services.worker.memory.spans import Spans
 from tests.support.elastic_cases import Contents, MadeUpError, open_elastic, random_facts, snapshot
@@ -145,7 +145,7 @@ class Story:
             kv = layout.covering(layout.usable(held).head(count))
             leaving = tuple((layer, left) for layer, left in held.leaving if layer not in layers)
             beside = tuple(layer for layer in held.beside if layer not in layers)
-            with_layers = Holding(tuple(sorted((*held.layers, *layers))), kv, leaving, beside)
+            with_layers = PageHolding(tuple(sorted((*held.layers, *layers))), kv, leaving, beside)
             if layout.num_pages(with_layers) <= layout.facts.num_pages:
                 return count
         return -1

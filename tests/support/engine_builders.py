@@ -15,7 +15,7 @@ from services.worker.scheduling.view import Scheduler
 from services.worker.sequences.config import EngineConfig, NewSequence
 from shared.cost import CostModel
 from shared.ids import RequestId, StreamId
-from shared.types import QoeTarget, RequestClass, SamplingParams
+from shared.types import ReaderTarget, RequestClass, SamplingParams
 
 FOREVER = 1e12
 
@@ -81,7 +81,7 @@ def new_sequence(
     channel: int = 0,
     arrival_s: float | None = None,
     expires_s: float = FOREVER,
-    qoe: QoeTarget | None = None,
+    qoe: ReaderTarget | None = None,
     fork_of: int | str | None = None,
     salt: str = "",
 ) -> NewSequence:

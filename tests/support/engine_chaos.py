@@ -130,7 +130,7 @@ class Chaos:
         for channel in range(NUM_CHANNELS):
             self.harness.engine.resume(channel)
         self.restore()
-        while self.harness.engine.table.num_live:
+        while self.harness.engine.table.num_sequences:
             self.harness.fill()
             self.harness.check_going_on()
             self.land(by_chance=False)
@@ -299,7 +299,7 @@ class Chaos:
 
     def _in_flight(self, story: Story) -> bool:
         table = self.harness.engine.table
-        row = self.harness.engine.residents.row_of.get((story.new.request_id, story.new.attempt))
+        row = self.harness.engine.registry.row_of.get((story.new.request_id, story.new.attempt))
         assert row is None or table.status[row] != Status.FREE
         return row is not None and any(row in batch.rows for batch in self.harness.flights)
 

@@ -98,7 +98,7 @@ class EngineHarness:
         return row
 
     def offer(self, new: NewSequence) -> int | AddRefusal:
-        row = self.engine.residents.add(new)
+        row = self.engine.registry.add(new)
         if not isinstance(row, AddRefusal):
             assert new.stream not in self.stories
             self.stories[new.stream] = Story(new, new.generated.astype(int).tolist(), row=row)
@@ -111,7 +111,7 @@ class EngineHarness:
             self.add(new_sequence(name, **values))
 
     def cancel(self, story: Story) -> bool:
-        found = self.engine.residents.cancel(story.new.request_id, story.new.attempt)
+        found = self.engine.registry.cancel(story.new.request_id, story.new.attempt)
         self.settle()
         return found
 
@@ -191,14 +191,14 @@ class EngineHarness:
     def drain(self, max_steps: int = 5000) -> None:
         """Run until every sequence has ended and everything is given back."""
         for _ in range(max_steps):
-            if not self.engine.table.num_live:
+            if not self.engine.table.num_sequences:
                 break
             self.fill()
             self.check_going_on()
             if self.flights:
                 self.land()
             self.land_copies()
-        assert not self.engine.table.num_live, f"not done after {max_steps} steps"
+        assert not self.engine.table.num_sequences, f"not done after {max_steps} steps"
         if not self.pinned:
             self.check_empty()
 
@@ -210,7 +210,7 @@ class EngineHarness:
     def check_going_on(self) -> None:
         """Check that something is under way as long as somebody is here."""
         under_way = self.flights or self.host_copies
-        assert under_way or not self.engine.table.num_live, "sequences are left, but no step runs"
+        assert under_way or not self.engine.table.num_sequences, "sequences are left, but no step runs"
 
     def check_empty(self) -> None:
         """Check that everything was given back."""
@@ -220,7 +220,7 @@ class EngineHarness:
             assert self.engine.swapping.host.num_free == self.engine.swapping.host.num_blocks
 
     def settle(self) -> None:
-        self.record(self.engine.residents.take_events())
+        self.record(self.engine.registry.take_events())
         check_engine(self.engine)
         self.check_contents()
 

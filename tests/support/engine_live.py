@@ -63,13 +63,13 @@ class LiveEngine:
         self.task = asyncio.create_task(self.loop.run())
 
     def add(self, new: NewSequence) -> NewSequence:
-        assert not isinstance(self.engine.residents.add(new), AddRefusal)
+        assert not isinstance(self.engine.registry.add(new), AddRefusal)
         self.texts[new.stream], self.heard_s[new.stream] = [], []
         self.loop.wake()
         return new
 
     def cancel(self, new: NewSequence) -> bool:
-        found = self.engine.residents.cancel(new.request_id, new.attempt)
+        found = self.engine.registry.cancel(new.request_id, new.attempt)
         self.loop.wake()
         return found
 
@@ -95,7 +95,7 @@ class LiveEngine:
         return [int(t) for t in expected_outputs(prompt, prompt[:0], sampling.max_tokens, sampling.seed, self.draw)]
 
     async def until_idle(self) -> None:
-        while self.engine.table.num_live and not self.task.done():
+        while self.engine.table.num_sequences and not self.task.done():
             await asyncio.sleep(STEP_S)
         await asyncio.sleep(STEP_S)
 

@@ -129,7 +129,7 @@ async def calm(name: str = "llama", dtype: str = "float32", kernels: str = KERNE
 
 def rows_of(engine: Engine, names: Sequence[int]) -> list[int]:
     table = engine.table
-    return [row for row in engine.residents.row_of.values() if int(table.stream[row]) - 1000 in names]
+    return [row for row in engine.registry.row_of.values() if int(table.stream[row]) - 1000 in names]
 
 
 # Bits

@@ -21,7 +21,7 @@ from shared.stream_extras import StreamExtra
 from shared.subjects import Subjects
 from shared.token_batch import TokenBatch
 from shared.transport.bus import Bus, Message
-from shared.types import FinishReason, QoeTarget, SamplingParams
+from shared.types import FinishReason, ReaderTarget, SamplingParams
 from shared.wire import WireError, decode, encode
 
 
@@ -69,7 +69,7 @@ class FakeDispatcher:
         *,
         seed: int = 0,
         request_id: str = "",
-        qoe: QoeTarget | None = None,
+        qoe: ReaderTarget | None = None,
         temperature: float = 0.0,
         remaining_s: float = 600.0,
     ) -> Submit:

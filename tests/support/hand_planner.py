@@ -29,18 +29,18 @@ class HandPlanner(PlanDriver):
 
     async def load(self, workers: Sequence[str], num_blocks: int) -> dict[str, PlanAnswer | None]:
         """Have a group of these workers, in its order, load what it lacks beside serving."""
-        return await self._in_turns(load_beside([self.reports[w] for w in workers], num_blocks))
+        return await self._in_waves(load_beside([self.reports[w] for w in workers], num_blocks))
 
     async def unload(self, workers: Sequence[str], num_blocks: int) -> dict[str, PlanAnswer | None]:
         """Have it give that back."""
-        return await self._in_turns(unload_beside([self.reports[w] for w in workers], num_blocks))
+        return await self._in_waves(unload_beside([self.reports[w] for w in workers], num_blocks))
 
-    async def _in_turns(self, step: Step) -> dict[str, PlanAnswer | None]:
+    async def _in_waves(self, step: Step) -> dict[str, PlanAnswer | None]:
         plan_id, answers = await self.prepare(step)
         good = set(states(answers)) == {"prepared"}
         said: dict[str, PlanAnswer | None] = {}
-        for turn in step.turns:
-            said |= await self.finish(plan_id, [worker.worker_id for worker in turn], commit=good)
+        for wave in step.waves:
+            said |= await self.finish(plan_id, [worker.worker_id for worker in wave], commit=good)
             good &= set(states(said)) == {"done"}
         return said
 

@@ -45,7 +45,7 @@ def stored_behind_nothing(memory: VirtualMemory, device: torch.device) -> list[t
         shape = (3, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
         heads = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
         weights = ParameterBuffer((), torch.float32, torch.zeros(0, dtype=torch.uint8))
-        operators(spec, rope, cache).turning(positions, slots)(0, heads, weights)
+        operators(spec, rope, cache).rotation(positions, slots)(0, heads, weights)
         found.append(torch.stack([pool.flatten(0, 1)[slots] for pool in cache.pools()]).cpu())
     memory.close()
     return found

@@ -12,7 +12,7 @@ import torch
 
 from services.worker.kv_moves.kv_traffic import KvTraffic
 from services.worker.kv_moves.kv_wire import KvProgress, KvSocket
-from services.worker.kv_moves.live_exchange import LiveExchange
+from services.worker.kv_moves.torch_exchange import TorchExchange
 from services.worker.roles.torch_device import TorchGroupDevice
 
 
@@ -117,7 +117,7 @@ class LateSocket:
         return found
 
 
-def exchange_of(device: TorchGroupDevice) -> LiveExchange:
+def exchange_of(device: TorchGroupDevice) -> TorchExchange:
     """Return the exchange of the group that stands."""
     assert device._exchange_now is not None
     return device._exchange_now

@@ -184,7 +184,7 @@ def add_request(engine: Engine, name: int, prompt: list[int], num_tokens: int) -
     new = new_sequence(name, prompt=prompt, max_tokens=num_tokens, seed=name)
     if name % 2:
         object.__setattr__(new, "sampling", new.sampling.model_copy(update={"temperature": 0.8, "top_p": 0.9}))
-    assert isinstance(engine.residents.add(new), int)
+    assert isinstance(engine.registry.add(new), int)
 
 
 def new_engine(num_lanes: int, num_blocks: int = 24, **changes: Any) -> Engine:
@@ -207,7 +207,7 @@ async def run_engine(engine: Engine, executor: Executor, on_step: OnStep = lambd
     loop = StepLoop(engine, executor, say, asyncio.get_running_loop().time, StepGate(), on_step=on_step)
     task = asyncio.create_task(loop.run())
     async with asyncio.timeout(30):
-        while engine.table.num_live and not task.done():
+        while engine.table.num_sequences and not task.done():
             await asyncio.sleep(0.001)
     loop.close()
     await task

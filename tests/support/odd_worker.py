@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from services.worker.contract.batch import Batch
-from services.worker.engine.residents import Residents
+from services.worker.engine.sequence_registry import SequenceRegistry
 from services.worker.executor.launched import Launched
 from services.worker.executor.model_runner import ModelRunner
 from services.worker.memory.page_swap import PageSwap
@@ -40,9 +40,9 @@ def _die() -> None:
 
 
 def _poison(when: str) -> None:
-    add, launch = Residents.add, ModelRunner.launch
+    add, launch = SequenceRegistry.add, ModelRunner.launch
 
-    def poisoned_add(self: Residents, new: Any) -> Any:
+    def poisoned_add(self: SequenceRegistry, new: Any) -> Any:
         outcome = add(self, new)
         if new.prompt.tolist() == POISON:
             _die()
@@ -58,7 +58,7 @@ def _poison(when: str) -> None:
         return launch(self, batch, hidden)
 
     if when == "at-accept":
-        Residents.add = poisoned_add  # type: ignore[method-assign]
+        SequenceRegistry.add = poisoned_add  # type: ignore[method-assign]
     else:
         ModelRunner.launch = poisoned_launch  # type: ignore[method-assign]
 

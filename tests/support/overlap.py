@@ -97,7 +97,7 @@ async def answers_of(
 
     def add() -> None:
         for new in waves.pop(0):
-            assert isinstance(engine.residents.add(new), int)
+            assert isinstance(engine.registry.add(new), int)
         loop.wake()
 
     def say(events: StepEvents) -> None:
@@ -121,9 +121,9 @@ async def answers_of(
     loop = StepLoop(engine, executor, say, asyncio.get_running_loop().time, StepGate(), on_step=check)
     add()
     task = asyncio.create_task(loop.run())
-    while waves or engine.table.num_live:
+    while waves or engine.table.num_sequences:
         assert not task.done(), task.exception()
-        if waves and not engine.table.num_live:
+        if waves and not engine.table.num_sequences:
             add()
         await asyncio.sleep(0.002)
     loop.close()

@@ -565,7 +565,7 @@ class PlanCluster:
         commits = [each for each in heard if each.kind == "commit_plan"]
         aborts = [each for each in heard if each.kind == "abort_plan"]
         steps = next(p.steps for p in self.plans if p.plan_id == plan_id)
-        in_turn = {worker.worker_id for step in steps if len(step.turns) > 1 for worker in step.workers}
+        in_turn = {worker.worker_id for step in steps if len(step.waves) > 1 for worker in step.workers}
         both = commits and [each for each in aborts if each.worker_id not in in_turn]
         assert not both, f"plan {plan_id} was both committed and aborted"
         if commits:

@@ -18,7 +18,7 @@ from services.dispatcher.session.session import Session
 from shared.ids import Incarnation, RequestId
 from shared.messages.request import pack_token_ids
 from shared.transport.memory_bus import MemoryBroker
-from shared.types import FinishReason, QoeTarget, SamplingParams
+from shared.types import FinishReason, ReaderTarget, SamplingParams
 from tests.support.fake_worker import FakeWorker, make_status, publish_view
 from tests.support.staged import P, played_in
 
@@ -82,7 +82,7 @@ class Cluster:
             "sampling": SamplingParams(max_tokens=50),
             "arrival_s": self.now_s,
             "limit_s": 600.0,
-            "qoe": QoeTarget(),
+            "qoe": ReaderTarget(),
         }
         return NewRequest(**{**defaults, **fields})
 

@@ -54,7 +54,7 @@ class ToyPipeline:
             times = [self._flights[0][1]] if self._flights else []
             times += [self.arrivals[0].arrival_s] if self.arrivals else []
             if not times or min(times) > until_s:
-                assert times or not self.engine.table.num_live, "sequences are left, but no step runs"
+                assert times or not self.engine.table.num_sequences, "sequences are left, but no step runs"
                 return
             self.now_s = min(times)
             self._land()
@@ -72,7 +72,7 @@ class ToyPipeline:
 
     def _take_arrivals(self) -> None:
         while self.arrivals and self.arrivals[0].arrival_s <= self.now_s:
-            assert not isinstance(self.engine.residents.add(self.arrivals.popleft()), AddRefusal), (
+            assert not isinstance(self.engine.registry.add(self.arrivals.popleft()), AddRefusal), (
                 "no room for a sequence"
             )
 

@@ -13,8 +13,8 @@ from services.dispatcher.answers.event_ids import EventIds
 from services.dispatcher.answers.logprobs import LogprobWriter
 from services.dispatcher.answers.readers import Collector, Streamer
 from services.dispatcher.answers.resume import ResumableStreamer
-from services.dispatcher.answers.shapes import DONE, ChoiceShape, Shape, Usage
-from services.dispatcher.endpoints.call import Call, Choice
+from services.dispatcher.answers.shapes import DONE, AnswerShape, ChoiceShape, Usage
+from services.dispatcher.endpoints.call import CheckedCall, Choice
 from services.dispatcher.http.errors import ApiError, error_body, error_content, failure_error
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.sse import EventWriter, Open, WholeAnswer
@@ -24,7 +24,7 @@ from shared.process.log import get_logger
 _log = get_logger()
 
 
-async def collect_answer(front: Front, call: Call, choices: Sequence[Choice]) -> web.Response:
+async def collect_answer(front: Front, call: CheckedCall, choices: Sequence[Choice]) -> web.Response:
     """Return the whole answer. A choice that failed stands beside those that did not.
 
     Raises:
@@ -45,7 +45,7 @@ async def collect_answer(front: Front, call: Call, choices: Sequence[Choice]) ->
 
 
 async def stream_answer(
-    front: Front, call: Call, choices: Sequence[Choice], open_stream: Open
+    front: Front, call: CheckedCall, choices: Sequence[Choice], open_stream: Open
 ) -> web.StreamResponse | None:
     """Stream the answer, and return its response; an error of a choice comes when all others have ended."""
     shape = _shape(front, call)
@@ -72,7 +72,7 @@ async def stream_answer(
 
 
 def _streamers(
-    front: Front, call: Call, choices: Sequence[Choice], shape: Shape, stream: EventWriter
+    front: Front, call: CheckedCall, choices: Sequence[Choice], shape: AnswerShape, stream: EventWriter
 ) -> list[Streamer]:
     logprobs = _logprob_writer(front, call)
     shapes = [ChoiceShape(shape, choice.index) for choice in choices]
@@ -86,7 +86,7 @@ def _streamers(
 
 
 async def _follow_all(
-    front: Front, call: Call, choices: Sequence[Choice], readers: Sequence[Reader], end: Callable[[Choice], None]
+    front: Front, call: CheckedCall, choices: Sequence[Choice], readers: Sequence[Reader], end: Callable[[Choice], None]
 ) -> None:
     """Return when every choice has ended; the first is placed already."""
     if len(choices) == 1:
@@ -103,7 +103,7 @@ async def _follow_all(
 
 
 async def _place_and_follow(
-    front: Front, call: Call, choice: Choice, reader: Reader, turn: asyncio.Lock, end: Callable[[Choice], None]
+    front: Front, call: CheckedCall, choice: Choice, reader: Reader, turn: asyncio.Lock, end: Callable[[Choice], None]
 ) -> None:
     try:
         async with call.stopper.waiting():
@@ -137,7 +137,7 @@ async def _follow(front: Front, choice: Choice, reader: Reader, end: Callable[[C
     front.sessions.release(session)  # before the last bytes are taken: the client may be slow
 
 
-def _ending(shape: Shape, choices: Sequence[Choice]) -> bytes:
+def _ending(shape: AnswerShape, choices: Sequence[Choice]) -> bytes:
     """Return what follows the last finish reason: usage if asked for and deserved, an error if there is one."""
     errors = [error for choice in choices if (error := _error_of(choice, len(choices))) is not None]
     ending = b"" if len(errors) == len(choices) else shape.usage_chunk(usage_of(choices), _estimate(choices))
@@ -174,8 +174,8 @@ def _estimate(choices: Sequence[Choice]) -> dict[str, Any]:
     }
 
 
-def _shape(front: Front, call: Call) -> Shape:
-    return Shape(
+def _shape(front: Front, call: CheckedCall) -> AnswerShape:
+    return AnswerShape(
         is_chat=call.is_chat,
         answer_id=call.answer_id,
         created_unix_s=call.created_unix_s,
@@ -185,6 +185,6 @@ def _shape(front: Front, call: Call) -> Shape:
     )
 
 
-def _logprob_writer(front: Front, call: Call) -> LogprobWriter | None:
+def _logprob_writer(front: Front, call: CheckedCall) -> LogprobWriter | None:
     num_top = call.params.sampling.common.logprobs
     return None if num_top is None else LogprobWriter(call.is_chat, num_top, front.codec.names)

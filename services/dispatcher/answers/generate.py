@@ -12,9 +12,9 @@ from aiohttp import web
 from services.dispatcher.answers.answer_text import AnswerText
 from services.dispatcher.answers.answers import collect_answer, stream_answer
 from services.dispatcher.answers.live import Start
-from services.dispatcher.endpoints.call import Call, Choice, Prompt
+from services.dispatcher.endpoints.call import CheckedCall, Choice, Prompt
 from services.dispatcher.http import quota
-from services.dispatcher.http.arrival import Arrival, Sender, note_arrival
+from services.dispatcher.http.arrival import Arrival, Caller, note_arrival
 from services.dispatcher.http.errors import ApiError, failure_error, invalid
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.guard import grant_of
@@ -36,21 +36,21 @@ MAX_COPIED_TOKENS: Final = 4_000_000
 
 
 async def respond(
-    make_call: Callable[[Arrival, Sender, dict[str, Any]], Call],
+    make_call: Callable[[Arrival, Caller, dict[str, Any]], CheckedCall],
     front: Front,
     request: web.BaseRequest,
     public_id: str,
 ) -> web.StreamResponse:
     """Answer a request that came over HTTP, once it is checked; raises as `generate`."""
     arrival = note_arrival(front)
-    sender = Sender(request.headers, public_id, grant_of(request))
+    sender = Caller(request.headers, public_id, grant_of(request))
     call = make_call(arrival, sender, await arrival.body(request))
     response = await generate(front, call, partial(front.streams.open, request))
     assert response is not None, "it goes over HTTP"
     return response
 
 
-async def generate(front: Front, call: Call, open_stream: Open) -> web.StreamResponse | None:
+async def generate(front: Front, call: CheckedCall, open_stream: Open) -> web.StreamResponse | None:
     """Answer the request: return the whole answer, or the response as which it was streamed, if it was one.
 
     Args:
@@ -95,7 +95,9 @@ async def generate(front: Front, call: Call, open_stream: Open) -> web.StreamRes
     return response
 
 
-def _settle(front: Front, call: Call, record: RequestRecord, starts: Sequence[Start], permit: Permit | None) -> None:
+def _settle(
+    front: Front, call: CheckedCall, record: RequestRecord, starts: Sequence[Start], permit: Permit | None
+) -> None:
     """Give back what the tenant was charged too much, and report the request."""
     if permit is not None:
         num_known = sum(len(start.tokens) for start in starts)  # charged to the connection that got them first
@@ -103,7 +105,7 @@ def _settle(front: Front, call: Call, record: RequestRecord, starts: Sequence[St
     report_record(front, record)
 
 
-def _make_choices(front: Front, call: Call) -> list[Choice]:
+def _make_choices(front: Front, call: CheckedCall) -> list[Choice]:
     choices: list[Choice] = []
     for _ in range(call.num_prompts):
         parent: Choice | None = None
@@ -113,7 +115,7 @@ def _make_choices(front: Front, call: Call) -> list[Choice]:
     return choices
 
 
-def _answer_text(front: Front, call: Call) -> AnswerText:
+def _answer_text(front: Front, call: CheckedCall) -> AnswerText:
     sampling = call.params.sampling.common
     return AnswerText(
         front.codec.table.start(first=call.is_chat),
@@ -132,7 +134,9 @@ def _finish_of(choices: Sequence[Choice]) -> str:
     return (choices[0].failure or FailureCode.INTERNAL).value
 
 
-async def _admit(front: Front, call: Call, choices: Sequence[Choice], starts: Sequence[Start], permit: Permit) -> None:
+async def _admit(
+    front: Front, call: CheckedCall, choices: Sequence[Choice], starts: Sequence[Start], permit: Permit
+) -> None:
     """Give every choice a session, and the first one a worker."""
     try:
         async with call.stopper.waiting():
@@ -166,7 +170,7 @@ def _most_tokens(prompts: Sequence[Prompt], requests: Sequence[NewRequest]) -> i
     return sum(len(prompt.token_ids) for prompt in prompts) + answers
 
 
-async def _encode(front: Front, call: Call) -> list[Prompt]:
+async def _encode(front: Front, call: CheckedCall) -> list[Prompt]:
     limit = front.max_request_tokens
     if call.num_chars > SLACK * limit * front.codec.max_token_bytes:
         raise _too_long(call, limit, "far more")
@@ -194,12 +198,14 @@ def refused_by_template(error: TemplateRefusalError, param: str) -> ApiError:
     return invalid("invalid_value", param, f"The model's chat template refuses these messages{reason}")
 
 
-def _too_long(call: Call, limit: int, found: str) -> ApiError:
+def _too_long(call: CheckedCall, limit: int, found: str) -> ApiError:
     message = f"The context holds {limit} tokens, prompt and answer together; the prompt has {found}."
     return invalid(FailureCode.TOO_LONG.value, call.prompt_param, message)
 
 
-def _new_requests(front: Front, call: Call, prompts: Sequence[Prompt], starts: Sequence[Start]) -> list[NewRequest]:
+def _new_requests(
+    front: Front, call: CheckedCall, prompts: Sequence[Prompt], starts: Sequence[Start]
+) -> list[NewRequest]:
     """Return each choice's request in tokens, prompt by prompt."""
     found: list[NewRequest] = []
     for prompt in prompts:
@@ -216,7 +222,7 @@ def _go_on(request: NewRequest, start: Start) -> NewRequest:
     return replace(request, generated=tokens, num_attempts=start.num_attempts)
 
 
-def _of_prompt(front: Front, call: Call, prompt: list[int], first_index: int) -> list[NewRequest]:
+def _of_prompt(front: Front, call: CheckedCall, prompt: list[int], first_index: int) -> list[NewRequest]:
     """Return the requests of one prompt; `max_tokens` is cut to what the context still holds."""
     params = call.params
     room = front.max_request_tokens - len(prompt)

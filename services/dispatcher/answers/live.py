@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from services.dispatcher.endpoints.call import Call, Choice
+from services.dispatcher.endpoints.call import CheckedCall, Choice
 from services.dispatcher.http.errors import ApiError, failure_error
 from services.dispatcher.session.request import FailureCode
 from services.dispatcher.session.sessions import Sessions
@@ -48,7 +48,7 @@ class Start:
 class _Live:
     """A request under way."""
 
-    call: Call
+    call: CheckedCall
     choices: Sequence[Choice]
     starts: Sequence[Start]
 
@@ -92,7 +92,7 @@ class LiveCalls:
     def __len__(self) -> int:
         return len({id(live) for group in self._by_name.values() for live in group.values()})
 
-    def enter(self, call: Call, choices: Sequence[Choice]) -> Sequence[Start]:
+    def enter(self, call: CheckedCall, choices: Sequence[Choice]) -> Sequence[Start]:
         """Note a request and return where its choices go on; the caller must let it `leave`.
 
         One with the same key that is still under way ends at once with `SUPERSEDED`.
@@ -108,7 +108,7 @@ class LiveCalls:
             self._by_name.setdefault(name, {})[id(call)] = live
         return starts
 
-    def leave(self, call: Call) -> None:
+    def leave(self, call: CheckedCall) -> None:
         """Forget a request whose sessions are released, but what came of it."""
         live = self._by_name[call.caller, call.answer_id][id(call)]
         state = CancelState.CANCELLED if call.stopper.code is FailureCode.CANCELLED else CancelState.ENDED
@@ -148,7 +148,7 @@ class LiveCalls:
                 choice.session.fail(code)
                 self._sessions.release(choice.session)
 
-    def _take_over(self, call: Call, num_choices: int) -> Sequence[Start]:
+    def _take_over(self, call: CheckedCall, num_choices: int) -> Sequence[Start]:
         """Return where the choices of a request with a key go on."""
         assert call.retry is not None, "the request has a key"
         name = call.retry.name

@@ -7,7 +7,7 @@ from typing import Any
 
 from services.dispatcher.answers.answer_text import MAX_LOGPROB_TOKENS, json_text
 from services.dispatcher.answers.logprobs import LogprobWriter, Row
-from services.dispatcher.answers.shapes import FINISH_NAMES, NO_LOGPROBS, ChoiceShape, Shape
+from services.dispatcher.answers.shapes import FINISH_NAMES, NO_LOGPROBS, AnswerShape, ChoiceShape
 from services.dispatcher.endpoints.call import Choice
 from services.dispatcher.http.sse import EventWriter
 from shared.types import FinishReason
@@ -103,7 +103,7 @@ class Collector:
             self._rows += self._logprobs.rows(self._choice, self._choice.text.take_shown())
         return not self._choice.text.was_cut
 
-    def as_json(self, shape: Shape, error: dict[str, Any] | None) -> bytes:
+    def as_json(self, shape: AnswerShape, error: dict[str, Any] | None) -> bytes:
         """Return the choice; one that failed has what came of it, no finish reason, and its error.
 
         Args:

@@ -43,7 +43,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class AnswerShape:
     """The fields that every part of one answer shares.
 
     Args:
@@ -113,7 +113,7 @@ class ChoiceShape:
         index: of the choice.
     """
 
-    shape: Shape
+    shape: AnswerShape
     index: int
     head: bytes = field(init=False)
     """Of an event with text: everything before the JSON string."""

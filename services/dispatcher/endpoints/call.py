@@ -75,7 +75,7 @@ class Stopper:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CheckedCall:
     """One checked request."""
 
     request_id: RequestId

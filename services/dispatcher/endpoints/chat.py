@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.dispatcher.endpoints.call import Call, Prompt
+from services.dispatcher.endpoints.call import CheckedCall, Prompt
 from services.dispatcher.endpoints.fields import Fields
 from services.dispatcher.endpoints.messages import count_chars, parse_messages
 from services.dispatcher.endpoints.params import parse_params
 from services.dispatcher.endpoints.salt import cache_salt
 from services.dispatcher.endpoints.sampling import chat_logprobs
 from services.dispatcher.endpoints.unsupported import CHAT, SHARED_NAMES, refuse_unsupported
-from services.dispatcher.http.arrival import Arrival, Sender, check_model
+from services.dispatcher.http.arrival import Arrival, Caller, check_model
 
 _KNOWN = frozenset(
     {
@@ -21,7 +21,7 @@ _KNOWN = frozenset(
 )
 
 
-def chat_call(arrival: Arrival, sender: Sender, body: dict[str, Any]) -> Call:
+def chat_call(arrival: Arrival, sender: Caller, body: dict[str, Any]) -> CheckedCall:
     """Return the checked request.
 
     Raises:
@@ -34,7 +34,7 @@ def chat_call(arrival: Arrival, sender: Sender, body: dict[str, Any]) -> Call:
     params = parse_params(fields, front.rules_for(sender.grant), chat_logprobs(fields))
     front.unknown_names.note(body, _KNOWN)
     retry = sender.retry("chat", body)
-    return Call(
+    return CheckedCall(
         request_id=arrival.request_id if retry is None else retry.request_id,
         public_id=sender.public_id,
         is_chat=True,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from services.dispatcher.endpoints.call import Call, Prompt
+from services.dispatcher.endpoints.call import CheckedCall, Prompt
 from services.dispatcher.endpoints.fields import Fields, check_token_ids, type_name
 from services.dispatcher.endpoints.params import parse_params
 from services.dispatcher.endpoints.salt import cache_salt
 from services.dispatcher.endpoints.sampling import completion_logprobs
 from services.dispatcher.endpoints.unsupported import COMPLETIONS, SHARED_NAMES, refuse_unsupported
-from services.dispatcher.http.arrival import Arrival, Sender, check_model
+from services.dispatcher.http.arrival import Arrival, Caller, check_model
 from services.dispatcher.http.errors import invalid, unsupported
 from services.dispatcher.text.prompts import PromptCodec
 
@@ -21,7 +21,7 @@ MAX_PROMPTS: Final = 1024
 _KNOWN = frozenset({*COMPLETIONS, *SHARED_NAMES, "prompt", "echo"})
 
 
-def completion_call(arrival: Arrival, sender: Sender, body: dict[str, Any]) -> Call:
+def completion_call(arrival: Arrival, sender: Caller, body: dict[str, Any]) -> CheckedCall:
     """Return the checked request.
 
     Raises:
@@ -38,7 +38,7 @@ def completion_call(arrival: Arrival, sender: Sender, body: dict[str, Any]) -> C
         raise unsupported("echo", "Log-probabilities of the prompt are not supported: 'echo' excludes 'logprobs'.")
     front.unknown_names.note(body, _KNOWN)
     retry = sender.retry("completions", body)
-    return Call(
+    return CheckedCall(
         request_id=arrival.request_id if retry is None else retry.request_id,
         public_id=sender.public_id,
         is_chat=False,

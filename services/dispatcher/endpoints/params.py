@@ -11,7 +11,7 @@ from services.dispatcher.endpoints.sampling import MAX_INT, Sampling, parse_samp
 from services.dispatcher.http.errors import invalid, unsupported
 from services.dispatcher.text.generation_config import SamplingDefaults
 from shared.api_keys import Tier
-from shared.types import QoeTarget, RequestClass
+from shared.types import ReaderTarget, RequestClass
 
 MAX_STOPS: Final = 4
 MAX_STOP_CHARS: Final = 512
@@ -57,7 +57,7 @@ class Params:
     stops: tuple[str, ...]
     tier: Tier
     """The one that is really used."""
-    qoe: QoeTarget | None
+    qoe: ReaderTarget | None
     """None if no reader follows the answer (not streamed)."""
     salt: str
     """The request's own."""
@@ -179,16 +179,16 @@ def _tier(fields: Fields, most: Tier) -> Tier:
     return min(SERVICE_TIERS[name], most)
 
 
-def _qoe(fields: Fields, *, stream: bool) -> QoeTarget | None:
+def _qoe(fields: Fields, *, stream: bool) -> ReaderTarget | None:
     given = fields.mapping("qoe")
-    default = QoeTarget()
+    default = ReaderTarget()
     if given is None:
         return default if stream else None
     ttft_s = given.number("ttft_s", 0, 3600, above=True)
     speed = given.number("speed_tokens_per_s", 0, 10_000, above=True)
     if not stream:
         return None
-    return QoeTarget(
+    return ReaderTarget(
         ttft_s=default.ttft_s if ttft_s is None else ttft_s,
         speed_tokens_per_s=default.speed_tokens_per_s if speed is None else speed,
     )

@@ -23,7 +23,7 @@ MAX_ECHOED_CHARS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Sender:
+class Caller:
     """What a request says besides its parameters."""
 
     headers: Mapping[str, str]

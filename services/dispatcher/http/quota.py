@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from services.dispatcher.access.grants import Tenant
-from services.dispatcher.endpoints.call import Call
+from services.dispatcher.endpoints.call import CheckedCall
 from services.dispatcher.http.errors import RATE_LIMITED, ApiError
 from services.dispatcher.http.front import Front
-from services.dispatcher.limits.tenants import Limit, OverLimit, Permit
+from services.dispatcher.limits.tenants import OverLimit, Permit, UsageLimit
 
 
-def enter(front: Front, call: Call) -> Permit:
+def enter(front: Front, call: CheckedCall) -> Permit:
     """Return the permit of a request that was checked; it must be closed.
 
     Raises:
@@ -21,7 +21,7 @@ def enter(front: Front, call: Call) -> Permit:
     return outcome
 
 
-def charge(front: Front, call: Call, permit: Permit, num_tokens: int) -> None:
+def charge(front: Front, call: CheckedCall, permit: Permit, num_tokens: int) -> None:
     """Take what the request may cost at most.
 
     Args:
@@ -49,13 +49,13 @@ def rate_headers(front: Front, tenant: Tenant) -> dict[str, str]:
 
 
 _WHAT = {
-    Limit.REQUESTS: "requests per minute (each choice counts)",
-    Limit.TOKENS: "tokens per minute (prompts and 'max_tokens' of each choice)",
-    Limit.CONCURRENT: "requests at a time (each choice counts)",
+    UsageLimit.REQUESTS: "requests per minute (each choice counts)",
+    UsageLimit.TOKENS: "tokens per minute (prompts and 'max_tokens' of each choice)",
+    UsageLimit.CONCURRENT: "requests at a time (each choice counts)",
 }
 
 
-def _refusal(front: Front, call: Call, over: OverLimit) -> ApiError:
+def _refusal(front: Front, call: CheckedCall, over: OverLimit) -> ApiError:
     """Return the 429; one that asks for more than the whole limit is not to be tried again."""
     front.metrics.limited(call.grant.tenant.name, over.limit.value)
     front.metrics.refused(RATE_LIMITED, call.params.service_tier)

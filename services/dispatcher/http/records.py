@@ -8,7 +8,7 @@ from typing import Final
 
 from services.dispatcher.answers.answers import usage_of
 from services.dispatcher.answers.shapes import Usage
-from services.dispatcher.endpoints.call import Call, Choice
+from services.dispatcher.endpoints.call import CheckedCall, Choice
 from services.dispatcher.http.front import Front
 from services.dispatcher.metrics import WHOLE, RequestRecord
 from services.dispatcher.session.request import FailureCode
@@ -21,7 +21,7 @@ _WANTED: Final = (FailureCode.CANCELLED.value, FailureCode.SUPERSEDED.value)
 """Ends that the client wanted: in records, the same as leaving."""
 
 
-def make_record(front: Front, call: Call, choices: Sequence[Choice]) -> RequestRecord:
+def make_record(front: Front, call: CheckedCall, choices: Sequence[Choice]) -> RequestRecord:
     """Return what is known of a request that has ended.
 
     Of several choices it has the earliest time of all, the last of all, or their means and sums.

@@ -23,15 +23,15 @@ _POLL_S: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CloseReason:
     """Why the server closes a connection."""
 
     code: WSCloseCode
     reason: str
 
 
-UNREAD: Final = Verdict(WSCloseCode.POLICY_VIOLATION, "too much was left unread for too long")
-DRAINING: Final = Verdict(WSCloseCode.TRY_AGAIN_LATER, "the server is shutting down")
+UNREAD: Final = CloseReason(WSCloseCode.POLICY_VIOLATION, "too much was left unread for too long")
+DRAINING: Final = CloseReason(WSCloseCode.TRY_AGAIN_LATER, "the server is shutting down")
 
 
 class Socket(Protocol):
@@ -55,7 +55,7 @@ class Socket(Protocol):
         """Bytes that the client has not taken yet."""
         ...
 
-    def close(self, verdict: Verdict) -> None:
+    def close(self, verdict: CloseReason) -> None:
         """End the connection."""
         ...
 

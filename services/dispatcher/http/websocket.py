@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from services.dispatcher.answers.generate import generate
-from services.dispatcher.endpoints.call import Call
+from services.dispatcher.endpoints.call import CheckedCall
 from services.dispatcher.endpoints.chat import chat_call
 from services.dispatcher.endpoints.completions import completion_call
-from services.dispatcher.http.arrival import Sender, note_arrival
+from services.dispatcher.http.arrival import Caller, note_arrival
 from services.dispatcher.http.errors import ApiError, failure_error
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.guard import authorise, grant_of
@@ -31,7 +31,7 @@ from services.dispatcher.http.socket_messages import (
     parse_message,
     text_frame,
 )
-from services.dispatcher.http.sockets import CLOSE_LIMIT_S, MAX_UNSENT_BYTES, UNREAD, Verdict
+from services.dispatcher.http.sockets import CLOSE_LIMIT_S, MAX_UNSENT_BYTES, UNREAD, CloseReason
 from services.dispatcher.http.sse import Stream
 from services.dispatcher.session.request import FailureCode
 from shared.process.log import get_logger
@@ -49,10 +49,10 @@ _POLL_S: Final = 0.02
 ENVELOPE_BYTES: Final = 4096
 """What a message may hold besides a body of the size that HTTP allows."""
 _CALLS: Final = {"chat": chat_call, "completions": completion_call}
-_TOO_MANY_MESSAGES: Final = Verdict(WSCloseCode.POLICY_VIOLATION, "too many messages at once")
-_BINARY: Final = Verdict(WSCloseCode.UNSUPPORTED_DATA, "send JSON as text messages")
-_NAME_IN_USE: Final = Verdict(WSCloseCode.POLICY_VIOLATION, "the id is in use")
-_UNREAD: Final = Verdict(WSCloseCode.POLICY_VIOLATION, "too much was left unread")
+_TOO_MANY_MESSAGES: Final = CloseReason(WSCloseCode.POLICY_VIOLATION, "too many messages at once")
+_BINARY: Final = CloseReason(WSCloseCode.UNSUPPORTED_DATA, "send JSON as text messages")
+_NAME_IN_USE: Final = CloseReason(WSCloseCode.POLICY_VIOLATION, "the id is in use")
+_UNREAD: Final = CloseReason(WSCloseCode.POLICY_VIOLATION, "too much was left unread")
 
 
 async def open_socket(front: Front, request: web.BaseRequest, public_id: str) -> web.StreamResponse:
@@ -81,7 +81,7 @@ async def open_socket(front: Front, request: web.BaseRequest, public_id: str) ->
     transport = request.transport
     if transport is None:
         raise ConnectionResetError("the client is gone")
-    connection = Connection(front, socket, transport, request)
+    connection = WebSocketConnection(front, socket, transport, request)
     front.sockets.add(connection)
     try:
         await connection.run()
@@ -111,7 +111,7 @@ class _Socket(web.WebSocketResponse):
             transport.write_eof()
 
 
-class Connection:
+class WebSocketConnection:
     """One client's WebSocket.
 
     Args:
@@ -132,10 +132,10 @@ class Connection:
         self._socket = socket
         self._transport = transport
         self._handshake = handshake
-        self._calls: dict[str, Call] = {}
+        self._calls: dict[str, CheckedCall] = {}
         self._tasks = TaskOwner(max_tasks=2 * MAX_IN_FLIGHT)
         self._budget = MessageBudget(front.now())
-        self._verdict: Verdict | None = None
+        self._verdict: CloseReason | None = None
         self._reading: asyncio.Timeout | None = None
         self._is_broken = False  # the client broke the protocol, and has been told
         self.full_since_s: float | None = None
@@ -160,7 +160,7 @@ class Connection:
         """Bytes that the client has not taken yet."""
         return int(self._transport.get_write_buffer_size())
 
-    def close(self, verdict: Verdict) -> None:
+    def close(self, verdict: CloseReason) -> None:
         """Cancel the answers, send the verdict, and break the connection if the client does not end it."""
         if self._verdict is None:
             self._verdict = verdict
@@ -232,7 +232,7 @@ class Connection:
             return
         try:
             authorise(self._front, self._handshake)
-            sender = Sender(message.headers, f"req_{uuid.uuid4().hex}", grant_of(self._handshake))
+            sender = Caller(message.headers, f"req_{uuid.uuid4().hex}", grant_of(self._handshake))
             call = _CALLS[message.endpoint](note_arrival(self._front), sender, message.body)
         except ApiError as error:
             self._refuse(message.name, error)
@@ -240,7 +240,7 @@ class Connection:
         self._calls[message.name] = call
         self._tasks.start(self._answer(message.name, call), name=f"socket-{call.request_id}")
 
-    async def _answer(self, name: str, call: Call) -> None:
+    async def _answer(self, name: str, call: CheckedCall) -> None:
         writer = MessageWriter(name)
         try:
             await generate(self._front, call, SocketOutlet(self, writer, call.public_id).open)
@@ -284,7 +284,7 @@ class SocketOutlet:
         request_id: what `x-request-id` would say.
     """
 
-    def __init__(self, connection: Connection, writer: MessageWriter, request_id: str) -> None:
+    def __init__(self, connection: WebSocketConnection, writer: MessageWriter, request_id: str) -> None:
         self._connection = connection
         self._writer = writer
         self._request_id = request_id

@@ -21,7 +21,7 @@ MAX_TENANTS: Final = 10_000
 """Tenants whose rates are remembered; beyond it those that run nothing are forgotten."""
 
 
-class Limit(StrEnum):
+class UsageLimit(StrEnum):
     """What a tenant may not exceed."""
 
     REQUESTS = "requests"
@@ -33,7 +33,7 @@ class Limit(StrEnum):
 class OverLimit:
     """The tenant has taken what it may."""
 
-    limit: Limit
+    limit: UsageLimit
     allowed: int
     """By the limit: per minute, or at a time."""
     asked: int
@@ -45,7 +45,7 @@ class OverLimit:
 class RateView:
     """One rate, as clients see it."""
 
-    limit: Limit
+    limit: UsageLimit
     allowed: int
     remaining: int
     reset_s: float
@@ -78,7 +78,7 @@ class Permit:
             return None
         outcome = take(self._usage.tokens, allowed, num_tokens, now_s)
         if isinstance(outcome, Short):
-            return OverLimit(Limit.TOKENS, allowed, num_tokens, outcome.wait_s)
+            return OverLimit(UsageLimit.TOKENS, allowed, num_tokens, outcome.wait_s)
         self._usage.tokens = outcome
         self._num_charged = num_tokens
         return None
@@ -109,11 +109,11 @@ class Tenants:
         places = limits.max_concurrent
         if places is not None and usage.num_open + num_choices > places:
             wait_s = CONCURRENT_WAIT_S if num_choices <= places else None
-            return OverLimit(Limit.CONCURRENT, places, num_choices, wait_s)
+            return OverLimit(UsageLimit.CONCURRENT, places, num_choices, wait_s)
         if limits.requests_per_min is not None:
             outcome = take(usage.requests, limits.requests_per_min, num_choices, now_s)
             if isinstance(outcome, Short):
-                return OverLimit(Limit.REQUESTS, limits.requests_per_min, num_choices, outcome.wait_s)
+                return OverLimit(UsageLimit.REQUESTS, limits.requests_per_min, num_choices, outcome.wait_s)
             usage.requests = outcome
         usage.num_open += num_choices
         return Permit(tenant, usage, num_choices)
@@ -123,8 +123,8 @@ class Tenants:
         limits, usage = tenant.limits, self._of(tenant, now_s)
         found: list[RateView] = []
         for limit, allowed, bucket in (
-            (Limit.REQUESTS, limits.requests_per_min, usage.requests),
-            (Limit.TOKENS, limits.tokens_per_min, usage.tokens),
+            (UsageLimit.REQUESTS, limits.requests_per_min, usage.requests),
+            (UsageLimit.TOKENS, limits.tokens_per_min, usage.tokens),
         ):
             if allowed is not None:
                 left = int(refilled(bucket, allowed, now_s).level)

@@ -25,7 +25,7 @@ memory become more uneven."""
 
 
 @hot_dataclass(frozen=True, slots=True)
-class WorkerLoad:
+class PlacementLoad:
     """One worker as placement sees it; own submissions since the snapshot are counted in."""
 
     worker_id: WorkerId
@@ -53,12 +53,12 @@ class Placed:
     reason: str
 
 
-Placement = Callable[[Sequence[WorkerLoad], int, Collection[WorkerId]], Placed | None]
+Placement = Callable[[Sequence[PlacementLoad], int, Collection[WorkerId]], Placed | None]
 """(workers, tokens of prompt and output together, workers that refused just now) -> a choice, or None."""
 
 
 def place_least_loaded(
-    workers: Sequence[WorkerLoad], num_tokens: int, refused: Collection[WorkerId] = ()
+    workers: Sequence[PlacementLoad], num_tokens: int, refused: Collection[WorkerId] = ()
 ) -> Placed | None:
     """Choose the worker whose KV memory is asked for least; None if none can take the request now.
 
@@ -75,12 +75,12 @@ def place_least_loaded(
     return Placed(best[2], f"least loaded: {best[0]:.0%} of its KV memory asked for, {best[1]} sequences")
 
 
-def _load(worker: WorkerLoad) -> float:
+def _load(worker: PlacementLoad) -> float:
     ratio = worker.num_demanded_blocks / worker.num_blocks if worker.num_blocks else 0.0
     return ratio + WAITING_WEIGHT * worker.waiting_s
 
 
-def _can_take(worker: WorkerLoad, num_tokens: int) -> bool:
+def _can_take(worker: PlacementLoad, num_tokens: int) -> bool:
     if not worker.ready or (worker.max_request_tokens and num_tokens > worker.max_request_tokens):
         return False
     return not worker.max_sequences or worker.num_sequences < worker.max_sequences

@@ -68,7 +68,7 @@ class _Peer:
     drops: dict[tuple[RequestId, int], None] = field(default_factory=dict)
 
 
-class Leases:
+class WorkerPresence:
     """Owns what is known of each worker's presence, and what workers shall give up.
 
     Args:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from services.dispatcher.limits.waiting_room import WaitingRoom
 from services.dispatcher.policy.placement import Placement
 from services.dispatcher.session.calls import Silence, SubmitAnswer, SubmitOutcome, WorkerCalls
-from services.dispatcher.session.leases import Leases
+from services.dispatcher.session.leases import WorkerPresence
 from services.dispatcher.session.owners import Owners
 from services.dispatcher.session.request import FailureCode, NewRequest, RequestFailedError
 from services.dispatcher.session.session import Session
@@ -44,7 +44,7 @@ class Placing:
         *,
         calls: WorkerCalls,
         cluster: ClusterState,
-        leases: Leases,
+        leases: WorkerPresence,
         owners: Owners,
         placement: Placement,
         limits: SessionLimits,

@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter
 from typing import Final
 
-from services.dispatcher.session.leases import Leases, Loss
+from services.dispatcher.session.leases import Loss, WorkerPresence
 from services.dispatcher.session.placing import Placing
 from services.dispatcher.session.request import FailureCode, RequestFailedError
 from services.dispatcher.session.session import Session
@@ -33,7 +33,7 @@ class Recovery:
         tasks: owns the recoveries under way.
     """
 
-    def __init__(self, placing: Placing, leases: Leases, tasks: TaskOwner) -> None:
+    def __init__(self, placing: Placing, leases: WorkerPresence, tasks: TaskOwner) -> None:
         self.num_lost: Counter[Loss] = Counter()
         """Sessions that lost their worker since the start."""
         self.num_recovered = 0

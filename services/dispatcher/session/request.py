@@ -9,7 +9,7 @@ from typing import Protocol
 
 from shared.api_keys import Tier
 from shared.ids import DispatcherId, Incarnation, RequestId
-from shared.types import FinishReason, QoeTarget, RequestClass, SamplingParams
+from shared.types import FinishReason, ReaderTarget, RequestClass, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class NewRequest:
     limit_s: float
     """Seconds from then after which it ends with an error."""
     request_class: RequestClass = RequestClass.REAL_TIME
-    qoe: QoeTarget | None = None
+    qoe: ReaderTarget | None = None
     cache_salt: str = ""
     """See `Submit.cache_salt`."""
     tier: Tier = Tier.DEFAULT

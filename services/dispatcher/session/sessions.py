@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from services.dispatcher.policy.admission import AdmissionInput, decide_admission
 from services.dispatcher.policy.placement import Placement
 from services.dispatcher.session.calls import WorkerCalls
-from services.dispatcher.session.leases import Leases, Loss
+from services.dispatcher.session.leases import Loss, WorkerPresence
 from services.dispatcher.session.owners import Owners
 from services.dispatcher.session.placing import Placing, SessionLimits
 from services.dispatcher.session.recovery import Recovery
@@ -68,7 +68,7 @@ class Sessions:
         self._limits = limits
         self._now = now
         self._tasks = tasks
-        self._leases = Leases(
+        self._leases = WorkerPresence(
             sender=sender,
             calls=calls,
             table=self.table,

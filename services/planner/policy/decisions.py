@@ -27,7 +27,7 @@ from services.planner.policy.observe import Observation, ObserveParams, can_work
 from services.planner.policy.pacing import Backoff, Cooldown, PacingParams
 from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams
 from services.planner.policy.plans.drop_plan import DropPlan
-from services.planner.policy.plans.intent import LOAD, RESTORE, UNLOAD, Intent, Order, Outcome, intent_of
+from services.planner.policy.plans.intent import LOAD, RESTORE, UNLOAD, Intent, Order, PlanOutcome, intent_of
 from services.planner.policy.restoring.residence import beside_groups
 from services.planner.policy.restoring.residence_watch import Due
 from services.planner.policy.restoring.way_back import WayBack
@@ -37,7 +37,7 @@ from shared.messages.report import ClusterView
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Decided:
     """What is to be done now."""
 
     decision: Decision
@@ -75,7 +75,7 @@ class Decider:
         self._way_back = WayBack(params.pacing, params.drop)
         self._scale = ScaleSignal(params.scaling)
         self._groups_stay = any(lever.is_standing for lever in self._levers)
-        self._unsettled: Outcome | None = None
+        self._unsettled: PlanOutcome | None = None
         self._settled_s = 0.0
 
     def resume(self, wish: ScaleWish) -> None:
@@ -86,7 +86,7 @@ class Decider:
         """Return what the policies know of a view."""
         return observe(view, age_s, self._params.observation)
 
-    def decide(self, view: ClusterView | None, age_s: float | None, now_s: float) -> Verdict:
+    def decide(self, view: ClusterView | None, age_s: float | None, now_s: float) -> Decided:
         """Return what is to be done.
 
         Args:
@@ -97,7 +97,7 @@ class Decider:
         if view is None or age_s is None:
             decision = decide(self._params.ladder, self._levers, ClusterSnapshot(view_age_s=None))
             self._scale.apply(None, decision, now_s)
-            return Verdict(decision, wish=self._scale.wish)
+            return Decided(decision, wish=self._scale.wish)
         observation = self.observe(view, age_s)
         snapshot = replace(observation.snapshot, held_back=self._held_back(observation.snapshot, now_s))
         decision = decide(self._params.ladder, self._levers, snapshot)
@@ -105,31 +105,31 @@ class Decider:
         self._scale.apply(snapshot.facts, decision, now_s, snapshot.held_back)
         return replace(verdict, left_out=observation.left_out, wish=self._scale.wish)
 
-    def _act(self, decision: Decision, facts: ClusterFacts | None, view: ClusterView, now_s: float) -> Verdict:
+    def _act(self, decision: Decision, facts: ClusterFacts | None, view: ClusterView, now_s: float) -> Decided:
         """Return what workers are to do, and why some restores that are due cannot be."""
         if decision.situation in (Situation.BLIND, Situation.EMPTY) or facts is None:
             self._way_back.forget()
-            return Verdict(decision)
+            return Decided(decision)
         due = Due() if self._groups_stay else self._way_back.look(facts, now_s)
         if due.unload:
-            return Verdict(decision, self._way_back.unload(due, facts, view))
+            return Decided(decision, self._way_back.unload(due, facts, view))
         if decision.order is not None:
             return self._pull(decision, decision.order, facts, view, now_s)
         if self._backoff.left_s(now_s) > 0:
-            return Verdict(decision)
-        return Verdict(decision, *self._way_back.advance(due, facts, view))
+            return Decided(decision)
+        return Decided(decision, *self._way_back.advance(due, facts, view))
 
-    def _pull(self, decision: Decision, order: Order, facts: ClusterFacts, view: ClusterView, now_s: float) -> Verdict:
+    def _pull(self, decision: Decision, order: Order, facts: ClusterFacts, view: ClusterView, now_s: float) -> Decided:
         """Return what the lever does; before a drop, what groups that it needs have beside goes back to KV."""
         beside = beside_groups(facts, order.instance_ids) if isinstance(order, DropPlan) else ()
         if not beside:
             intent = intent_of(order, facts, view)
-            return Verdict(decision, replace(intent, lever=decision.lever, reason=decision.reason))
+            return Decided(decision, replace(intent, lever=decision.lever, reason=decision.reason))
         unload = self._way_back.clear(beside, facts, view, now_s)
         if unload is None:
             reason = f"{decision.reason}; but {', '.join(beside)} would not give back what is loaded beside serving"
             decision = Decision(NO_LEVER, decision.situation, reason)
-        return Verdict(decision, unload)
+        return Decided(decision, unload)
 
     def is_settled(self, view: ClusterView | None, now_s: float) -> bool:
         """Return whether reports show what the last plan has changed, or have had time enough."""
@@ -146,7 +146,7 @@ class Decider:
         outcome = self._unsettled
         return outcome is not None and outcome.lever == UNLOAD and self.is_settled(view, now_s)
 
-    def note(self, outcome: Outcome, now_s: float) -> None:
+    def note(self, outcome: PlanOutcome, now_s: float) -> None:
         """Learn what became of a plan."""
         self._way_back.note(outcome, now_s)
         if outcome.lever not in (LOAD, UNLOAD):  # they have pauses of their own: a drop does not wait for them
@@ -165,7 +165,7 @@ class Decider:
         return f"the last plan did not come about; the next try is in {left_s:.1f} s" if left_s > 0 else cooling
 
 
-def _is_awaited(outcome: Outcome, view: ClusterView) -> bool:
+def _is_awaited(outcome: PlanOutcome, view: ClusterView) -> bool:
     """Return whether a worker that carried the plan out has not reported since."""
     processes = {worker.worker_id: worker.incarnation for step in outcome.steps for worker in step.workers}
     return any(

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from services.planner.policy.levers.ladder import ClusterSnapshot, WorkerLoad
+from services.planner.policy.levers.ladder import ClusterSnapshot, MemoryLoad
 from services.planner.policy.plans.drop_facts import ClusterFacts, InstanceFacts, ModelFacts
 from shared.ids import Incarnation, WorkerId
 from shared.layers import LayerRange
@@ -96,9 +96,9 @@ def takes_requests(report: WorkerReport) -> bool:
     return report.group in ("", report.worker_id)
 
 
-def _load(status: WorkerStatus) -> WorkerLoad:
+def _load(status: WorkerStatus) -> MemoryLoad:
     report = status.report
-    return WorkerLoad(
+    return MemoryLoad(
         report.worker_id,
         num_blocks=report.num_blocks,
         num_used_blocks=report.num_used_blocks,

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from services.planner.policy.levers.ladder import WorkerLoad
+from services.planner.policy.levers.ladder import MemoryLoad
 from services.planner.policy.plans.capacity import CapacityRule
 from services.planner.policy.plans.drop_facts import (
     ClusterFacts,
@@ -208,7 +208,7 @@ class Cooldown:
         self._until_s = now_s + self._params.cooldown_s
         self._was_calm.clear()
 
-    def apply(self, workers: Sequence[WorkerLoad], now_s: float) -> str:
+    def apply(self, workers: Sequence[MemoryLoad], now_s: float) -> str:
         """Take the workers of this moment; return why nothing may be dropped for them, or an empty text."""
         if now_s >= self._until_s:
             return ""

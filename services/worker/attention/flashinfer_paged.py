@@ -22,7 +22,7 @@ from services.worker.attention.base import Fold, KeyRanges, RaggedRows
 from services.worker.attention.block_lists import BlockLists, block_lists, leading_decodes, range_lists, starts_of
 from services.worker.attention.fixed_splits import FixedSplitAttention
 from services.worker.attention.merge import merge_states
-from services.worker.memory.host_link import Turns, send
+from services.worker.memory.host_link import PinnedRing, send
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.spec import ModelSpec
 
@@ -117,7 +117,7 @@ class FlashInferAttention:
         """By whether they are causal."""
         self._workspace: torch.Tensor | None = None
         self._newest: FlashInferPlan | None = None
-        self._sources: Turns[torch.Tensor] | None = None
+        self._sources: PinnedRing[torch.Tensor] | None = None
         """From which plans are sent: FlashInfer has one piece of host memory for each wrapper, and does not wait."""
         self._fixed_buffers: dict[int | None, _FixedBuffers] | None = None
         """By window."""
@@ -239,7 +239,7 @@ class FlashInferAttention:
         wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper
         windows = dict.fromkeys(self._spec.windows)
         on_gpu = self._device.type == "cuda"
-        self._sources = Turns(
+        self._sources = PinnedRing(
             [
                 torch.zeros(PLAN_BYTES, dtype=torch.uint8, pin_memory=on_gpu)
                 for _ in range(PLANS_UNDER_WAY * len(windows))

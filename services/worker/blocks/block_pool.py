@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable
 import numpy as np
 
 from services.worker.blocks.free_blocks import FreeBlocks
-from services.worker.blocks.limit import Limit
+from services.worker.blocks.limit import IdLimit
 from services.worker.blocks.pins import Pins
 from services.worker.blocks.prefix import PrefixIndex
 from services.worker.contract.arrays import EMPTY_I32, I32, Bool
@@ -32,7 +32,7 @@ class BlockPool:
         self._free_blocks = FreeBlocks(num_blocks)
         self.num_usable = num_blocks
         """Blocks with memory behind them, below the limit."""
-        self._limit = Limit(num_blocks)
+        self._limit = IdLimit(num_blocks)
         self._pins = Pins(num_blocks)
 
     @property

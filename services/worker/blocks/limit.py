@@ -20,7 +20,7 @@ from services.worker.contract.arrays import I32, Bool
 _NO_LIMIT: Final = 2**31 - 1
 
 
-class Limit:
+class IdLimit:
     """Where the ids end that may be handed out. The block manager owns it."""
 
     def __init__(self, num_blocks: int) -> None:

@@ -226,7 +226,7 @@ class Sharing:
     def check_invariants(self) -> None:
         """Check claims, names and forks; raises AssertionError naming the law that is broken."""
         self.forks.check_invariants()
-        assert len(self._chains) == (self._table.num_live if self.prefix_caching else 0), "each live row has its names"
+        assert len(self._chains) == self._table.num_sequences * self.prefix_caching, "each sequence has its names"
         claimed = {name: row for row, chain in self._unsettled.items() for name in chain.names[chain.num_settled + 1 :]}
         assert self._claims.keys() <= claimed.keys(), "a claim that nobody works on"
         for name, row in self._claims.items():

@@ -26,7 +26,7 @@ from services.worker.sequences.table import Hold, SequenceTable, Status
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
+class EndedCopy:
     """A copy that has ended, and whose it was."""
 
     row: int | None
@@ -103,18 +103,18 @@ class Swapping:
         begun, self._begun = self._begun, []
         return begun
 
-    def land(self, copy_id: int) -> Landed:
+    def land(self, copy_id: int) -> EndedCopy:
         """End a copy, done or failed: its blocks are let go, and its row may be scheduled again."""
         move = self._moves.pop(copy_id)
         self.num_leaving_blocks -= move.num_freed
         self._blocks.unpin(("host copy", copy_id))
         self.host.unhold(move.copy.host)
         if self._move_of.get(move.row) != copy_id:
-            return Landed(None, move.copy.to_host, move.num_tokens)
+            return EndedCopy(None, move.copy.to_host, move.num_tokens)
         del self._move_of[move.row]
         self._arriving.pop(move.row, None)
         self._table.hold[move.row] &= ~Hold.SWAPPING
-        return Landed(move.row, move.copy.to_host, move.num_tokens)
+        return EndedCopy(move.row, move.copy.to_host, move.num_tokens)
 
     def forget(self, row: int) -> None:
         """Give up the KV that a row has on the host: it is back, it was lost, or the row ends."""

@@ -21,7 +21,7 @@ def describe(engine: Engine) -> list[dict[str, object]]:
             # it does not run because KV for it is on its way from another worker
             "awaits_kv": bool(table.status[row] != Status.RUNNING) and engine.sharing.awaits_coming(row),
         }
-        for (request_id, attempt), row in sorted(engine.residents.row_of.items(), key=lambda item: item[1])
+        for (request_id, attempt), row in sorted(engine.registry.row_of.items(), key=lambda item: item[1])
     ]
 
 

@@ -27,8 +27,8 @@ from services.worker.cost.estimate import CostEstimate
 from services.worker.engine.flights import Flight, Flights
 from services.worker.engine.going_ahead import rows_ahead
 from services.worker.engine.kv_memory import KvMemory
-from services.worker.engine.residents import Residents
 from services.worker.engine.retry import RetryGroup, RetryQueue
+from services.worker.engine.sequence_registry import SequenceRegistry
 from services.worker.engine.totals import Totals
 from services.worker.engine.transitions import Transitions
 from services.worker.engine.viewing import Viewing
@@ -79,17 +79,17 @@ class Engine:
         self.totals = Totals()
         self.swapping = None if host is None else Swapping(self.table, self.blocks, host)
         self.sharing = Sharing(self.table, self.blocks, self.log, prefix_caching=config.prefix_caching)
-        self.residents = Residents(config, self.table, self.sharing, self.blocks, self.log)
+        self.registry = SequenceRegistry(config, self.table, self.sharing, self.blocks, self.log)
         self._transitions = Transitions(
             table=self.table,
             sharing=self.sharing,
-            residents=self.residents,
+            registry=self.registry,
             retry=self.retry,
             log=self.log,
             totals=self.totals,
             swapping=self.swapping,
         )
-        self.residents.on_end = self._transitions.ended
+        self.registry.on_end = self._transitions.ended
         self.memory = KvMemory(self.table, self.blocks, self.sharing, self.swapping, self._transitions)
         self._viewing = Viewing(self.table, self.blocks, self.sharing, self.swapping, self.flights, self.cost)
         self._scheduler = scheduler
@@ -106,22 +106,22 @@ class Engine:
         Those that run give up their KV: it stays in the prefix cache until its memory is needed.
         """
         table = self.table
-        for row in self.residents.rows_of(channel):
+        for row in self.registry.rows_of(channel):
             table.hold[row] |= Hold.PAUSED
             if table.status[row] == Status.RUNNING and not table.hold[row] & (Hold.IN_FLIGHT | Hold.SWAPPING):
                 self._transitions.preempt(row)
 
     def resume(self, channel: int) -> None:
         """Let the sequences of a channel run again; the caller wakes the step loop."""
-        self.table.hold[self.residents.rows_of(channel)] &= ~Hold.PAUSED
+        self.table.hold[self.registry.rows_of(channel)] &= ~Hold.PAUSED
 
     # Steps
 
     def next_batch(self, now_s: float) -> Batch | None:
         """Make the next step's batch, or None if nothing can run now. The batch is in flight from then on."""
         self._note(now_s)
-        if now_s >= self.residents.next_expiry_s:
-            self.residents.expire(now_s)
+        if now_s >= self.registry.next_expiry_s:
+            self.registry.expire(now_s)
         if self.retry:
             return self._launch_again(self.retry.pop())
         if self.config.overlaps and self.flights:
@@ -154,7 +154,7 @@ class Engine:
             self.retry.succeeded(batch.rows[sound])
             wanted = wanted & sound
         self.sharing.landed()
-        if self.residents.num_cancelled:
+        if self.registry.num_cancelled:
             wanted = wanted & ((self.table.hold[rows] & Hold.CANCELLED) == 0)
         extras = self.logprobs.take_in(self.table, rows, wanted, output.logprobs) if output.logprobs else ()
         if np.count_nonzero(wanted) < wanted.size:
@@ -181,7 +181,7 @@ class Engine:
             return events
         self.table.hold[group.rows] |= Hold.RETRY
         lost = self.retry.failed(group, np.isin(group.rows, error.rows))
-        return StepEvents.concatenate([events, self.residents.end(lost, FinishReason.ERROR)])
+        return StepEvents.concatenate([events, self.registry.end(lost, FinishReason.ERROR)])
 
     def take_copies(self) -> list[HostCopy]:
         """Return the copies between device and host that have begun since the last call, for the executor."""
@@ -319,16 +319,16 @@ class Engine:
         if batch.copies.source.size:
             self.blocks.unpin(("copies", batch.step_id))
         self.totals.num_steps += 1
-        if self.residents.num_ended or self.residents.num_cancelled:
-            sound &= ~self.residents.are_waited_for(flight.rows)
+        if self.registry.num_ended or self.registry.num_cancelled:
+            sound &= ~self.registry.are_waited_for(flight.rows)
             self.flights.fail(flight.rows[~sound])
         return flight, sound
 
     def _end_landed(self, rows: Rows) -> StepEvents:
         """Let rows of a landed batch go that were only waited for: those that have ended, or were cancelled."""
-        if self.residents.num_ended:
-            self.residents.forget_ended(rows)
-        return self.residents.end_cancelled(rows)
+        if self.registry.num_ended:
+            self.registry.forget_ended(rows)
+        return self.registry.end_cancelled(rows)
 
     def _deliver(self, rows: Rows, tokens: I32, now_s: float, extras: tuple[RowExtra, ...] = ()) -> StepEvents:
         table = self.table
@@ -341,7 +341,7 @@ class Engine:
         if table.num_readers:
             qoe_columns.deliver(table, rows, first_index, now_s)
         self.totals.num_generated_tokens += int(rows.size)
-        finish = self.residents.stops.check(rows, tokens, num_output, table.max_output[rows])
+        finish = self.registry.stops.check(rows, tokens, num_output, table.max_output[rows])
         events = StepEvents(
             channel=table.channel[rows],
             stream=table.stream[rows],
@@ -352,7 +352,7 @@ class Engine:
             extras=self._transitions.with_cached_tokens(rows, extras),
         )
         for i in finish.nonzero()[0].tolist():
-            self.residents.forget(int(rows[i]), FinishReason(int(finish[i])))
+            self.registry.forget(int(rows[i]), FinishReason(int(finish[i])))
         return events
 
 

@@ -25,10 +25,10 @@ def check_engine(engine: Engine) -> None:
     chunks = -(-table.num_output[live] // CHUNK)
     assert engine.log.num_used_chunks == int(chunks.sum()), "chunks of the token log are lost or doubled"
     named = live[(table.hold[live] & Hold.ENDED) == 0]
-    assert sorted(engine.residents.row_of.values()) == named.tolist(), (
+    assert sorted(engine.registry.row_of.values()) == named.tolist(), (
         "each live row has one name, and each name one live row"
     )
-    assert all(table.sequence(row).key == key for key, row in engine.residents.row_of.items()), (
+    assert all(table.sequence(row).key == key for key, row in engine.registry.row_of.items()), (
         "a row has another's name"
     )
 
@@ -41,7 +41,7 @@ def _check_queues(table: SequenceTable) -> None:
     for queue in (table.waiting, table.preempted):
         keys = [(table.arrival_s[row], table.order[row]) for row in queue.view.tolist()]
         assert keys == sorted(keys), "waiting and preempted rows are in order of arrival"
-    assert table.num_live == sum(len(queue) for _, queue in queues), "rows are lost or doubled"
+    assert table.num_sequences == sum(len(queue) for _, queue in queues), "rows are lost or doubled"
 
 
 def _check_counts(table: SequenceTable, live: np.ndarray, block_size: int) -> None:
@@ -69,7 +69,7 @@ def _check_holds(engine: Engine) -> None:
     )
     ended = np.flatnonzero(table.hold & Hold.ENDED)
     assert set(ended.tolist()) <= set(in_flight), "a row that has ended is forgotten once no batch holds it"
-    assert engine.residents.num_ended == ended.size, "rows that have ended are counted"
+    assert engine.registry.num_ended == ended.size, "rows that have ended are counted"
     cancelled = np.flatnonzero(table.hold & Hold.CANCELLED)
     assert set(cancelled.tolist()) <= set(in_flight), "a cancelled row outside a batch has ended"
     retried = np.flatnonzero(table.hold & Hold.RETRY).tolist()

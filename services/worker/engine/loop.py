@@ -137,7 +137,7 @@ class StepLoop:
 
         The loop does so by itself: the events of a step while the next one runs.
         """
-        events, ends = self._events, self._engine.residents.take_events()
+        events, ends = self._events, self._engine.registry.take_events()
         self._events = NO_EVENTS
         if len(ends):
             events = StepEvents.concatenate([events, ends])
@@ -195,9 +195,9 @@ class StepLoop:
 
     def _expiry_timer(self) -> asyncio.TimerHandle | None:
         """Wake when a sequence that cannot run now expires."""
-        if not self._engine.table.num_live or isinf(self._engine.residents.next_expiry_s):
+        if not self._engine.table.num_sequences or isinf(self._engine.registry.next_expiry_s):
             return None
-        delay_s = self._engine.residents.next_expiry_s - self._now()
+        delay_s = self._engine.registry.next_expiry_s - self._now()
         return asyncio.get_running_loop().call_later(max(delay_s, _MIN_TIMER_S), self.wake)
 
     def _on_done(self, _future: Future[BatchOutput] | Future[None]) -> None:

@@ -11,8 +11,8 @@ from services.worker.blocks.sharing import Sharing
 from services.worker.blocks.swapping import Swapping
 from services.worker.contract.arrays import EMPTY_I32, I32, Rows
 from services.worker.contract.batch import RowInit
-from services.worker.engine.residents import Residents
 from services.worker.engine.retry import RetryQueue
+from services.worker.engine.sequence_registry import SequenceRegistry
 from services.worker.engine.totals import Totals
 from services.worker.scheduling.view import PreemptHow
 from services.worker.sequences.assemble import row_init
@@ -29,7 +29,7 @@ class Transitions:
 
     table: SequenceTable
     sharing: Sharing
-    residents: Residents
+    registry: SequenceRegistry
     retry: RetryQueue
     log: TokenLog
     totals: Totals
@@ -58,7 +58,7 @@ class Transitions:
         """
         table = self.table
         found = self.sharing.admit(rows, owner, leaving)
-        self.residents.note_started([row for row in rows if not table.has_started[row]])
+        self.registry.note_started([row for row in rows if not table.has_started[row]])
         for row, num_tokens in zip(rows, found, strict=True):
             table.admit(row)
             table.num_computed[row] = num_tokens

@@ -10,7 +10,7 @@ import torch
 from services.worker.attention.base import RaggedRows
 from services.worker.contract.arrays import I32, I64
 from services.worker.contract.batch import Batch
-from services.worker.memory.host_link import Turns
+from services.worker.memory.host_link import PinnedRing
 from services.worker.sampling.own_samples import OwnSamples
 
 
@@ -48,7 +48,7 @@ class InputBuffers:
         self._block_size = block_size
         self._samples = samples
         columns = [torch.zeros(5 * max_tokens, dtype=torch.int64, pin_memory=on_gpu) for _ in range(1 + on_gpu)]
-        self._columns = Turns(columns, device)
+        self._columns = PinnedRing(columns, device)
         """Of t tokens, [5, t] of each: tokens, positions, slots; indices of last tokens, and of those that are sampled
         from. One behind the other, so that one copy sends them; the device may still read the last step's."""
         self._device = device

@@ -26,7 +26,7 @@ from services.worker.attention.torch_paged import TorchPagedAttention
 from services.worker.executor.attention_trial import attention_fault
 from services.worker.executor.native_step import NativeForward
 from services.worker.executor.step import DecodeLayers, ForwardPass, TorchForward
-from services.worker.executor.step_graphs import Recorder, StepGraphs
+from services.worker.executor.step_graphs import GraphRecorder, StepGraphs
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.decoder import Decoder, TiledDecoder
 from services.worker.models.operators import LayerOperators
@@ -104,7 +104,7 @@ class Kernels:
         weights: ModelWeights,
         rope: RopeTable,
         cache: KVCache,
-        recorder: Recorder,
+        recorder: GraphRecorder,
         *,
         sizes: tuple[int, ...],
         samples: OwnSamples | None = None,

@@ -26,7 +26,7 @@ class Launched(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class EndedStep:
     """A step whose output is known."""
 
     output: BatchOutput

@@ -20,7 +20,7 @@ from services.worker.contract.arrays import I32, I64
 from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.contract.executor import BatchFailedError, CopyFailedError, HostCopy, HostMemory, KvCapacity
 from services.worker.contract.remote import RemoteLostError
-from services.worker.executor.launched import Done, Launched
+from services.worker.executor.launched import EndedStep, Launched
 from services.worker.executor.step import ForwardPass
 from services.worker.memory.host_kv import HostKV
 from services.worker.memory.host_link import send
@@ -337,7 +337,7 @@ class ModelRunner:
             return _Running(batch.step_id, lambda: end()[1])
         chosen, output = end()
         self._samples.put(rows, position, chosen)
-        return Done(output)
+        return EndedStep(output)
 
     def _took_s(self, began_s: float) -> float:
         """Return how long a step took that ends now: since it began, or since the one before it ended.

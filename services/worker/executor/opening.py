@@ -19,7 +19,7 @@ from services.worker.contract.batch import Batch, RowInit
 from services.worker.contract.executor import BatchFailedError, KvCapacity
 from services.worker.executor.kernels import Kernels
 from services.worker.executor.model_runner import ModelInfo, ModelRunner, RunnerSettings
-from services.worker.executor.step_graphs import Recorder, StepGraphs, graph_sizes
+from services.worker.executor.step_graphs import GraphRecorder, StepGraphs, graph_sizes
 from services.worker.executor.trial_batch import trial_batch
 from services.worker.memory.budget import (
     MIN_RESERVE_BYTES,
@@ -74,7 +74,7 @@ class RunnerOpener:
         kernels: Kernels,
         memory: ModelMemory,
         *,
-        recorder: Recorder | None = None,
+        recorder: GraphRecorder | None = None,
     ) -> None:
         self._settings = settings
         self.spec = spec

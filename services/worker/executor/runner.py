@@ -17,7 +17,7 @@ from services.worker.executor.kernels import Kernels, choose_kernels
 from services.worker.executor.model_runner import ModelInfo, ModelRunner, RunnerSettings
 from services.worker.executor.opening import RunnerOpener
 from services.worker.executor.selftest import prove_deterministic
-from services.worker.executor.step_graphs import CudaRecorder, Recorder
+from services.worker.executor.step_graphs import CudaRecorder, GraphRecorder
 from services.worker.memory.budget import Demand, longest_context
 from services.worker.memory.kv_cache import KVCache, bytes_per_block
 from services.worker.memory.model_memory import ModelMemory, ModelSizes, open_memory
@@ -164,7 +164,7 @@ def _set_threads(settings: RunnerSettings, device: torch.device, kernels: Kernel
         torch.set_num_threads(num_threads)
 
 
-def _recorder(settings: RunnerSettings, device: torch.device, kernels: Kernels) -> Recorder | None:
+def _recorder(settings: RunnerSettings, device: torch.device, kernels: Kernels) -> GraphRecorder | None:
     """Return what records steps on the device; None: they are not to be, or cannot be recorded."""
     if not settings.graphs or device.type != "cuda" or kernels.flashinfer is None:
         return None

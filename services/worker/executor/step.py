@@ -94,11 +94,11 @@ class DecodeLayers:
             attend: called for each layer with its queries [t, num_heads, head_dim]; keys and values are stored then.
         """
         decoder = self._decoder
-        turn = decoder.operators.turning(inputs.positions, inputs.slots)
+        rotate = decoder.operators.rotation(inputs.positions, inputs.slots)
         if hidden is None:
             hidden = decoder.embed(inputs.tokens, inputs.positions)
         for layer in self.cache.layers:
-            queries = decoder.pre(layer, hidden, turn)
+            queries = decoder.pre(layer, hidden, rotate)
             hidden = decoder.post(layer, hidden, attend(layer, queries))
         return hidden
 
@@ -131,7 +131,7 @@ class DecodeLayers:
             yield layer.storage
 
 
-class StepRecord(Protocol):
+class StepGraph(Protocol):
     """Steps that were recorded (`step_graphs.py`)."""
 
     def has_for(self, batch: Batch) -> bool:
@@ -161,7 +161,7 @@ class TorchForward:
         *,
         max_tokens: int,
         samples: OwnSamples | None = None,
-        record: StepRecord | None = None,
+        record: StepGraph | None = None,
     ) -> None:
         self.cache = layers.cache
         self.remote: RemoteKeys | None = None

@@ -32,7 +32,7 @@ MAX_ROWS = 512
 """Of the largest graph: of more rows, the device computes longer than the host takes to start its kernels."""
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """Records what is started on a device."""
 
     def record(self, compute: Callable[[], None]) -> Callable[[], None]:
@@ -49,7 +49,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, compute: Callable[[], None]) -> Callable[[], None]:
-        """Record a graph; see `Recorder`. The first computations, which may compile or take memory, are not in it."""
+        """Record a graph; see `GraphRecorder`. The first computations, which may compile or take memory, stay out."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for _ in range(2):
@@ -86,7 +86,7 @@ class StepGraphs:
         self,
         layers: DecodeLayers,
         fixed: Callable[[int], FixedFlashInfer],
-        recorder: Recorder,
+        recorder: GraphRecorder,
         sizes: tuple[int, ...],
         samples: OwnSamples | None = None,
     ) -> None:

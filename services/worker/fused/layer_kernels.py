@@ -67,7 +67,7 @@ def _pointer(address, dtype: tl.constexpr, IS_ALIGNED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["keys", "values"], do_not_specialize_on_alignment=["positions", "slots"])
-def turn_heads(
+def rotate_heads(
     heads,
     positions,
     slots,

@@ -81,7 +81,7 @@ def _results(
     positions, slots, last = torch.tensor([[0, 3, 9, 17, 63], [70, 3, 40, 5, 6], [4, 0, 2, 1, 3]]).to(device).unbind()
     heads = made(_NUM_TOKENS, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
     found = {"norms": operators.norm(hidden, weights, "attention_norm")}
-    found["queries"] = operators.turning(positions, slots)(0, heads, weights)
+    found["queries"] = operators.rotation(positions, slots)(0, heads, weights)
     found["keys"], found["values"] = (pool[0].flatten(0, 1)[slots] for pool in (cache.keys, cache.values))
     if spec.gated_mlp:
         found["gates"] = operators.gate(made(_NUM_TOKENS, 2 * spec.intermediate_size))

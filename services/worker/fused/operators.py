@@ -8,7 +8,7 @@ from torch.nn import functional
 from services.worker.fused import choice_kernels, launching, layer_kernels
 from services.worker.fused.launching import block_of, warps_of
 from services.worker.memory.kv_cache import KVCache
-from services.worker.models.operators import LayerOperators, Turn
+from services.worker.models.operators import LayerOperators, Rotation
 from services.worker.models.rope import RopeTable
 from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import ParameterBuffer
@@ -38,7 +38,7 @@ class FusedOperators(LayerOperators):
         super().__init__(spec, rope, cache)
         self._pools = cache
         rest = spec.head_dim - spec.rotary_dim
-        self._turn_constants = {
+        self._rotation_constants = {
             "NUM_HEADS": spec.num_heads,
             "NUM_KV_HEADS": spec.num_kv_heads,
             "HEAD_DIM": spec.head_dim,
@@ -73,16 +73,16 @@ class FusedOperators(LayerOperators):
         )
         return out
 
-    def turning(self, positions: torch.Tensor, slots: torch.Tensor) -> Turn:
+    def rotation(self, positions: torch.Tensor, slots: torch.Tensor) -> Rotation:
         """Return what takes the heads of a step's layers; see `LayerOperators`."""
-        spec, cache, rope, constants = self._spec, self._pools, self._rope, self._turn_constants
+        spec, cache, rope, constants = self._spec, self._pools, self._rope, self._rotation_constants
         num_programs = -(-(spec.num_heads + 2 * spec.num_kv_heads) // constants["HEADS_BLOCK"])
 
-        def turn(layer: int, heads: torch.Tensor, weights: ParameterBuffer) -> torch.Tensor:
+        def rotate(layer: int, heads: torch.Tensor, weights: ParameterBuffer) -> torch.Tensor:
             assert heads.is_contiguous()
             places = cache.keys[layer].data_ptr(), cache.values[layer].data_ptr()
             launching.launch(
-                layer_kernels.turn_heads,
+                layer_kernels.rotate_heads,
                 (heads.shape[0], num_programs),
                 heads,
                 positions,
@@ -99,7 +99,7 @@ class FusedOperators(LayerOperators):
             )
             return heads[:, : spec.num_heads]
 
-        return turn
+        return rotate
 
     def gate(self, pair: torch.Tensor) -> torch.Tensor:
         """Return the gated activation; see `LayerOperators`."""

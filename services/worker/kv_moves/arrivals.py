@@ -16,8 +16,8 @@ from services.worker.blocks.remote_kv import RemoteSpan
 from services.worker.contract.kept_kv import KeptKv
 from services.worker.engine.engine import Engine
 from services.worker.kv_moves.kv_table import KvTable, mode_of
-from services.worker.kv_moves.moves import MoveFacts, MoveMeter, Moves
-from shared.messages.report import MoveKind
+from services.worker.kv_moves.transfers import TransferFacts, TransferMeter, Transfers
+from shared.messages.report import TransferKind
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
 
@@ -88,11 +88,11 @@ class ArrivingKv:
     """
 
     def __init__(
-        self, engine: Engine, wake: Callable[[], None], now: Callable[[], float], tasks: TaskOwner, moves: Moves
+        self, engine: Engine, wake: Callable[[], None], now: Callable[[], float], tasks: TaskOwner, moves: Transfers
     ) -> None:
         self._engine = engine
         self._moves = moves
-        self._meter: MoveMeter | None = None
+        self._meter: TransferMeter | None = None
         self._wake = wake
         self._now = now
         self._tasks = tasks
@@ -111,7 +111,7 @@ class ArrivingKv:
             sources: names of the workers that have it.
         """
         assert not self.is_under_way, "the exchange before is not over"
-        facts = MoveFacts(MoveKind.KV_EXCHANGE, arrivals.num_bytes, sources, arrivals.mode)
+        facts = TransferFacts(TransferKind.KV_EXCHANGE, arrivals.num_bytes, sources, arrivals.mode)
         meter = self._meter = self._moves.begin(facts)
         self._task = self._tasks.start(self._take_in(arrivals, meter), name="arriving-kv")
 
@@ -131,7 +131,7 @@ class ArrivingKv:
             both: list[Future[None] | Future[bool]] = [self._task, given_up]
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _take_in(self, arrivals: Arrivals, meter: MoveMeter) -> None:
+    async def _take_in(self, arrivals: Arrivals, meter: TransferMeter) -> None:
         began_s, count, num_blocks = self._now(), 0, arrivals.num_blocks
         async for arrived in arrivals.news:
             self._engine.sharing.arrived(arrived.blocks)

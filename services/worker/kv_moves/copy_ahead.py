@@ -19,9 +19,9 @@ from functools import partial
 
 from services.worker.kv_moves.kv_table import KvOffer, table_to_copy
 from services.worker.kv_moves.kv_wire import KvSocket
-from services.worker.kv_moves.live_exchange import LiveExchange
 from services.worker.kv_moves.placed_kv import PlacedKv
 from services.worker.kv_moves.places import NextShares
+from services.worker.kv_moves.torch_exchange import TorchExchange
 from services.worker.memory.kv_cache import KVCache
 from services.worker.peers.threads import in_thread
 
@@ -34,7 +34,7 @@ class CopyAhead:
         make_round: makes a lasting exchange over them.
     """
 
-    def __init__(self, socks: Mapping[int, KvSocket], make_round: Callable[[], LiveExchange]) -> None:
+    def __init__(self, socks: Mapping[int, KvSocket], make_round: Callable[[], TorchExchange]) -> None:
         self._socks = dict(socks)
         self._make_round = make_round
         self._idle = asyncio.Event()

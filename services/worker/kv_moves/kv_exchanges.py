@@ -17,11 +17,11 @@ from services.worker.executor.elastic_model import ElasticModel
 from services.worker.kv_moves.exchange_modes import ExchangeCosts, form_table, usable
 from services.worker.kv_moves.kv_table import MAX_EXCHANGED, KvOffer, KvTable
 from services.worker.kv_moves.kv_wire import KvSocket
-from services.worker.kv_moves.live_exchange import LiveExchange
 from services.worker.kv_moves.places import GroupPlace
 from services.worker.kv_moves.remote_attention import RemoteParts, RemoteShape
+from services.worker.kv_moves.torch_exchange import TorchExchange
 from services.worker.peers.frames import FrameSocket
-from services.worker.peers.link_turns import LinkTurns
+from services.worker.peers.link_priority import LinkPriority
 from shared.layers import LayerRange
 from shared.systems import KvExchange
 
@@ -61,9 +61,9 @@ class KvExchanges:
         cost: of a step.
     """
 
-    def __init__(self, model: ElasticModel, turns: LinkTurns, params: ExchangeParams, cost: CostEstimate) -> None:
+    def __init__(self, model: ElasticModel, priority: LinkPriority, params: ExchangeParams, cost: CostEstimate) -> None:
         self._model = model
-        self._turns = turns
+        self._priority = priority
         self._params = params
         self._cost = cost
         self._mode = usable(params.mode, self._block_size)
@@ -105,7 +105,7 @@ class KvExchanges:
 
     def to_form(
         self, place: GroupPlace, socks: Mapping[int, socket.socket], attention: Mapping[int, socket.socket]
-    ) -> LiveExchange:
+    ) -> TorchExchange:
         """Return what moves KV to a group that forms, and attends it where it lies.
 
         Args:
@@ -118,9 +118,11 @@ class KvExchanges:
             shape = RemoteShape(
                 spec.num_heads, spec.head_dim, self._block_size, spec.num_layers, self._model.cache.keys[0].dtype
             )
-            ends = {stage: FrameSocket(sock, is_checked=True, urgent=self._turns) for stage, sock in attention.items()}
+            ends = {
+                stage: FrameSocket(sock, is_checked=True, urgent=self._priority) for stage, sock in attention.items()
+            }
             remote = RemoteParts(ends, shape, self._model.host_attention)
-        return LiveExchange(
+        return TorchExchange(
             place.index,
             {peer: KvSocket(sock) for peer, sock in socks.items()},
             [stage.layers for stage in place.stages],
@@ -129,9 +131,9 @@ class KvExchanges:
             remote=remote,
         )
 
-    def to_part(self, place: GroupPlace, socks: dict[int, KvSocket], *, is_lasting: bool = False) -> LiveExchange:
+    def to_part(self, place: GroupPlace, socks: dict[int, KvSocket], *, is_lasting: bool = False) -> TorchExchange:
         """Return what moves KV between the stages of a group to where each of them has all layers."""
-        return LiveExchange(
+        return TorchExchange(
             place.index,
             socks,
             [self._model.whole] * len(place.stages),

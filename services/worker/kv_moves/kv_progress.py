@@ -38,7 +38,7 @@ class _Lowest:
         return self._counts[lot].get(party)
 
 
-class Landed:
+class ArrivedKv:
     """What has come to one stage.
 
     Args:

@@ -79,7 +79,7 @@ class KvShares:
             copied.update(_by_id(share))
         self.let_go()
         now_s, table = self._now(), self._engine.table
-        running = [(key, row) for key, row in self._engine.residents.row_of.items() if table.num_computed[row]]
+        running = [(key, row) for key, row in self._engine.registry.row_of.items() if table.num_computed[row]]
         if now_s >= self._until_s or not running:
             return ()
         by_stage = self._share_out()
@@ -135,7 +135,7 @@ class KvShares:
 
     def _share_out(self) -> list[list[SequenceKey]]:
         """Let every sequence that is here have a worker, those of before the same one."""
-        table, row_of = self._engine.table, self._engine.residents.row_of
+        table, row_of = self._engine.table, self._engine.registry.row_of
         keys = sorted(row_of, key=lambda key: (table.arrival_s[row_of[key]], table.order[row_of[key]]))
         sizes = -(-table.num_known[[row_of[key] for key in keys]] // self._engine.config.block_size)
         fixed = {key: stage for key, stage in self._stage_of.items() if key in row_of}

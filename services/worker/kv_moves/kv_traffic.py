@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from services.worker.kv_moves.kv_progress import Landed
+from services.worker.kv_moves.kv_progress import ArrivedKv
 from services.worker.kv_moves.kv_table import KvLot, KvTable
 from services.worker.kv_moves.kv_wire import KvChunk, KvProgress, KvSocket, chunks_between
 from services.worker.kv_moves.write_fence import WriteFence
@@ -65,7 +65,7 @@ class KvTraffic:
         Raises:
             Exception: whatever went wrong first; all connections were shut then.
         """
-        errors, landed = list[Exception](), Landed(table, self._stage, self._wanted[self._stage])
+        errors, landed = list[Exception](), ArrivedKv(table, self._stage, self._wanted[self._stage])
 
         def attempt(part: Callable[[], None]) -> None:
             try:

@@ -1,4 +1,4 @@
-"""How the pages get from one `Holding` to another: a plan, which is pure, and what carries it out, all or nothing.
+"""How the pages get from one `PageHolding` to another: a plan, which is pure, and what carries it out, all or nothing.
 
 Dropping layer 1 of two:
 
@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from services.worker.memory.holdings import NotEnoughPagesError
-from services.worker.memory.layout import Holding, Kind, MemoryLayout, Region
-from services.worker.memory.pool import Move, PagePool, Place, Prepared
+from services.worker.memory.layout import Kind, MemoryLayout, PageHolding, Region
+from services.worker.memory.pool import PageCopy, PagePool, Place, Prepared
 from services.worker.memory.ranges import PageId, VirtualRange
 from services.worker.memory.spans import Spans
 
@@ -32,16 +32,16 @@ from services.worker.memory.spans import Spans
 class MemoryChange:
     """A plan: who gives pages to whom."""
 
-    moves: tuple[Move, ...]
+    moves: tuple[PageCopy, ...]
     """All sources are left before any target is reached."""
-    after: Holding
+    after: PageHolding
 
 
 class MemoryLostError(Exception):
     """A change failed, and undoing it failed too: what is mapped is not what the ledger says. The worker must end."""
 
 
-def plan_change(layout: MemoryLayout, before: Holding, after: Holding, shift: int = 0) -> MemoryChange:
+def plan_change(layout: MemoryLayout, before: PageHolding, after: PageHolding, shift: int = 0) -> MemoryChange:
     """Return the moves that lead from one holding to another.
 
     What both have stays where it is, with its bytes. Pages that are given up back what is new, in the order of
@@ -61,7 +61,7 @@ def plan_change(layout: MemoryLayout, before: Holding, after: Holding, shift: in
         raise NotEnoughPagesError(needed, layout.facts.num_pages)
     now, then = layout.mapped(before), layout.mapped(after)
     staying = frozenset(before.layers) & frozenset(after.layers)
-    carried: list[Move] = []
+    carried: list[PageCopy] = []
     sources: list[tuple[Place, int]] = []
     targets: list[tuple[Place, int]] = []
     for region in layout.regions:
@@ -69,7 +69,7 @@ def plan_change(layout: MemoryLayout, before: Holding, after: Holding, shift: in
         old, new = now.get(region, Spans()), then.get(region, Spans())
         kept = old.shifted(by) & new
         if by:
-            carried += [Move(n, Place(region, place.first - by), place) for place, n in _places(region, kept)]
+            carried += [PageCopy(n, Place(region, place.first - by), place) for place, n in _places(region, kept)]
         sources += _places(region, old - kept.shifted(-by))
         targets += _places(region, new - kept)
     return MemoryChange((*carried, *_join(sources, targets)), after)
@@ -79,13 +79,13 @@ def _places(region: Region, pages: Spans) -> list[tuple[Place, int]]:
     return [(Place(region, first), end - first) for first, end in pages.ranges]
 
 
-def _join(sources: list[tuple[Place, int]], targets: list[tuple[Place, int]]) -> Iterator[Move]:
+def _join(sources: list[tuple[Place, int]], targets: list[tuple[Place, int]]) -> Iterator[PageCopy]:
     """Yield moves that lead from the sources to the targets, in order; what is over or missing is free."""
     given, taken = _Runs(sources), _Runs(targets)
     while given.count or taken.count:
         count = min(given.count, taken.count) or given.count or taken.count
         source = given.take(count) if given.count else None
-        yield Move(count, source, taken.take(count) if taken.count else None)
+        yield PageCopy(count, source, taken.take(count) if taken.count else None)
 
 
 class _Runs:

@@ -22,7 +22,7 @@ import torch
 from services.worker.memory import holdings
 from services.worker.memory.change import MemoryLostError, apply, plan_change
 from services.worker.memory.kv_cache import KVCache
-from services.worker.memory.layout import OUTER, Holding, Kind, MemoryFacts, MemoryLayout, Region, ceil_div
+from services.worker.memory.layout import OUTER, Kind, MemoryFacts, MemoryLayout, PageHolding, Region, ceil_div
 from services.worker.memory.page_swap import PageSwap
 from services.worker.memory.pool import NOTHING, PagePool
 from services.worker.memory.ranges import PageId, VirtualMemory
@@ -76,7 +76,7 @@ class ElasticMemory:
         """Arithmetic of pages and blocks."""
         self._kv = kv
         self._memory = memory
-        self.holding = Holding((), Spans())
+        self.holding = PageHolding((), Spans())
         """What the pages are for now."""
         self._caches: list[KVCache] = []
         self._is_sound = True
@@ -276,13 +276,13 @@ class ElasticMemory:
             assert cache.num_blocks == self.usable.end, "a cache has another size than the memory"
             assert cache.layers == self.holding.layers, "a cache has other layers than the memory"
 
-    def _with_outer(self, after: Holding) -> Spans:
+    def _with_outer(self, after: PageHolding) -> Spans:
         """Change to a holding, and return the bytes of the outer parameters that have new pages."""
         before = self.holding
         self._change(after)
         return self.layout.new_outer_bytes(before.resident, after.resident)
 
-    def _change(self, after: Holding, shift: int = 0) -> None:
+    def _change(self, after: PageHolding, shift: int = 0) -> None:
         self._check_sound()
         change = plan_change(self.layout, self.holding, after, shift)
         try:
@@ -295,7 +295,7 @@ class ElasticMemory:
     def _check_sound(self) -> None:
         assert self._is_sound, "an earlier change of memory could not be undone; the worker must start anew"
 
-    def _take(self, after: Holding) -> None:
+    def _take(self, after: PageHolding) -> None:
         """Hold what is mapped now."""
         self.holding = after
         for cache in self._caches:

@@ -9,7 +9,7 @@
     hand over KV of layers that have gone goes, and that of others comes
     fill      from wherever blocks are, all that there is memory for, from the first on
 
-Each returns a `Holding`, and never one that the budget does not allow. `change.py` says how to get there.
+Each returns a `PageHolding`, and never one that the budget does not allow. `change.py` says how to get there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from services.worker.memory.layout import Holding, MemoryLayout
+from services.worker.memory.layout import MemoryLayout, PageHolding
 from services.worker.memory.spans import Spans
 
 
@@ -35,18 +35,18 @@ class NotEnoughPagesError(Exception):
         self.budget = budget
 
 
-def whole(layout: MemoryLayout, num_blocks: int) -> Holding:
+def whole(layout: MemoryLayout, num_blocks: int) -> PageHolding:
     """Return the whole model with blocks [0, num_blocks).
 
     Raises:
         ValueError: more blocks than could ever be.
         NotEnoughPagesError: the budget does not hold them.
     """
-    holding = Holding(tuple(range(layout.facts.num_layers)), Spans())
+    holding = PageHolding(tuple(range(layout.facts.num_layers)), Spans())
     return backed(layout, holding, Spans.of((0, num_blocks)))
 
 
-def dropped(layout: MemoryLayout, holding: Holding, layers: Iterable[int], in_use: Spans) -> Holding:
+def dropped(layout: MemoryLayout, holding: PageHolding, layers: Iterable[int], in_use: Spans) -> PageHolding:
     """Return the holding without some layers; their KV stays where blocks are in use.
 
     Args:
@@ -66,10 +66,10 @@ def dropped(layout: MemoryLayout, holding: Holding, layers: Iterable[int], in_us
         raise ValueError("a worker has to keep a layer")
     left = layout.usable(holding) & in_use
     leaving = (*holding.leaving, *((layer, left) for layer in gone if left))
-    return Holding(kept, holding.kv, tuple(sorted(leaving, key=lambda entry: entry[0])), holding.beside)
+    return PageHolding(kept, holding.kv, tuple(sorted(leaving, key=lambda entry: entry[0])), holding.beside)
 
 
-def grown(layout: MemoryLayout, holding: Holding, max_blocks: int | None = None) -> Holding:
+def grown(layout: MemoryLayout, holding: PageHolding, max_blocks: int | None = None) -> PageHolding:
     """Return the holding with as many more blocks at the tail as free pages allow.
 
     The pages are spread evenly over keys and values of all layers that are held, which makes the least of them as large
@@ -90,7 +90,7 @@ def grown(layout: MemoryLayout, holding: Holding, max_blocks: int | None = None)
     return replace(holding, kv=holding.kv | layout.covering(new))
 
 
-def backed(layout: MemoryLayout, holding: Holding, blocks: Spans) -> Holding:
+def backed(layout: MemoryLayout, holding: PageHolding, blocks: Spans) -> PageHolding:
     """Return the holding with some more blocks, by their ids.
 
     Raises:
@@ -102,7 +102,7 @@ def backed(layout: MemoryLayout, holding: Holding, blocks: Spans) -> Holding:
     return _checked(layout, replace(holding, kv=holding.kv | layout.covering(blocks)))
 
 
-def shrunk(layout: MemoryLayout, holding: Holding, num_blocks: int) -> Holding:
+def shrunk(layout: MemoryLayout, holding: PageHolding, num_blocks: int) -> PageHolding:
     """Return the holding with only the pages that its first blocks need.
 
     Args:
@@ -129,7 +129,7 @@ def room(layout: MemoryLayout, layers: Iterable[int], resident: Iterable[int] = 
     """
     computed = tuple(sorted(layers))
     beside = tuple(sorted(set(resident) - set(computed)))
-    return layout.usable(grown(layout, Holding(computed, Spans(), beside=beside))).total
+    return layout.usable(grown(layout, PageHolding(computed, Spans(), beside=beside))).total
 
 
 def room_ahead(layout: MemoryLayout, layers: Iterable[int], num_blocks: int) -> int:
@@ -147,12 +147,12 @@ def room_ahead(layout: MemoryLayout, layers: Iterable[int], num_blocks: int) -> 
     most = min(num_blocks, room(layout, whole))
     if not beside:
         return most
-    used = layout.num_pages(Holding(computed, layout.covering(Spans.of((0, num_blocks))), beside=beside))
+    used = layout.num_pages(PageHolding(computed, layout.covering(Spans.of((0, num_blocks))), beside=beside))
     pages = max(layout.facts.num_pages - used, 0) // (2 * len(beside))
     return min(layout.within(Spans.of((0, pages))).total, most)
 
 
-def restored(layout: MemoryLayout, holding: Holding, layers: Iterable[int], min_blocks: int) -> Holding:
+def restored(layout: MemoryLayout, holding: PageHolding, layers: Iterable[int], min_blocks: int) -> PageHolding:
     """Return the holding with some more layers; blocks at the tail make room for their parameters and KV.
 
     What is left of the KV of these layers stays where it is, and so do parameters that are there already.
@@ -171,8 +171,8 @@ def restored(layout: MemoryLayout, holding: Holding, layers: Iterable[int], min_
 
 
 def resided(
-    layout: MemoryLayout, holding: Holding, beside: Iterable[int], min_blocks: int, ahead: Spans | None = None
-) -> Holding:
+    layout: MemoryLayout, holding: PageHolding, beside: Iterable[int], min_blocks: int, ahead: Spans | None = None
+) -> PageHolding:
     """Return the holding with the parameters of exactly these layers beside those that are held.
 
     Blocks at the tail make room for what is new; the pages of what is not named any more become free.
@@ -202,17 +202,17 @@ def resided(
     return _fitted(layout, replace(holding, beside=tuple(sorted(wanted)), leaving=leaving), min_blocks)
 
 
-def _with_layers(layout: MemoryLayout, holding: Holding, layers: Iterable[int]) -> Holding:
+def _with_layers(layout: MemoryLayout, holding: PageHolding, layers: Iterable[int]) -> PageHolding:
     """Return the holding with more layers, whether it fits or not."""
     new = set(layers)
     if not new or new & set(holding.layers) or not new <= set(range(layout.facts.num_layers)):
         raise ValueError(f"layers {sorted(new)} cannot come back to {holding.layers}")
     leaving = tuple((layer, left) for layer, left in holding.leaving if layer not in new)
     beside = tuple(layer for layer in holding.beside if layer not in new)
-    return Holding(tuple(sorted((*holding.layers, *new))), holding.kv, leaving, beside)
+    return PageHolding(tuple(sorted((*holding.layers, *new))), holding.kv, leaving, beside)
 
 
-def _fitted(layout: MemoryLayout, wanted: Holding, min_blocks: int) -> Holding:
+def _fitted(layout: MemoryLayout, wanted: PageHolding, min_blocks: int) -> PageHolding:
     """Return what is wanted with as many of the first blocks as fit; raises as `restored`."""
     usable, pages = layout.usable(wanted), layout.pool_pages(wanted)
     fitting = -1 if pages < 0 else layout.within(wanted.kv.head(pages)).total
@@ -226,7 +226,9 @@ def _fitted(layout: MemoryLayout, wanted: Holding, min_blocks: int) -> Holding:
     return replace(wanted, kv=layout.covering(usable.head(fitting)))
 
 
-def left(layout: MemoryLayout, holding: Holding, layers: Iterable[int], in_use: Spans, by_blocks: int) -> Holding:
+def left(
+    layout: MemoryLayout, holding: PageHolding, layers: Iterable[int], in_use: Spans, by_blocks: int
+) -> PageHolding:
     """Return the holding without some layers and of all KV with that in use: theirs, and the others' under other ids.
 
     Args:
@@ -246,7 +248,7 @@ def left(layout: MemoryLayout, holding: Holding, layers: Iterable[int], in_use: 
     return replace(after, kv=kv)
 
 
-def handed_over(layout: MemoryLayout, holding: Holding, taken: Spans) -> Holding:
+def handed_over(layout: MemoryLayout, holding: PageHolding, taken: Spans) -> PageHolding:
     """Return the holding with no KV of layers that are not held, and with some more of those that are.
 
     Args:
@@ -263,7 +265,7 @@ def handed_over(layout: MemoryLayout, holding: Holding, taken: Spans) -> Holding
     return _checked(layout, replace(holding, kv=holding.kv | taken, leaving=()))
 
 
-def filled(layout: MemoryLayout, holding: Holding) -> Holding:
+def filled(layout: MemoryLayout, holding: PageHolding) -> PageHolding:
     """Return the holding with nothing that leaves, and as many blocks from the first on as there is memory for.
 
     Raises:
@@ -286,7 +288,7 @@ def page_shift(layout: MemoryLayout, by_blocks: int) -> int:
     return by_blocks * layout.facts.block_bytes // layout.facts.page_bytes
 
 
-def _checked(layout: MemoryLayout, holding: Holding) -> Holding:
+def _checked(layout: MemoryLayout, holding: PageHolding) -> PageHolding:
     needed = layout.num_pages(holding)
     if needed > layout.facts.num_pages:
         raise NotEnoughPagesError(needed, layout.facts.num_pages)

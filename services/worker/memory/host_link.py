@@ -20,7 +20,7 @@ def is_beside(device: torch.device) -> bool:
     return device.type in BESIDE
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """What a device gets to in its own time."""
 
     def synchronize(self) -> None:
@@ -28,7 +28,7 @@ class Event(Protocol):
         ...
 
 
-def mark(device: torch.device) -> Event | None:
+def mark(device: torch.device) -> DeviceEvent | None:
     """Return what comes behind all that this thread has begun on a device; None: that is done already."""
     if device.type != "cuda":
         return None
@@ -37,7 +37,7 @@ def mark(device: torch.device) -> Event | None:
     return event
 
 
-def begin_copy(source: torch.Tensor, target: torch.Tensor) -> Event | None:
+def begin_copy(source: torch.Tensor, target: torch.Tensor) -> DeviceEvent | None:
     """Begin to copy between a device and pinned host memory, behind what was begun there; return what comes then.
 
     The host's side must stay as it is until then.
@@ -55,7 +55,7 @@ class Fetching:
     """
 
     def __init__(self, *columns: torch.Tensor) -> None:
-        self._done: Event | None = None
+        self._done: DeviceEvent | None = None
         device = columns[0].device
         if not is_beside(device):
             self._columns = [np.asarray(column.numpy(), dtype=np.int64) for column in columns]
@@ -84,7 +84,7 @@ def send(values: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-class Turns(Generic[T]):
+class PinnedRing(Generic[T]):
     """Pieces of host memory from which a device copies, used in turn: one is there again when it has been read.
 
     Args:
@@ -95,7 +95,7 @@ class Turns(Generic[T]):
     def __init__(self, pieces: Sequence[T], device: torch.device) -> None:
         self._pieces = pieces
         self._device = device
-        self._read: list[Event | None] = [None] * len(pieces)
+        self._read: list[DeviceEvent | None] = [None] * len(pieces)
         self._at = 0
 
     def take(self) -> T:

@@ -83,7 +83,7 @@ class MemoryFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class PageHolding:
     """What the pages of a worker are for, at one time."""
 
     layers: tuple[int, ...]
@@ -170,11 +170,11 @@ class MemoryLayout:
             found.append((min(begin, stop), stop))
         return Spans.of(*found)
 
-    def usable(self, holding: Holding) -> Spans:
+    def usable(self, holding: PageHolding) -> Spans:
         """Return the blocks whose keys and values are backed in every layer that is held."""
         return self.within(holding.kv)
 
-    def mapped(self, holding: Holding) -> dict[Region, Spans]:
+    def mapped(self, holding: PageHolding) -> dict[Region, Spans]:
         """Return, in the order of `regions`, what is mapped in each range; a range of which nothing is, is left out."""
         spans = {OUTER: self.outer_pages(holding.resident)}
         for layer in holding.resident:
@@ -184,17 +184,17 @@ class MemoryLayout:
             spans[Region(Kind.KEYS, layer)] = spans[Region(Kind.VALUES, layer)] = pages
         return {region: found for region in self.regions if (found := spans.get(region))}
 
-    def num_pages(self, holding: Holding) -> int:
+    def num_pages(self, holding: PageHolding) -> int:
         """Return how many pages a holding takes."""
         return self.fixed_pages(holding) + 2 * len(holding.layers) * holding.kv.total
 
-    def fixed_pages(self, holding: Holding) -> int:
+    def fixed_pages(self, holding: PageHolding) -> int:
         """Return how many pages a holding takes besides the KV of the layers that are held."""
         resident = holding.resident
         parameters = self.outer_pages(resident).total + sum(self.layer_pages(i) for i in resident)
         return parameters + 2 * sum(self.covering(left).total for _, left in holding.leaving)
 
-    def pool_pages(self, holding: Holding) -> int:
+    def pool_pages(self, holding: PageHolding) -> int:
         """Return how many pages the keys of each held layer could have, if the others stayed; below 0: none."""
         return (self.facts.num_pages - self.fixed_pages(holding)) // (2 * len(holding.layers))
 

@@ -33,7 +33,7 @@ class Place(NamedTuple):
     """Counted in pages from the range's beginning."""
 
 
-class Move(NamedTuple):
+class PageCopy(NamedTuple):
     """Consecutive pages that go from one place to another, in the same order."""
 
     num_pages: int
@@ -51,7 +51,7 @@ class LedgerError(Exception):
 class Prepared:
     """Moves with their pages, and the ledger as it is after them."""
 
-    moves: tuple[Move, ...]
+    moves: tuple[PageCopy, ...]
     pages: tuple[I32, ...]
     """Of each move, in order."""
     tables: dict[Region, I32]
@@ -107,7 +107,7 @@ class PagePool:
             raise LedgerError(f"a budget of {self.budget} pages, {self.num_free} of them free, cannot be {num_pages}")
         self._is_free = self._is_free[:num_pages].copy()
 
-    def prepare(self, moves: Sequence[Move]) -> Prepared:
+    def prepare(self, moves: Sequence[PageCopy]) -> Prepared:
         """Look up the pages of some moves, all of which leave their places before any arrives.
 
         Free pages are taken in ascending order: pages side by side are cheaper to map.
@@ -153,7 +153,7 @@ class PagePool:
         assert parameters + kv + self.num_free == self.budget, "parameters + KV + free is not the budget"
 
 
-def _take(tables: dict[Region, I32], move: Move) -> I32 | None:
+def _take(tables: dict[Region, I32], move: PageCopy) -> I32 | None:
     """Remove and return the pages at a move's source; None if they are free ones."""
     if move.num_pages < 1 or move.source == move.target:
         raise LedgerError(f"{move} moves nothing")

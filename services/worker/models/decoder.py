@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from services.worker.models.operators import LayerOperators, Turn
+from services.worker.models.operators import LayerOperators, Rotation
 from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import ModelWeights, ParameterBuffer
 
@@ -46,16 +46,16 @@ class Decoder:
             hidden = hidden + functional.embedding(positions + self.spec.position_offset, outer["positions"])
         return hidden
 
-    def pre(self, layer: int, hidden: torch.Tensor, turn: Turn) -> torch.Tensor:
+    def pre(self, layer: int, hidden: torch.Tensor, rotate: Rotation) -> torch.Tensor:
         """Return the layer's queries [t, num_heads, head_dim]; its keys and values are in the cache then.
 
         Args:
             layer: numbered in the whole model.
             hidden: [t, hidden_size].
-            turn: of the same tokens.
+            rotate: of the same tokens.
         """
         heads = self._heads(layer, hidden).unflatten(1, (-1, self.spec.head_dim))
-        return turn(layer, heads, self.weights.layers[layer])
+        return rotate(layer, heads, self.weights.layers[layer])
 
     def post(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Return the hidden states behind the layer.

@@ -1,6 +1,6 @@
 """What a layer computes of each token beside its products, and how torch does it.
 
-    hidden ─norm─► ─(product)─► heads ─turn─► queries; keys and values go into the cache
+    hidden ─norm─► ─(product)─► heads ─rotate─► queries; keys and values go into the cache
     projections ─gate or activate─► ─(product)─► added to hidden
 
 Another room computes the same with fewer kernels on a GPU; see `services/worker/fused`.
@@ -26,7 +26,7 @@ _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
 }
 
-Turn = Callable[[int, torch.Tensor, ParameterBuffer], torch.Tensor]
+Rotation = Callable[[int, torch.Tensor, ParameterBuffer], torch.Tensor]
 """Takes a layer, its heads [t, num_heads + 2 * num_kv_heads, head_dim] (queries, keys, values; may be overwritten) and
 its weights. Stores the keys and values in the cache, and returns the queries [t, num_heads, head_dim]. Queries and keys
 are normalised if the model has norms over heads, and rotated if it has a rotary embedding."""
@@ -68,7 +68,7 @@ class LayerOperators:
             return functional.layer_norm(hidden, width, weights.get(name), weights.get(f"{name}_bias"), eps)
         return functional.rms_norm(hidden, width, weights.get(name), eps)
 
-    def turning(self, positions: torch.Tensor, slots: torch.Tensor) -> Turn:
+    def rotation(self, positions: torch.Tensor, slots: torch.Tensor) -> Rotation:
         """Return what takes the heads of a step's layers; the step's angles are looked up once.
 
         Args:
@@ -79,7 +79,7 @@ class LayerOperators:
         cos, sin = self._rope.rows(positions)
         num_rotated = spec.num_heads + spec.num_kv_heads
 
-        def turn(layer: int, heads: torch.Tensor, weights: ParameterBuffer) -> torch.Tensor:
+        def rotate_heads(layer: int, heads: torch.Tensor, weights: ParameterBuffer) -> torch.Tensor:
             turned = heads[:, :num_rotated]
             if spec.head_norm:
                 turned = self._norm_heads(turned, weights)
@@ -87,7 +87,7 @@ class LayerOperators:
             cache.write(layer, slots, turned[:, spec.num_heads :], heads[:, num_rotated:])
             return turned[:, : spec.num_heads]
 
-        return turn
+        return rotate_heads
 
     def gate(self, pair: torch.Tensor) -> torch.Tensor:
         """Return [t, n]: the activation of the first n columns of `pair` [t, 2 * n], times the others."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
-from services.worker.peers.link_turns import URGENT_PRIORITY, LinkTurns, set_priority
+from services.worker.peers.link_priority import URGENT_PRIORITY, LinkPriority, set_priority
 from shared.checksum import SEAL_BYTES, check_seal, seal
 from shared.errors import WireError
 
@@ -152,7 +152,7 @@ class FrameSocket:
         sock: socket.socket,
         *,
         is_checked: bool = False,
-        urgent: LinkTurns | None = None,
+        urgent: LinkPriority | None = None,
         silence_s: float | None = None,
     ) -> None:
         sock.settimeout(silence_s)

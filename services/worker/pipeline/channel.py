@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from services.worker.peers.frames import FrameSocket, PeerLostError
-from services.worker.peers.link_turns import LinkTurns
+from services.worker.peers.link_priority import LinkPriority
 from services.worker.pipeline.stage_messages import STAGE_KINDS, StageMessage, pack, unpack
 from shared.errors import WireError
 
@@ -50,11 +50,11 @@ class SocketChannel:
 
     Args:
         sock: connected; owned from now on.
-        turns: of this worker's connections: what is sent here goes first; None: it has no others.
+        priority: of this worker's connections: what is sent here goes first; None: it has no others.
     """
 
-    def __init__(self, sock: socket.socket, turns: LinkTurns | None = None) -> None:
-        self._frames = FrameSocket(sock, urgent=turns or LinkTurns())
+    def __init__(self, sock: socket.socket, priority: LinkPriority | None = None) -> None:
+        self._frames = FrameSocket(sock, urgent=priority or LinkPriority())
 
     def send(self, message: StageMessage) -> None:
         """Send a message; blocks while the other end's buffers are full."""

@@ -20,7 +20,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from services.worker.memory.host_link import Event, Turns, begin_copy, is_beside
+from services.worker.memory.host_link import DeviceEvent, PinnedRing, begin_copy, is_beside
 from services.worker.pipeline.stage import MAX_LAUNCHED, Ended, StageStep
 from services.worker.pipeline.stage_messages import Hidden
 
@@ -61,7 +61,7 @@ class HiddenLink:
         self._shape = shape
         self._device = device
         beside = is_beside(device)
-        self._arriving = Turns(shape.pieces(device), device) if beside and arrive else None
+        self._arriving = PinnedRing(shape.pieces(device), device) if beside and arrive else None
         self._leaving = deque(shape.pieces(device)) if beside and leave else None
         """Pieces that nobody writes or reads."""
 
@@ -112,7 +112,7 @@ class _Leaving:
 
     hidden: Hidden
     """Of a piece."""
-    copied: Event | None
+    copied: DeviceEvent | None
     free: Callable[[], None]
     is_done: bool = False
 

@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from services.worker.peers.link_turns import LinkTurns
+from services.worker.peers.link_priority import LinkPriority
 from services.worker.peers.threads import in_thread
 from services.worker.pipeline.channel import SocketChannel
 from services.worker.pipeline.stage import StageDevice
@@ -25,7 +25,7 @@ class Membership:
         to_next: to the stage behind; None: this is the last one.
         on_end: called once on the running loop at the end, with the reason if the pipeline is broken, None if the
             leader has closed it; never after `leave`.
-        turns: of this worker's connections; None: it has no others.
+        priority: of this worker's connections; None: it has no others.
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class Membership:
         previous: socket.socket,
         to_next: socket.socket | None,
         on_end: Callable[[str | None], None],
-        turns: LinkTurns | None = None,
+        priority: LinkPriority | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_end: Callable[[str | None], None] | None = on_end
-        ahead = SocketChannel(leader, turns), SocketChannel(previous, turns)
-        behind = () if to_next is None else (SocketChannel(to_next, turns),)
+        ahead = SocketChannel(leader, priority), SocketChannel(previous, priority)
+        behind = () if to_next is None else (SocketChannel(to_next, priority),)
         self._channels = (*ahead, *behind)
         self._server = StageServer(device, *ahead, behind[0] if behind else None)
         self._watcher = threading.Thread(target=self._watch, name="stage watcher", daemon=True)

@@ -22,9 +22,9 @@ from services.worker.kv_moves.places import GroupFailedError
 from services.worker.roles.block_limit import BlocksNeededError
 from services.worker.roles.changes import CHANGES, Changes
 from services.worker.roles.errands import Errands
+from services.worker.roles.plan_in_hand import ChangeOutcome, PlanInHand
 from services.worker.roles.role import Role
 from services.worker.roles.role_keeper import RoleKeeper
-from services.worker.roles.turn import Outcome, Turn
 from shared.messages.errand import Errand, ErrandRefused
 from shared.messages.plan import AbortPlan, CommitPlan, PlanAnswer, PlanMessage, PlanState, PreparePlan
 from shared.process.log import get_logger
@@ -51,8 +51,8 @@ class OrderAgent:
         any_message = Annotated[Union[messages], Field(discriminator="kind")]  # type: ignore[valid-type]  # noqa: UP007
         self._messages: TypeAdapter[Any] = TypeAdapter(any_message)
         self._newest_epoch = 0
-        self._turn: Turn | None = None
-        self._last = Outcome(0, PlanState.DONE)
+        self._turn: PlanInHand | None = None
+        self._last = ChangeOutcome(0, PlanState.DONE)
 
     @property
     def role(self) -> Role:
@@ -72,7 +72,7 @@ class OrderAgent:
                 return encode_json(ErrandRefused(reason=reason))
             return encode_json(await self._errands[type(asked)](asked))
         if is_old:
-            return await self._say(Outcome(asked.plan_id, PlanState.REFUSED, reason))
+            return await self._say(ChangeOutcome(asked.plan_id, PlanState.REFUSED, reason))
         match asked:
             case PreparePlan():
                 outcome = await self._prepare(asked)
@@ -82,7 +82,7 @@ class OrderAgent:
                 outcome = await self._abort(asked)
         return await self._say(outcome)
 
-    async def _say(self, outcome: Outcome) -> bytes:
+    async def _say(self, outcome: ChangeOutcome) -> bytes:
         """Return the answer; a refusal is an event besides."""
         if outcome.state is PlanState.REFUSED:
             await self.keeper.reporter.announce("plan_refused", f"plan {outcome.plan_id}: {outcome.reason}")
@@ -97,7 +97,7 @@ class OrderAgent:
             )
         )
 
-    async def _prepare(self, asked: PreparePlan) -> Outcome:
+    async def _prepare(self, asked: PreparePlan) -> ChangeOutcome:
         plan_id = asked.plan_id
         while self._turn is not None and self._turn.ask.plan_id != plan_id:
             self._turn.decide(commit=False)  # its planner has gone on to another one
@@ -108,39 +108,39 @@ class OrderAgent:
             change = self._changes[type(asked.step)](asked.step, self.keeper)
             reason = change.refusal()
             if reason is not None:
-                return Outcome(plan_id, PlanState.REFUSED, reason)
-            self._turn = Turn(asked, change, self.keeper.now() + asked.limit_s)
+                return ChangeOutcome(plan_id, PlanState.REFUSED, reason)
+            self._turn = PlanInHand(asked, change, self.keeper.now() + asked.limit_s)
             self.keeper.tasks.start(self._carry_out(self._turn), name=f"plan-{plan_id}")
         turn = self._turn
         if await asyncio.shield(turn.is_ready):
-            return Outcome(plan_id, PlanState.PREPARED)
+            return ChangeOutcome(plan_id, PlanState.PREPARED)
         return await asyncio.shield(turn.outcome)
 
-    async def _commit(self, asked: CommitPlan) -> Outcome:
+    async def _commit(self, asked: CommitPlan) -> ChangeOutcome:
         turn = self._turn
         if turn is None or turn.ask.plan_id != asked.plan_id:
             return self._past(asked.plan_id)
         turn.decide(commit=True)
         return await asyncio.shield(turn.outcome)
 
-    async def _abort(self, asked: AbortPlan) -> Outcome:
+    async def _abort(self, asked: AbortPlan) -> ChangeOutcome:
         turn = self._turn
         if turn is not None and turn.ask.plan_id == asked.plan_id:
             turn.decide(commit=False)
             return await asyncio.shield(turn.outcome)
         if asked.plan_id > self._last.plan_id:  # its prepare may still be on its way
-            self._last = Outcome(asked.plan_id, PlanState.ABORTED, "it was abandoned before it was prepared")
+            self._last = ChangeOutcome(asked.plan_id, PlanState.ABORTED, "it was abandoned before it was prepared")
         return self._past(asked.plan_id)
 
-    def _past(self, plan_id: int) -> Outcome:
+    def _past(self, plan_id: int) -> ChangeOutcome:
         """Return what became of a plan that is not under way."""
         if plan_id == self._last.plan_id:
             return self._last
-        return Outcome(plan_id, PlanState.REFUSED, f"plan {plan_id} is not prepared here, or no longer")
+        return ChangeOutcome(plan_id, PlanState.REFUSED, f"plan {plan_id} is not prepared here, or no longer")
 
     # Turns
 
-    async def _carry_out(self, turn: Turn) -> None:
+    async def _carry_out(self, turn: PlanInHand) -> None:
         """Hold the gate from prepare to the outcome."""
         keeper, ask, change = self.keeper, turn.ask, turn.change
         outcome, busy_with = None, "KV of the last change was on its way"
@@ -156,34 +156,34 @@ class OrderAgent:
                     limit.reschedule(None)
                     outcome = await self._hear_word(turn)
         except GateClosedError:
-            outcome = Outcome(ask.plan_id, PlanState.REFUSED, "it is about to stop")
+            outcome = ChangeOutcome(ask.plan_id, PlanState.REFUSED, "it is about to stop")
         except BlocksNeededError as error:
-            outcome = Outcome(ask.plan_id, PlanState.REFUSED, str(error))
+            outcome = ChangeOutcome(ask.plan_id, PlanState.REFUSED, str(error))
         except TimeoutError:
-            outcome = Outcome(ask.plan_id, PlanState.ABORTED, f"{busy_with} for {ask.limit_s:g} s")
+            outcome = ChangeOutcome(ask.plan_id, PlanState.ABORTED, f"{busy_with} for {ask.limit_s:g} s")
         finally:
             change.go_back()
             self._settle(turn, outcome)
         if outcome is not None and outcome.state is PlanState.ABORTED:
             await keeper.reporter.announce("plan_refused", f"plan {ask.plan_id}: {outcome.reason}")
 
-    async def _hear_word(self, turn: Turn) -> Outcome | None:
+    async def _hear_word(self, turn: PlanInHand) -> ChangeOutcome | None:
         """Be ready, wait for the planner's word, and take the part; the gate is held. None: it is not to be done."""
         reason = turn.change.refusal_at_gate()
         if reason is not None:
-            return Outcome(turn.ask.plan_id, PlanState.REFUSED, reason)
+            return ChangeOutcome(turn.ask.plan_id, PlanState.REFUSED, reason)
         turn.is_ready.set_result(True)
         await asyncio.wait([turn.decision], timeout=max(turn.until_s - self.keeper.now(), 0.0))
         return await self._change(turn) if turn.is_to_be_done else None
 
-    async def _change(self, turn: Turn) -> Outcome:
+    async def _change(self, turn: PlanInHand) -> ChangeOutcome:
         keeper, plan_id = self.keeper, turn.ask.plan_id
         before, began_s = keeper.role, keeper.now()
         num_prefills, num_decodes = num_struck(keeper.machine.engine)
         try:
             num_blocks = await turn.change.carry_out(turn.ask)
         except GroupFailedError as error:
-            return Outcome(plan_id, PlanState.FAILED, str(error), await keeper.stand_alone(plan_id))
+            return ChangeOutcome(plan_id, PlanState.FAILED, str(error), await keeper.stand_alone(plan_id))
         role = keeper.role
         _log.info(
             turn.change.done_event,
@@ -198,14 +198,14 @@ class OrderAgent:
             resident=str(keeper.device.resident),
             took_s=round(keeper.now() - began_s, 4),
         )
-        return Outcome(plan_id, PlanState.DONE, num_blocks=num_blocks)
+        return ChangeOutcome(plan_id, PlanState.DONE, num_blocks=num_blocks)
 
-    def _settle(self, turn: Turn, outcome: Outcome | None) -> None:
+    def _settle(self, turn: PlanInHand, outcome: ChangeOutcome | None) -> None:
         if outcome is None and turn.is_to_be_done:
-            outcome = Outcome(turn.ask.plan_id, PlanState.FAILED, "the change broke off")
+            outcome = ChangeOutcome(turn.ask.plan_id, PlanState.FAILED, "the change broke off")
         elif outcome is None:
             reason = "" if turn.decision.done() else f"nothing was heard for {turn.ask.limit_s:g} s"
-            outcome = Outcome(turn.ask.plan_id, PlanState.ABORTED, reason)
+            outcome = ChangeOutcome(turn.ask.plan_id, PlanState.ABORTED, reason)
         self._turn, self._last = None, outcome
         if not turn.is_ready.done():
             turn.is_ready.set_result(False)

@@ -11,7 +11,7 @@ from typing import Any, Final
 from services.worker.roles.role_keeper import RoleKeeper
 from services.worker.roles.steps.change import Change
 from services.worker.roles.steps.form import Form
-from services.worker.roles.steps.load import Load
+from services.worker.roles.steps.load import LoadChange
 from services.worker.roles.steps.restore import Restore
 from services.worker.roles.steps.unload import Unload
 from shared.messages.plan import FormGroup, LoadBeside, PlanStep, RestoreInstance, UnloadBeside
@@ -20,7 +20,7 @@ Changes = Mapping[type[PlanStep], Callable[[Any, RoleKeeper], Change]]
 """By the type of a step: what makes the change for one."""
 CHANGES: Final[Changes] = {
     FormGroup: Form,
-    LoadBeside: Load,
+    LoadBeside: LoadChange,
     UnloadBeside: Unload,
     RestoreInstance: Restore,
 }

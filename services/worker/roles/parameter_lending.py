@@ -25,7 +25,7 @@ from services.worker.executor.parameter_sources import SourceLostError
 from services.worker.models.weights import ModelWeights, ParameterBuffer
 from services.worker.peers.frames import FrameKind, FrameSocket, PeerLostError
 from services.worker.peers.greeting import PeerWelcome
-from services.worker.peers.link_turns import BULK_PRIORITY, LinkTurns, set_priority
+from services.worker.peers.link_priority import BULK_PRIORITY, LinkPriority, set_priority
 from shared.errors import WireError
 from shared.layers import LayerRange
 from shared.wire import encode
@@ -34,7 +34,7 @@ PIECE_BYTES: Final = 256 * 1024
 """Sent at a time; as much may wait in the system's buffer."""
 SILENCE_S: Final = 5.0
 """Longest time without a byte; then the source counts as lost."""
-TURN_LIMIT_S: Final = 1.0
+YIELD_LIMIT_S: Final = 1.0
 """Longest time that a piece waits for activations."""
 _MAX_NAME_BYTES: Final = 255
 _OUTER: Final = 2**32 - 1
@@ -46,12 +46,12 @@ class ParameterLender:
 
     Args:
         weights: with the parts that are lent, which stay as they are until `close`.
-        turns: of this worker's connections.
+        priority: of this worker's connections.
     """
 
-    def __init__(self, weights: ModelWeights, turns: LinkTurns) -> None:
+    def __init__(self, weights: ModelWeights, priority: LinkPriority) -> None:
         self._weights = weights
-        self._turns = turns
+        self._priority = priority
         self._lending: dict[FrameSocket, threading.Thread] = {}
         self._is_closed = False
         self._changing = threading.Lock()
@@ -101,7 +101,7 @@ class ParameterLender:
         """Yield the bytes of a part, each piece when it may be sent."""
         for first in range(0, len(part), PIECE_BYTES):
             piece = part[first : first + PIECE_BYTES].cpu().numpy().data
-            self._turns.wait(TURN_LIMIT_S)
+            self._priority.wait(YIELD_LIMIT_S)
             yield piece
 
 

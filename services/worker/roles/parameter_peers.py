@@ -12,7 +12,7 @@ from services.worker.kv_moves.places import GroupFailedError, GroupPlace
 from services.worker.kv_moves.seats import check_place
 from services.worker.peers.connect import Peers
 from services.worker.peers.greeting import PeerHello, PeerWelcome, Purpose
-from services.worker.peers.link_turns import LinkTurns
+from services.worker.peers.link_priority import LinkPriority
 from services.worker.peers.threads import in_thread
 from services.worker.roles.parameter_lending import ParameterLender, PeerSource
 from shared.process.log import get_logger
@@ -26,14 +26,14 @@ class ParameterPeers:
     Args:
         model: whose parameters are lent and loaded.
         peers: this worker among the others.
-        turns: of this worker's connections.
+        priority: of this worker's connections.
         limit_s: in which another stage has to answer.
     """
 
-    def __init__(self, model: ElasticModel, peers: Peers, turns: LinkTurns, limit_s: float) -> None:
+    def __init__(self, model: ElasticModel, peers: Peers, priority: LinkPriority, limit_s: float) -> None:
         self._model = model
         self._peers = peers
-        self._turns = turns
+        self._priority = priority
         self._limit_s = limit_s
         self._place: GroupPlace | None = None
         self._lender: ParameterLender | None = None
@@ -42,7 +42,7 @@ class ParameterPeers:
     def stand(self, place: GroupPlace) -> None:
         """Lend the parameters of the layers that are held to the other stages of a group, until `leave`."""
         self._place = place
-        self._lender = ParameterLender(self._model.lendable, self._turns)
+        self._lender = ParameterLender(self._model.lendable, self._priority)
         self._peers.expect((Purpose.PARAMETERS,), place.plan_id, self._lend)
 
     async def leave(self) -> None:

@@ -55,9 +55,9 @@ class WaitingQueue:
         """Release those that still wait; others stay."""
         num_moved = 0
         for move in asked.moves:
-            row = self._engine.residents.row_of.get((move.request_id, move.attempt))
+            row = self._engine.registry.row_of.get((move.request_id, move.attempt))
             if row is not None and self._may_go(row) and move.target != self._worker_id:
-                self._engine.residents.release([row], move.target)
+                self._engine.registry.release([row], move.target)
                 num_moved += 1
         if num_moved:
             self._flush()

@@ -20,8 +20,8 @@ from services.worker.engine.gate import GateClosedError, StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.engine.stats import count_awaiting_kv
 from services.worker.kv_moves.arrivals import ArrivingKv
-from services.worker.kv_moves.moves import Moves
 from services.worker.kv_moves.places import GroupPlace
+from services.worker.kv_moves.transfers import Transfers
 from services.worker.roles.block_limit import BlockLimit
 from services.worker.roles.device import GroupDevice, Led, Parting
 from services.worker.roles.residence import Resident, resident_in_group
@@ -93,7 +93,7 @@ class RoleKeeper:
         self.now = now
         self.tasks = tasks
         engine, wake = machine.engine, machine.loop.wake
-        self.moves = Moves(lambda: count_awaiting_kv(engine), self.announce, now, tasks)
+        self.moves = Transfers(lambda: count_awaiting_kv(engine), self.announce, now, tasks)
         self.arriving = ArrivingKv(engine, wake, now, tasks, self.moves)
         self.limit = BlockLimit(engine, wake)
         reporter.take_role(self.role)

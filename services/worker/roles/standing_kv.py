@@ -12,8 +12,8 @@ from services.worker.kv_moves.gather import Gathering, gather_for_kv
 from services.worker.kv_moves.kv_exchanges import KvExchanges
 from services.worker.kv_moves.kv_table import table_to_part
 from services.worker.kv_moves.kv_wire import KvSocket
-from services.worker.kv_moves.live_exchange import LiveExchange
 from services.worker.kv_moves.places import GroupFailedError, GroupPlace, NextShares
+from services.worker.kv_moves.torch_exchange import TorchExchange
 from services.worker.peers.connect import Peers
 from services.worker.peers.greeting import PeerWelcome, Purpose
 from services.worker.peers.threads import in_thread
@@ -74,7 +74,7 @@ class StandingKv:
         if copying is not None:
             await copying.stop()
 
-    async def part(self, parting: Parting | None, sockets: contextlib.ExitStack) -> LiveExchange | None:
+    async def part(self, parting: Parting | None, sockets: contextlib.ExitStack) -> TorchExchange | None:
         """Meet the other stages of the group that stands, and keep aside what goes to them; None: no KV moves."""
         place = self.place
         if parting is None or place is None:

@@ -12,7 +12,7 @@ host's checkpoint or from the stages that compute with them (`parameter_lending.
 
 Stages connect first (`gather.py`) and say what KV they have; so nothing is dropped for a group to which somebody does
 not come, and KV is kept aside only if it goes along. Then each drops its layers, the pipeline opens, and KV moves
-beside its steps (`live_exchange.py`), or, on one device, before them in its pages (`hand_over.py`). When a group
+beside its steps (`torch_exchange.py`), or, on one device, before them in its pages (`hand_over.py`). When a group
 dissolves, its stages connect once more, for KV alone (`standing_kv.py`).
 
 Source: KunServe v2, sections 3, 4.1 and 4.2 (instances drop layers, form a group, and exchange KV); how stages find
@@ -42,13 +42,13 @@ from services.worker.kv_moves.gather import (
 )
 from services.worker.kv_moves.kv_exchanges import ExchangeParams, KvExchanges
 from services.worker.kv_moves.kv_table import KvOffer
-from services.worker.kv_moves.live_exchange import LiveExchange
 from services.worker.kv_moves.places import GroupFailedError, GroupPlace, NextShares
+from services.worker.kv_moves.torch_exchange import TorchExchange
 from services.worker.pages.hand_over import HandOver
 from services.worker.peers.connect import Peers, say_greeting
 from services.worker.peers.frames import PeerLostError
 from services.worker.peers.greeting import PeerReady, PeerWelcome
-from services.worker.peers.link_turns import LinkTurns
+from services.worker.peers.link_priority import LinkPriority
 from services.worker.peers.threads import in_thread
 from services.worker.pipeline.channel import SocketChannel
 from services.worker.pipeline.membership import Membership
@@ -100,14 +100,14 @@ class TorchGroupDevice(HeldLayers):
         self._peers_first = peers_first
         self._hands_over = params.hands_over
         """Where that can be: while this device's memory has not refused."""
-        self._turns = LinkTurns()
-        self._kv = KvExchanges(model, self._turns, params, cost or CostEstimate())
+        self._priority = LinkPriority()
+        self._kv = KvExchanges(model, self._priority, params, cost or CostEstimate())
         self._standing = StandingKv(model, peers, self._kv, part_limit_s)
-        self._sources = ParameterPeers(model, peers, self._turns, part_limit_s)
+        self._sources = ParameterPeers(model, peers, self._priority, part_limit_s)
         self._changing = asyncio.Lock()
         self._executor: ThreadExecutor | PipelineExecutor | None = None
         self._membership: Membership | None = None
-        self._exchange_now: LiveExchange | None = None
+        self._exchange_now: TorchExchange | None = None
         """Of the group that stands, until it is over or for longer."""
 
     @property
@@ -128,8 +128,10 @@ class TorchGroupDevice(HeldLayers):
                 capacity = _least(KvCapacity(offer.num_blocks, self._model.info.capacity.block_size), links.welcomes)
                 exchange, stage = await self._become(at, links, offer)
                 await all_ready(place, links, self._kv.limit_s + self._limit_s)
-                channels = [SocketChannel(sock, self._turns) for sock in links.members]
-                stages = ThreadStages(stage, SocketChannel(links.behind, self._turns), channels, capacity, self._loop)
+                channels = [SocketChannel(sock, self._priority) for sock in links.members]
+                stages = ThreadStages(
+                    stage, SocketChannel(links.behind, self._priority), channels, capacity, self._loop
+                )
                 sockets.pop_all()
             self._executor = executor = PipelineExecutor(stages, self._loop.time, on_end)
             self._stand(place)
@@ -165,7 +167,7 @@ class TorchGroupDevice(HeldLayers):
                     await say_greeting(links.leader, PeerReady())
                 except PeerLostError as error:
                     raise GroupFailedError(f"the leader is gone: {error}") from error
-                self._membership = Membership(stage, links.leader, links.previous, links.behind, on_end, self._turns)
+                self._membership = Membership(stage, links.leader, links.previous, links.behind, on_end, self._priority)
                 self._stand(place)
                 sockets.pop_all()
             return offer.num_blocks
@@ -260,7 +262,7 @@ class TorchGroupDevice(HeldLayers):
 
     async def _become(
         self, at: Gathering, links: LeaderLinks | MemberLinks, offer: KvOffer
-    ) -> tuple[LiveExchange, RunnerStage]:
+    ) -> tuple[TorchExchange, RunnerStage]:
         """Drop all but the own layers, begin to exchange KV, and return the exchange, and the layers as a stage.
 
         Both end with the connections, unless somebody takes these out.

@@ -13,7 +13,7 @@ from services.worker.contract.batch import Batch
 from services.worker.memory.host_link import Fetching, is_beside
 from services.worker.sampling.logit_rules import LogitRules, has_rules
 from services.worker.sampling.logprobs import LogprobTable
-from services.worker.sampling.sampler import Choose, Sampler, SamplingTable
+from services.worker.sampling.sampler import Choose, SamplingTable, TokenSampler
 from services.worker.sampling.scoring import Scores
 from shared.stream_extras import TokenLogprob
 from shared.types import SamplingParams
@@ -46,7 +46,7 @@ class Chooser:
         eos_token_ids: of the model.
         vocab_size: of the model.
         row_by_row: what is chosen for a row does not depend, to the bit, on the others.
-        choose: see `Sampler`.
+        choose: see `TokenSampler`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Chooser:
     ) -> None:
         self._is_plain: Bool = np.zeros(max_rows, dtype=np.bool_)
         self._sampling = SamplingTable(max_rows)
-        self._sampler = Sampler(row_by_row=row_by_row, choose=choose)
+        self._sampler = TokenSampler(row_by_row=row_by_row, choose=choose)
         self._rules = LogitRules(max_rows, eos_token_ids, vocab_size)
         self._logprobs = LogprobTable(max_rows, row_by_row=row_by_row)
 

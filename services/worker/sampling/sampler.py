@@ -48,7 +48,7 @@ class SamplingTable:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TokenChoice:
     """Tokens that are being chosen.
 
     Attributes:
@@ -85,7 +85,7 @@ class Choice:
         return tokens
 
 
-class Sampler:
+class TokenSampler:
     """Draws tokens.
 
     Args:
@@ -104,7 +104,7 @@ class Sampler:
 
     def begin(
         self, logits: torch.Tensor, sampling: RowSampling, positions: I64, largest: torch.Tensor | None = None
-    ) -> Choice:
+    ) -> TokenChoice:
         """Begin to choose, without waiting for the device.
 
         Args:
@@ -116,12 +116,12 @@ class Sampler:
         drawn = np.flatnonzero(sampling.temperature)
         if self._choose is not None and (len(drawn) or largest is None):
             ids = self._choose(logits, sampling, uniforms(sampling.seed, positions))
-            return Choice(None, sampling, np.zeros(0), [], (ids,), is_final=True)
+            return TokenChoice(None, sampling, np.zeros(0), [], (ids,), is_final=True)
         if largest is None:
             is_asked = len(drawn) < len(logits)
             largest = first_largest(logits) if is_asked else logits.new_zeros(len(logits), dtype=torch.int64)
         if not len(drawn):
-            return Choice(None, sampling, np.zeros(0), [], (largest,), is_final=True)
+            return TokenChoice(None, sampling, np.zeros(0), [], (largest,), is_final=True)
         points = uniforms(sampling.seed, positions)
         parts = self._parts(drawn, sampling, max(_draw_elements(logits.device) // logits.shape[1], 1))
         waits = not is_beside(logits.device)
@@ -131,7 +131,7 @@ class Sampler:
             columns += [ids, torch.zeros_like(ids) if is_short is None else is_short]
             is_final &= is_short is None
         kept = None if is_final else logits  # by whoever has yet to end the choice
-        return Choice(kept, sampling, points, parts, tuple(columns), is_final)
+        return TokenChoice(kept, sampling, points, parts, tuple(columns), is_final)
 
     def _parts(self, drawn: I64, sampling: RowSampling, max_rows: int) -> list[I64]:
         """Split the drawn rows into those that keep every token and those that are filtered, `max_rows` at a time."""

@@ -16,7 +16,7 @@ from services.worker.scheduling.giving_way import Leaving
 from services.worker.scheduling.view import EMPTY_ROWS, I32, NO_WAYS, U8, PreemptHow, SchedulerView
 
 
-class Running:
+class KeptRunning:
     """Rows that run on, in the policy's order, the blocks that are left for more, and the rows that give way."""
 
     def __init__(self, view: SchedulerView, order: I32) -> None:

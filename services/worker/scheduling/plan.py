@@ -48,7 +48,7 @@ from typing import Protocol
 import numpy as np
 
 from services.worker.scheduling.blocks_math import Places, ceil_div
-from services.worker.scheduling.making_room import Running
+from services.worker.scheduling.making_room import KeptRunning
 from services.worker.scheduling.view import EMPTY_ROWS, I32, SchedulerOutput, SchedulerView
 
 MAX_PASSED_OVER = 64
@@ -80,7 +80,7 @@ class StepPlan:
         self.view = view
         self.budget: Budget | None = None
         """Of prompts; None: only the limits of the step. The policy sets it before it chooses any."""
-        self._running = Running(view, view.running if order is None else order)
+        self._running = KeptRunning(view, view.running if order is None else order)
         self._max_running = view.limits.max_batch_rows * view.limits.num_lanes if max_running is None else max_running
         self._decodes: I32 = EMPTY_ROWS
         self._chunk_rows: list[int] = []

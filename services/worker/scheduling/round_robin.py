@@ -1,15 +1,15 @@
-"""Fair shares by turns: who has had its turn gives way to who waits.
+"""Fair shares by quanta: who has had its quantum gives way to who waits.
 
-A turn is `turn_tokens` output tokens. All sequences stand in one line: a new one joins it at its end, and so does one
-whose turn is over, once somebody needs its place. The first of the line comes in as soon as it fits; while it does not,
-those running whose turn is over are preempted, the one that came in first before the others, as few as make it fit.
-Nobody is preempted for a turn if everybody fits.
+A quantum is `quantum_tokens` output tokens. All sequences stand in one line: a new one joins it at its end, and so does
+one whose quantum is over, once somebody needs its place. The first of the line comes in as soon as it fits; while it
+does not, those running whose quantum is over are preempted, the one that came in first before the others, as few as
+make it fit. Nobody is preempted for a quantum if everybody fits.
 
 Source: the baseline Round-Robin of Andes, first version (arXiv 2404.16283v1, section 6.1): equal service by cyclic
 preemption on top of vLLM, with a service interval of 50 iterations. (The second version compares with LQSF instead.)
 So all else is as in `fcfs`. Deviations: the interval is counted per sequence, in its own tokens, and not for all at
-once, so that one that came in lately keeps its whole turn; a sequence that loses its KV within its turn, because memory
-ran out, keeps its place in the line. BROS calls another policy round-robin: alternating between two classes.
+once, so that one that came in lately keeps its whole quantum; a sequence that loses its KV within its quantum, because
+memory ran out, keeps its place in the line. BROS calls another policy round-robin: alternating between two classes.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from services.worker.scheduling.plain import plain_decode
 from services.worker.scheduling.plan import StepPlan
 from services.worker.scheduling.view import F64, I32, Bool, Columns, SchedulerOutput, SchedulerView
 
-TURN_TOKENS = 50
-"""Output tokens of a turn (source: above)."""
+QUANTUM_TOKENS = 50
+"""Output tokens of a quantum (source: above)."""
 
 
 class RoundRobinScheduler:
-    """Turns of equal length. Keeps for each sequence when it joined the line, and where its turn began."""
+    """Quanta of equal length. Keeps for each sequence when it joined the line, and where its quantum began."""
 
-    def __init__(self, turn_tokens: int = TURN_TOKENS) -> None:
-        assert turn_tokens >= 1, "a turn is at least one token"
-        self._turn_tokens = turn_tokens
+    def __init__(self, quantum_tokens: int = QUANTUM_TOKENS) -> None:
+        assert quantum_tokens >= 1, "a quantum is at least one token"
+        self._quantum_tokens = quantum_tokens
         self._order = np.zeros(0, dtype=np.int64)
         """By row: whose the two values below are."""
         self._joined_s: F64 = np.zeros(0)
@@ -66,7 +66,7 @@ class RoundRobinScheduler:
         return line
 
     def _over(self, view: SchedulerView) -> I32:
-        """Return the running rows whose turn is over, in order of admission."""
+        """Return the running rows whose quantum is over, in order of admission."""
         rows = view.running
         decodes = num_known(view.columns, rows) - view.columns.num_computed[rows] == 1
         over: I32 = rows[decodes & self._is_over(view.columns, rows)]
@@ -74,11 +74,11 @@ class RoundRobinScheduler:
 
     def _is_over(self, columns: Columns, rows: I32) -> Bool:
         self._meet(columns, rows)
-        over: Bool = columns.num_output[rows] - self._begun[rows] >= self._turn_tokens
+        over: Bool = columns.num_output[rows] - self._begun[rows] >= self._quantum_tokens
         return over
 
     def _remember(self, view: SchedulerView, output: SchedulerOutput) -> None:
-        """Send those who leave after their turn to the end of the line; who comes back for another one begins it."""
+        """Send those who leave after their quantum to the end of the line; who comes back for another one begins it."""
         gone, columns = output.preempt, view.columns
         if gone.size:
             self._joined_s[gone[self._is_over(columns, gone)]] = view.now_s

@@ -9,7 +9,7 @@ import numpy as np
 
 from services.worker.contract.arrays import U32
 from shared.ids import RequestId, StreamId
-from shared.types import QoeTarget, RequestClass, SamplingParams
+from shared.types import ReaderTarget, RequestClass, SamplingParams
 
 EMPTY_U32: U32 = np.zeros(0, dtype=np.uint32)
 EMPTY_U32.flags.writeable = False
@@ -52,7 +52,7 @@ class EngineConfig:
 
 
 class AddRefusal(Enum):
-    """Why `Residents.add` did not take a sequence, as `RefusalReason` has it; nothing of it is left in the engine."""
+    """Why `SequenceRegistry.add` did not take a sequence, as `RefusalReason` has it; nothing of it is left."""
 
     FULL = "full"  # no free row of the table
     TOO_LONG = "too_long"  # prompt + max_tokens can never fit the KV memory or the context
@@ -81,7 +81,7 @@ class NewSequence:
     generated: U32 = field(default_factory=lambda: EMPTY_U32)
     """[num_generated] outputs of earlier attempts; `max_tokens` and the positions count them."""
     request_class: RequestClass = RequestClass.REAL_TIME
-    qoe: QoeTarget | None = None
+    qoe: ReaderTarget | None = None
     """The reader's schedule; None when no reader follows."""
     fork_of: RequestId | None = None
     """A sequence here with the same prompt and salt: this one waits until that prompt is computed and shares its KV. If

@@ -86,7 +86,7 @@ class SequenceTable:
         self.columns = Columns(**{field.name: _read_only(getattr(self, field.name)) for field in fields(Columns)})
 
     @property
-    def num_live(self) -> int:
+    def num_sequences(self) -> int:
         """Rows that hold a sequence."""
         return self.num_rows - len(self._free)
 

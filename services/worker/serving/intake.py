@@ -105,7 +105,7 @@ class Intake:
         if (submit.request_id, submit.attempt) in self._tombstones:
             return refuse(RefusalReason.CANCELLED, newest_attempt=submit.attempt)
         newest = self._newest.get(submit.request_id, 0)
-        is_here = (submit.request_id, submit.attempt) in self._engine.residents.row_of
+        is_here = (submit.request_id, submit.attempt) in self._engine.registry.row_of
         if submit.attempt < newest or (submit.attempt == newest and not is_here):
             return refuse(RefusalReason.DUPLICATE, newest_attempt=newest)
         if submit.uploaded is not None:
@@ -121,8 +121,8 @@ class Intake:
         except ValueError as error:
             return refuse(RefusalReason.INVALID, str(error))
         new = self._new_sequence(submit)
-        row = self._engine.residents.hand_over(new)
-        outcome = self._engine.residents.add(new) if row is None else row
+        row = self._engine.registry.hand_over(new)
+        outcome = self._engine.registry.add(new) if row is None else row
         if isinstance(outcome, AddRefusal):
             return refuse(RefusalReason(outcome.value), newest_attempt=newest)
         self._remember(submit)
@@ -131,7 +131,7 @@ class Intake:
             request_id=submit.request_id,
             attempt=submit.attempt,
             incarnation=self._leases.incarnation,
-            num_output=self._engine.residents.num_outputs(submit.request_id, submit.attempt),
+            num_output=self._engine.registry.num_outputs(submit.request_id, submit.attempt),
         )
 
     def _new_sequence(self, submit: Submit) -> NewSequence:
@@ -162,7 +162,7 @@ class Intake:
     async def cancel(self, message: Message) -> bytes:
         """Answer a `Cancel`; the KV is free now, or when the step that is running ends."""
         cancel = decode(message.data, Cancel)
-        found = self._engine.residents.cancel(cancel.request_id, cancel.attempt)
+        found = self._engine.registry.cancel(cancel.request_id, cancel.attempt)
         if not found:
             self._tombstones[(cancel.request_id, cancel.attempt)] = None
             while len(self._tombstones) > MAX_TOMBSTONES:
@@ -173,7 +173,7 @@ class Intake:
     async def replay(self, message: Message) -> bytes:
         """Answer a `Replay` with a token batch of that one stream (its handle is 0), or with `ReplayUnknown`."""
         replay = decode(message.data, Replay)
-        found = self._engine.residents.replay(replay.request_id, replay.attempt, replay.first_index)
+        found = self._engine.registry.replay(replay.request_id, replay.attempt, replay.first_index)
         if found is None:
             return encode(ReplayUnknown(request_id=replay.request_id, incarnation=self._leases.incarnation))
         tokens, finish = found

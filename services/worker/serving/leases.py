@@ -77,7 +77,7 @@ class Leases:
         """Answer a `Renew` with `Renewed`: end what is no longer wanted, let the rest go on."""
         renew = decode(message.data, Renew)
         for request_id, attempt in renew.drop:
-            self.engine.residents.cancel(request_id, attempt)
+            self.engine.registry.cancel(request_id, attempt)
         channel = self.emitter.find_channel(renew.dispatcher_id, renew.incarnation)
         if channel is not None:
             self._renew(channel, renew.dispatcher_id)
@@ -86,7 +86,7 @@ class Leases:
             Renewed(
                 incarnation=self.incarnation,
                 counter=0 if channel is None else self.emitter.counter(channel),
-                num_sequences=0 if channel is None else len(self.engine.residents.rows_of(channel)),
+                num_sequences=0 if channel is None else len(self.engine.registry.rows_of(channel)),
                 step_age_s=max(0.0, self.step_age_s()),
             )
         )
@@ -100,7 +100,7 @@ class Leases:
         if lease.is_paused:
             lease.is_paused = False
             self.engine.resume(channel)
-            _log.info("lease_renewed", dispatcher=dispatcher_id, sequences=len(self.engine.residents.rows_of(channel)))
+            _log.info("lease_renewed", dispatcher=dispatcher_id, sequences=len(self.engine.registry.rows_of(channel)))
 
     async def run(self) -> None:
         """Look at the clocks until cancelled."""
@@ -115,7 +115,7 @@ class Leases:
             silent_s = now_s - lease.heard_s
             if silent_s < self.lease_s:
                 continue
-            rows = self.engine.residents.rows_of(channel)
+            rows = self.engine.registry.rows_of(channel)
             if rows and silent_s < self.orphan_s:
                 self._pause(channel, lease, len(rows))
             elif rows:
@@ -134,7 +134,7 @@ class Leases:
     def _end(self, channel: int, lease: _Lease, rows: list[int]) -> None:
         _log.warning("orphans_ended", dispatcher=lease.dispatcher_id, ended=len(rows), after_s=self.orphan_s)
         for row in rows:
-            self.engine.residents.cancel(*self.engine.table.sequence(row).key)
+            self.engine.registry.cancel(*self.engine.table.sequence(row).key)
         self.engine.pause(channel)  # what is in flight does not go on
         self.wake()
 
@@ -146,7 +146,7 @@ class Leases:
                 "dispatcher": lease.dispatcher_id,
                 "heard_s_ago": round(now_s - lease.heard_s, 3),
                 "paused": lease.is_paused,
-                "sequences": len(self.engine.residents.rows_of(channel)),
+                "sequences": len(self.engine.registry.rows_of(channel)),
             }
             for channel, lease in sorted(self._leases.items())
         ]

@@ -18,7 +18,7 @@ from services.worker.roles.residence import Resident
 from services.worker.roles.role import Role
 from shared.ids import Incarnation, WorkerId
 from shared.messages.event import Event
-from shared.messages.report import ElasticFacts, Move, WorkerPhase, WorkerReport
+from shared.messages.report import ElasticFacts, TransferProgress, WorkerPhase, WorkerReport
 from shared.process.log import get_logger
 from shared.subjects import Subjects
 from shared.transport.bus import Bus, BusError
@@ -75,7 +75,7 @@ class Reporter:
         self._rates = _Rates()
         self._role: Role | None = None
         self._resident: Callable[[], Resident] | None = None
-        self._moves: Callable[[], tuple[Move, ...]] | None = None
+        self._moves: Callable[[], tuple[TransferProgress, ...]] | None = None
         self._cost, self._num_lanes = CostEstimate(), 1
         self._is_short = False
         self._short_again_s = 0.0
@@ -114,7 +114,7 @@ class Reporter:
         """Say with each report what a token costs: in one of so many lanes."""
         self._cost, self._num_lanes = cost, num_lanes
 
-    def watch_moves(self, look: Callable[[], tuple[Move, ...]]) -> None:
+    def watch_moves(self, look: Callable[[], tuple[TransferProgress, ...]]) -> None:
         """Say with each report what is on its way here."""
         self._moves = look
 

@@ -70,10 +70,10 @@ class WorkerService:
         self._reporter.enter(WorkerPhase.DRAINING)
         try:
             async with asyncio.timeout(limit_s):
-                while self.engine.table.num_live or not self.emitter.idle:
+                while self.engine.table.num_sequences or not self.emitter.idle:
                     await asyncio.sleep(IDLE_POLL_S)
         except TimeoutError:
-            _log.warning("drain_limit_reached", num_left=len(self.engine.residents.row_of), limit_s=limit_s)
+            _log.warning("drain_limit_reached", num_left=len(self.engine.registry.row_of), limit_s=limit_s)
 
     async def stop(self) -> None:
         """Leave the bus and release the executor. Sequences that still run are lost: the dispatcher sees the phase."""

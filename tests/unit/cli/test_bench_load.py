@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cli.bench.datasets import Sample, read_samples, read_trace
-from cli.bench.load import Load
+from cli.bench.datasets import DatasetSample, read_samples, read_trace
+from cli.bench.load import BenchLoad
 from cli.bench.prompts import PromptMaker, TokenScale, scale_of
-from cli.bench.stream import Outcome
+from cli.bench.stream import BenchRecord
 from cli.bench.workload import Planned, arrive_at, first, fit_context, poisson_arrivals, synthetic, upscale
 from shared.errors import StartupError
 
@@ -111,10 +111,10 @@ def test_conversations_and_lines_are_read(tmp_path: Path) -> None:
     bot_first = [{"from": "gpt", "value": "Hello"}, {"from": "human", "value": "Hi"}]
     conversations = tmp_path / "a.json"
     conversations.write_text(json.dumps([{"conversations": turns}, {"conversations": bot_first}, {"id": 3}]))
-    assert read_samples(conversations) == [Sample("Hi there", "Hello")]
+    assert read_samples(conversations) == [DatasetSample("Hi there", "Hello")]
     lines = tmp_path / "a.jsonl"
     lines.write_text('{"prompt": "A b", "max_tokens": 5}\n\n{"prompt": "C", "completion": "d e f"}\n{"prompt": " "}\n')
-    assert read_samples(lines) == [Sample("A b", max_tokens=5), Sample("C", "d e f")]
+    assert read_samples(lines) == [DatasetSample("A b", max_tokens=5), DatasetSample("C", "d e f")]
 
 
 @pytest.mark.parametrize(("name", "text"), [("a.json", '{"a": 1}'), ("a.json", "[1"), ("a.jsonl", '{"a": 1}')])
@@ -156,7 +156,7 @@ def test_words_are_as_many_as_the_scale_says_and_share_the_prefix() -> None:
 async def test_no_more_requests_are_under_way_than_allowed() -> None:
     most = running = 0
 
-    async def send(_index: int, outcome: Outcome) -> None:
+    async def send(_index: int, outcome: BenchRecord) -> None:
         nonlocal most, running
         running += 1
         most = max(most, running)
@@ -167,7 +167,7 @@ async def test_no_more_requests_are_under_way_than_allowed() -> None:
         if outcome.index % 4 == 0:
             outcome.fail("timeout")
 
-    load = Load(synthetic(20, 1, 1), send, 3)
+    load = BenchLoad(synthetic(20, 1, 1), send, 3)
     await load.run()
     assert most == 3
     assert "20/20 done, 0 under way, 5 failed" in load.describe()

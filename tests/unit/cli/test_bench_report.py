@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from cli.bench.command import BenchSettings, run_bench
 from cli.bench.report import render, summarise
-from cli.bench.server import Server as ApiServer
+from cli.bench.server import BenchServer as ApiServer
 from cli.bench.server import measure_scale
-from cli.bench.stream import AnswerReader, Outcome, spread_tokens, stream_answer
+from cli.bench.stream import AnswerReader, BenchRecord, spread_tokens, stream_answer
 from cli.console import Console
 from cli.exit_codes import DONE, FAILED, CommandError
 from shared.errors import StartupError
@@ -41,13 +41,15 @@ from tests.support.openai_server import (
 TARGET = QoeTarget(1.0, 10.0)
 
 
-def outcome(sent_s: float, *deliveries: tuple[float, int], end_s: float | None = None, **fields: Any) -> Outcome:
+def outcome(sent_s: float, *deliveries: tuple[float, int], end_s: float | None = None, **fields: Any) -> BenchRecord:
     count = sum(count for _, count in deliveries)
-    return Outcome(0, sent_s, sent_s, end_s, list(deliveries), num_input=5, num_output=count, is_counted=True, **fields)
+    return BenchRecord(
+        0, sent_s, sent_s, end_s, list(deliveries), num_input=5, num_output=count, is_counted=True, **fields
+    )
 
 
-def read(*parts: bytes, times: list[float] | None = None) -> Outcome:
-    result = Outcome(0, 0.0)
+def read(*parts: bytes, times: list[float] | None = None) -> BenchRecord:
+    result = BenchRecord(0, 0.0)
     reader = AnswerReader(result)
     for i, part in enumerate(parts):
         reader.feed(part, times[i] if times else float(i))
@@ -112,8 +114,8 @@ def test_an_answer_that_fails_is_named(parts: list[bytes], kind: str) -> None:
     assert read(*parts).failure == kind
 
 
-async def ask(*replies: Any, timeout_s: float = 5.0) -> Outcome:
-    result = Outcome(0, 0.0)
+async def ask(*replies: Any, timeout_s: float = 5.0) -> BenchRecord:
+    result = BenchRecord(0, 0.0)
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     async with running(Server(*replies)) as url, aiohttp.ClientSession(timeout=timeout) as session:
         await stream_answer(session, f"{url}/v1/chat/completions", b"{}", lambda: 0.0, result)
@@ -144,7 +146,7 @@ async def test_failures_have_kinds(reply: Any, kind: str, detail: str) -> None:
 
 async def test_silence_is_a_timeout_and_nobody_there_no_connection() -> None:
     assert (await ask(stream(events(delta("a")), hang=True), timeout_s=0.2)).failure == "timeout"
-    result = Outcome(0, 0.0)
+    result = BenchRecord(0, 0.0)
     async with aiohttp.ClientSession() as session:
         await stream_answer(session, "http://127.0.0.1:1/v1/x", b"{}", lambda: 0.0, result)
     assert result.failure == "no connection"

@@ -21,7 +21,7 @@ from cli.cluster.supervisor import Supervisor
 from cli.model import Model, find_model
 from shared.errors import ConfigError, StartupError
 from shared.transport.nats_config import new_passwords
-from shared.transport.nats_roles import Role
+from shared.transport.nats_roles import BrokerRole
 from shared.transport.nats_server import EmbeddedNats
 from tests.support.ports import free_port
 
@@ -347,13 +347,13 @@ def test_children_of_an_own_broker_sign_in_as_their_role_and_no_flag_shows_a_pas
     access = BrokerAccess("nats://127.0.0.1:9", new_passwords())
     plan = plan_of(access)
     for spec in plan.specs():
-        role = Role(spec.name.split("-")[0])
+        role = BrokerRole(spec.name.split("-")[0])
         assert spec.env[f"SLUICE_{role.upper()}_NATS_USER"] == role
         assert spec.env[f"SLUICE_{role.upper()}_NATS_PASSWORD"] == access.passwords[role]
         known = [password for password in access.passwords.values() if password in str(dict(spec.env))]
         assert known == [access.passwords[role]], "its own password and no other"
         assert not any(password in flag for flag in spec.argv for password in access.passwords.values())
-    assert plan.nats_url == f"nats://operator:{access.passwords[Role.OPERATOR]}@127.0.0.1:9"
+    assert plan.nats_url == f"nats://operator:{access.passwords[BrokerRole.OPERATOR]}@127.0.0.1:9"
 
 
 def test_a_password_in_the_url_of_a_named_broker_reaches_children_by_their_environment() -> None:
@@ -361,7 +361,7 @@ def test_a_password_in_the_url_of_a_named_broker_reaches_children_by_their_envir
     assert access.url == "nats://h:4222,nats://i:4222"
     assert access.operator == ("me", "p@ss")
     assert access.operator_url == "nats://me:p%40ss@h:4222,nats://me:p%40ss@i:4222"
-    assert access.env(Role.WORKER) == {"SLUICE_NATS_USER": "me", "SLUICE_NATS_PASSWORD": "p@ss"}
+    assert access.env(BrokerRole.WORKER) == {"SLUICE_NATS_USER": "me", "SLUICE_NATS_PASSWORD": "p@ss"}
     assert not any("p%40ss" in flag or "p@ss" in flag for spec in plan_of(access).specs() for flag in spec.argv)
 
 
@@ -369,7 +369,7 @@ def test_a_user_that_was_set_is_left_to_the_children_to_find(tmp_path: Path) -> 
     (tmp_path / "password").write_text("secret\nmore")
     access = named_broker(settings(nats_url="nats://h:4222", nats_user="ops", nats_password_file=tmp_path / "password"))
     assert access.operator == ("ops", "secret")
-    assert access.env(Role.WORKER) == {}
+    assert access.env(BrokerRole.WORKER) == {}
     with pytest.raises(ConfigError, match="no password"):
         named_broker(settings(nats_url="nats://h:4222", nats_user="ops"))
     with pytest.raises(ConfigError, match="cannot be read"):

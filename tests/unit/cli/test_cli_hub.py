@@ -12,7 +12,7 @@ import pytest
 
 from cli import hub
 from cli.console import Console
-from cli.hub import Source, parse_source, stored_bytes
+from cli.hub import HubModel, parse_source, stored_bytes
 from cli.pull import show_progress
 from shared.errors import StartupError
 from tests.support.terminals import Terminal
@@ -21,13 +21,13 @@ from tests.support.terminals import Terminal
 @pytest.mark.parametrize(
     ("text", "source"),
     [
-        ("a/b", Source("a/b")),
-        ("Qwen/Qwen2.5-0.5B-Instruct", Source("Qwen/Qwen2.5-0.5B-Instruct")),
-        ("a/b@v1.0", Source("a/b", "v1.0")),
-        ("a/b@refs/pr/3", Source("a/b", "refs/pr/3")),
+        ("a/b", HubModel("a/b")),
+        ("Qwen/Qwen2.5-0.5B-Instruct", HubModel("Qwen/Qwen2.5-0.5B-Instruct")),
+        ("a/b@v1.0", HubModel("a/b", "v1.0")),
+        ("a/b@refs/pr/3", HubModel("a/b", "refs/pr/3")),
     ],
 )
-def test_ids_may_carry_a_revision(text: str, source: Source) -> None:
+def test_ids_may_carry_a_revision(text: str, source: HubModel) -> None:
     assert parse_source(text) == source
     assert str(source) == text
 

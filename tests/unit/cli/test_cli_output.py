@@ -22,7 +22,7 @@ from cli.cluster.progress import StartProgress, bar
 from cli.cluster.settings import UpSettings
 from cli.console import Console
 from cli.exit_codes import CommandError
-from cli.http import Answer
+from cli.http import HttpAnswer
 from cli.model import Model
 from cli.status import render
 from shared.ids import WorkerId
@@ -223,7 +223,7 @@ UNKNOWN = "describes its cluster in an unknown way"
 async def test_what_is_no_view_of_a_cluster_is_one_line(
     monkeypatch: pytest.MonkeyPatch, body: bytes, said: str
 ) -> None:
-    monkeypatch.setattr(status, "ask", AsyncMock(return_value=Answer(200, body)))
+    monkeypatch.setattr(status, "ask", AsyncMock(return_value=HttpAnswer(200, body)))
     with pytest.raises(CommandError, match=said):
         await status.run_status("http://x", as_json=False)
 
@@ -251,18 +251,18 @@ def test_bars_never_overflow(ratio: float, cells: str) -> None:
 def test_without_a_terminal_there_is_neither_bar_nor_colour() -> None:
     stream = io.StringIO()
     console = Console(stream, {})
-    console.live("12 %")
+    console.show_status("12 %")
     console.line(console.style("ready", "green"))
-    console.end_live()
+    console.end_status()
     assert stream.getvalue() == "ready\n"
 
 
 def test_no_color_keeps_the_live_line_and_drops_colours() -> None:
     stream = Terminal()
     console = Console(stream, {"NO_COLOR": "1"})
-    console.live("12 %")
+    console.show_status("12 %")
     console.line(console.style("ready", "green"))
-    console.end_live()
+    console.end_status()
     assert stream.getvalue() == "\r\x1b[K12 %\r\x1b[Kready\n12 %\r\x1b[K"
     assert Console(Terminal(), {}).style("x", "green") == "\x1b[32mx\x1b[0m"
 

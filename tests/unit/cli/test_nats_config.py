@@ -13,7 +13,7 @@ from cli.main import cli
 from cli.nats_config import parse_server, write_nats_config
 from shared.errors import StartupError
 from shared.transport.nats_config import BrokerConfig, config_text, new_passwords
-from shared.transport.nats_roles import Role
+from shared.transport.nats_roles import BrokerRole
 from shared.transport.nats_server import find_binary
 
 SERVERS = ("--server", "a=10.0.0.1", "--server", "b=10.0.0.2", "--server", "c=10.0.0.3")
@@ -33,7 +33,7 @@ def run(*argv: str) -> list[Path]:
 
 
 def passwords(folder: Path) -> dict[str, str]:
-    return {role: (folder / role / "password").read_text().strip() for role in Role}
+    return {role: (folder / role / "password").read_text().strip() for role in BrokerRole}
 
 
 def test_one_server_gets_a_user_per_role_and_files_that_only_their_owner_reads(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_one_server_gets_a_user_per_role_and_files_that_only_their_owner_reads(t
     assert "is valid" in check(path)
     text = path.read_text()
     found = passwords(tmp_path)
-    assert len(set(found.values())) == len(Role)
+    assert len(set(found.values())) == len(BrokerRole)
     for role, password in found.items():
         assert len(password) >= 32
         assert f'user: {role}, password: "{password}"' in text
@@ -72,7 +72,7 @@ def test_passwords_that_exist_are_kept_and_a_lost_one_is_made_anew(tmp_path: Pat
     (tmp_path / "worker" / "password").unlink()
     (path,) = run("--out", str(tmp_path))
     after = passwords(tmp_path)
-    assert {role for role in Role if before[role] != after[role]} == {"worker"}
+    assert {role for role in BrokerRole if before[role] != after[role]} == {"worker"}
     assert f'"{after["worker"]}"' in path.read_text()
     assert before["worker"] not in path.read_text()
 

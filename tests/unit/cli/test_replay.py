@@ -18,12 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cli.bench.report import lateness_p99_s
-from cli.bench.stream import Outcome
+from cli.bench.stream import BenchRecord
 from cli.console import Console
 from cli.exit_codes import DONE, FAILED, KILLED, UNREACHABLE, CommandError
 from cli.replay.command import ReplaySettings, run_replay
 from cli.replay.load import fit_context
-from cli.replay.metrics import Sample, read_sample
+from cli.replay.metrics import MetricsSample, read_sample
 from cli.replay.records import records_of
 from cli.replay.remarks import remarks_on
 from cli.replay.sender import FIRST_TOKEN_ID, VOCAB_SIZE
@@ -214,9 +214,9 @@ def test_what_is_cut_to_the_context_fits(context: int, num_prompt: int, num_outp
     assert num_cut == ((prompt, output) != (num_prompt, num_output))
 
 
-def outcome(index: int, due_s: float, tokens: list[tuple[float, int]], failure: str = "") -> Outcome:
+def outcome(index: int, due_s: float, tokens: list[tuple[float, int]], failure: str = "") -> BenchRecord:
     end_s = tokens[-1][0] if tokens else due_s
-    return Outcome(
+    return BenchRecord(
         index, due_s, due_s + 0.5, end_s, tokens, 5, sum(count for _, count in tokens), is_counted=True, failure=failure
     )
 
@@ -260,9 +260,9 @@ def test_remarks_say_what_makes_the_figures_less() -> None:
 
 
 def test_metrics_are_read_by_the_names_of_several_engines() -> None:
-    assert read_sample(METRICS) == Sample(0.5, 7.0)
-    assert read_sample('sglang:token_usage{model_name="m"} 0.125\n') == Sample(0.125, None)
-    assert read_sample("<html>\n\x00 1 2 3\nvllm:num_preemptions_total x\n") == Sample(None, None)
+    assert read_sample(METRICS) == MetricsSample(0.5, 7.0)
+    assert read_sample('sglang:token_usage{model_name="m"} 0.125\n') == MetricsSample(0.125, None)
+    assert read_sample("<html>\n\x00 1 2 3\nvllm:num_preemptions_total x\n") == MetricsSample(None, None)
 
 
 def report(worker_id: str, **fields: Any) -> dict[str, Any]:
@@ -279,15 +279,15 @@ def test_a_view_gives_peaks_over_all_workers_that_serve() -> None:
     second = (report("w0", num_used_blocks=90, num_demanded_blocks=100), report("w1", num_used_blocks=60))
     for at_s, workers in ((0.0, first), (2.0, second)):
         watch.take_view(ClusterView.model_validate({"sequence_number": 0, "workers": workers}), at_s)
-    watch.take_sample(Sample(0.99, 5.0))
-    watch.take_sample(Sample(0.98, 8.0))
+    watch.take_sample(MetricsSample(0.99, 5.0))
+    watch.take_sample(MetricsSample(0.98, 8.0))
     facts = watch.facts()
     assert (facts.kv_peak_ratio, facts.demand_over_capacity_peak) == (0.75, 1.25), "the view goes before the metrics"
     assert (facts.preemptions, facts.gpus_peak, facts.gpu_seconds) == (3, 2, 4.0)
     samples = watch.samples()
     assert samples is not None
     assert samples.used_blocks.tolist() == [80, 150]
-    watch.take_sample(Sample(0.1, 2.0))
+    watch.take_sample(MetricsSample(0.1, 2.0))
     assert watch.facts().preemptions is None, "the server began anew, so nobody knows"
 
 

@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.dispatcher.policy.admission import AdmissionInput, decide_admission
-from services.dispatcher.policy.placement import PLACEMENTS, WorkerLoad, place_least_loaded
+from services.dispatcher.policy.placement import PLACEMENTS, PlacementLoad, place_least_loaded
 from services.dispatcher.session.request import FailureCode
 from shared.ids import WorkerId
 from shared.systems import SYSTEMS
 from tests.support.kinds import some
 
 
-def make_load(worker_id: str = "w0", **fields: object) -> WorkerLoad:
-    load = WorkerLoad(
+def make_load(worker_id: str = "w0", **fields: object) -> PlacementLoad:
+    load = PlacementLoad(
         worker_id=WorkerId(worker_id),
         ready=True,
         num_sequences=0,
@@ -46,7 +46,7 @@ LOADS = st.lists(
 @settings(deadline=None)
 @given(LOADS, st.integers(1, 1500), st.sets(st.sampled_from(["a", "b"])))
 def test_the_chosen_worker_can_take_the_request_and_no_other_one_that_can_is_less_loaded(
-    loads: list[WorkerLoad], num_tokens: int, refused: set[WorkerId]
+    loads: list[PlacementLoad], num_tokens: int, refused: set[WorkerId]
 ) -> None:
     able = [
         load

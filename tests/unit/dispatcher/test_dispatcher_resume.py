@@ -21,7 +21,7 @@ from services.dispatcher.answers.answer_text import MAX_LOGPROB_TOKENS, AnswerTe
 from services.dispatcher.answers.event_ids import MAX_CHOICES, EventIds, Position, parse_last_event_id
 from services.dispatcher.answers.logprobs import LogprobWriter
 from services.dispatcher.answers.resume import ResumableStreamer
-from services.dispatcher.answers.shapes import ChoiceShape, Shape
+from services.dispatcher.answers.shapes import AnswerShape, ChoiceShape
 from services.dispatcher.endpoints.call import Choice
 from services.dispatcher.http.errors import ApiError
 from services.dispatcher.session.request import FailureCode
@@ -35,8 +35,8 @@ from tests.support.text_models import byte_level_json
 TOKENIZER = Tokenizer.from_str(byte_level_json())
 TABLE = load_table(TOKENIZER)
 NAMES = TokenNames(TOKENIZER, TABLE)
-CHAT = Shape(True, "chatcmpl-1", 0, "tiny", "default", include_usage=False)
-COMPLETION = Shape(False, "cmpl-1", 0, "tiny", "default", include_usage=False)
+CHAT = AnswerShape(True, "chatcmpl-1", 0, "tiny", "default", include_usage=False)
+COMPLETION = AnswerShape(False, "cmpl-1", 0, "tiny", "default", include_usage=False)
 STOPS = ["fox", "ox", "the", " t", "🦊", "。", "zz"]
 PAIR = re.compile(r"\s*(_|\d{1,7}\S*),(_|\d{1,7}\S*)\s*")
 CONTROL = 100_000

@@ -20,9 +20,8 @@ from shared.ids import NOBODY, DispatcherId, Incarnation, RequestId, StreamId, W
 from shared.messages.request import pack_token_ids
 from shared.stream_extras import TokenLogprob
 from shared.token_batch import TokenBatch
-from shared.types import FinishReason, QoeTarget, SamplingParams
-from sluice_client.qoe import QoeTarget as ReaderTarget
-from sluice_client.qoe import final_qoe
+from shared.types import FinishReason, ReaderTarget, SamplingParams
+from sluice_client.qoe import QoeTarget, final_qoe
 from tests.support.session_cluster import Taker
 
 NONE, LENGTH = FinishReason.NONE, FinishReason.LENGTH
@@ -321,9 +320,9 @@ def test_handles_begin_where_the_process_says() -> None:
 def test_qoe_is_that_of_the_times_at_which_tokens_came() -> None:
     """Tokens at 101, 102 and, two of them, 104: 1, 2 and 4 s after the arrival."""
     assert new_session().qoe is None, "no reader follows"
-    request = replace(new_request(), qoe=QoeTarget(ttft_s=1.5, speed_tokens_per_s=2.0))
+    request = replace(new_request(), qoe=ReaderTarget(ttft_s=1.5, speed_tokens_per_s=2.0))
     session = Session(request, StreamId(7), GapHistogram())
     assert session.qoe == 0.0, "nothing came yet"
     for index, tokens, now_s in ((0, [1], 101.0), (1, [2], 102.0), (2, [3, 4], 104.0)):
         session.receive(index, tokens, NONE, now_s)
-    assert session.qoe == pytest.approx(final_qoe(ReaderTarget(1.5, 2.0), [1.0, 2.0, 4.0, 4.0]))
+    assert session.qoe == pytest.approx(final_qoe(QoeTarget(1.5, 2.0), [1.0, 2.0, 4.0, 4.0]))

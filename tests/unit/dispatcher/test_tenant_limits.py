@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.dispatcher.access.grants import Tenant, TenantLimits
-from services.dispatcher.limits.tenants import CONCURRENT_WAIT_S, Limit, OverLimit, Permit, RateView, Tenants
+from services.dispatcher.limits.tenants import CONCURRENT_WAIT_S, OverLimit, Permit, RateView, Tenants, UsageLimit
 from services.dispatcher.policy.rates import Bucket, Short, give_back, refilled, reset_s, take
 
 
@@ -75,8 +75,8 @@ def test_each_choice_counts_as_a_request() -> None:
     """Ten per minute: 8 leave 2, so 3 more wait for one: 6 s."""
     tenants, tenant = Tenants(), Tenant("a", limits=TenantLimits(requests_per_min=10))
     enter(tenants, tenant, 8).close(0, 0.0)
-    assert tenants.enter(tenant, 3, 0.0) == OverLimit(Limit.REQUESTS, 10, 3, 6.0)
-    assert tenants.enter(tenant, 11, 0.0) == OverLimit(Limit.REQUESTS, 10, 11, None)
+    assert tenants.enter(tenant, 3, 0.0) == OverLimit(UsageLimit.REQUESTS, 10, 3, 6.0)
+    assert tenants.enter(tenant, 11, 0.0) == OverLimit(UsageLimit.REQUESTS, 10, 11, None)
     enter(tenants, tenant, 3, 6.0)
     enter(tenants, Tenant("b", limits=tenant.limits), 10)
 
@@ -84,8 +84,8 @@ def test_each_choice_counts_as_a_request() -> None:
 def test_places_are_free_again_at_the_end_of_a_request() -> None:
     tenants, tenant = Tenants(), Tenant("a", limits=TenantLimits(max_concurrent=3))
     first = enter(tenants, tenant, 2)
-    assert tenants.enter(tenant, 2, 0.0) == OverLimit(Limit.CONCURRENT, 3, 2, CONCURRENT_WAIT_S)
-    assert tenants.enter(tenant, 4, 0.0) == OverLimit(Limit.CONCURRENT, 3, 4, None)
+    assert tenants.enter(tenant, 2, 0.0) == OverLimit(UsageLimit.CONCURRENT, 3, 2, CONCURRENT_WAIT_S)
+    assert tenants.enter(tenant, 4, 0.0) == OverLimit(UsageLimit.CONCURRENT, 3, 4, None)
     first.close(0, 0.0)
     enter(tenants, tenant, 3)
 
@@ -95,24 +95,24 @@ def test_what_was_charged_and_not_used_comes_back() -> None:
     tenants, tenant = Tenants(), Tenant("a", limits=TenantLimits(tokens_per_min=100))
     permit = enter(tenants, tenant)
     assert permit.charge(80, 0.0) is None
-    assert tenants.rates(tenant, 0.0) == [RateView(Limit.TOKENS, 100, 20, 48.0)]
+    assert tenants.rates(tenant, 0.0) == [RateView(UsageLimit.TOKENS, 100, 20, 48.0)]
     second = enter(tenants, tenant)
-    assert second.charge(50, 0.0) == OverLimit(Limit.TOKENS, 100, 50, 18.0)
+    assert second.charge(50, 0.0) == OverLimit(UsageLimit.TOKENS, 100, 50, 18.0)
     second.close(0, 0.0)
     permit.close(30, 0.0)
-    assert tenants.rates(tenant, 0.0) == [RateView(Limit.TOKENS, 100, 70, 18.0)]
+    assert tenants.rates(tenant, 0.0) == [RateView(UsageLimit.TOKENS, 100, 70, 18.0)]
 
 
 def test_a_refused_request_takes_no_tokens_and_no_place() -> None:
     limits = TenantLimits(requests_per_min=10, tokens_per_min=100, max_concurrent=5)
     tenants, tenant = Tenants(), Tenant("a", limits=limits)
     permit = enter(tenants, tenant)
-    assert permit.charge(101, 0.0) == OverLimit(Limit.TOKENS, 100, 101, None)
+    assert permit.charge(101, 0.0) == OverLimit(UsageLimit.TOKENS, 100, 101, None)
     permit.close(0, 0.0)
     assert tenants._usage["a"].num_open == 0
     assert [(rate.limit, rate.remaining) for rate in tenants.rates(tenant, 0.0)] == [
-        (Limit.REQUESTS, 9),
-        (Limit.TOKENS, 100),
+        (UsageLimit.REQUESTS, 9),
+        (UsageLimit.TOKENS, 100),
     ]
 
 

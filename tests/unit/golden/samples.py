@@ -22,7 +22,7 @@ from shared.messages.report import WorkerStatus
 from shared.messages.request import Submit, pack_token_ids
 from shared.stream_extras import StreamExtra, TokenLogprob, pack_extras
 from shared.token_batch import TokenBatch
-from shared.types import FinishReason, QoeTarget, RequestClass, SamplingParams
+from shared.types import FinishReason, ReaderTarget, RequestClass, SamplingParams
 from shared.wire import WireError, encode, encode_json
 
 FOLDER = Path(__file__).parent
@@ -77,7 +77,7 @@ _SUBMIT = Submit(
         logprobs=4,
     ),
     request_class=RequestClass.BEST_EFFORT,
-    qoe=QoeTarget(ttft_s=1.5, speed_tokens_per_s=6.25),
+    qoe=ReaderTarget(ttft_s=1.5, speed_tokens_per_s=6.25),
     age_s=0.25,
     remaining_s=30.0,
     fork_of=RequestId("r-0122"),

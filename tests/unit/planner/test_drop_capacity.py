@@ -9,7 +9,7 @@ import pytest
 
 from services.planner.policy.plans.capacity import UNLIMITED_BLOCKS, CapacityRule
 from services.planner.policy.plans.drop_facts import ModelFacts
-from services.planner.policy.plans.tiling import Holding, TilingSearch
+from services.planner.policy.plans.tiling import MemberHolding, TilingSearch
 from shared.layers import LayerRange
 from tests.support.drop_builders import literal_blocks, make_model, pages_of, random_model
 from tests.support.kinds import some
@@ -50,8 +50,8 @@ def test_room_beside_other_layers_is_that_of_pages_mapped_one_by_one(seed: int) 
         assert rule.blocks(resident, num_pages, limit) <= room <= rule.blocks(layers, num_pages, limit)
 
 
-def holding(first: int, end: int, pages: int = 1440) -> Holding:
-    return Holding(LayerRange(first, end), pages, UNLIMITED_BLOCKS)
+def holding(first: int, end: int, pages: int = 1440) -> MemberHolding:
+    return MemberHolding(LayerRange(first, end), pages, UNLIMITED_BLOCKS)
 
 
 HALVES = [holding(0, 24), holding(24, 48)]
@@ -71,7 +71,7 @@ WORTH = 6
     ],
     ids=["1+1", "1+2", "2+2", "2+3", "1+3"],
 )
-def test_merges_of_48_equal_layers_gain_one_p_or_half_or_lose(parts: list[list[Holding]], gain: int) -> None:
+def test_merges_of_48_equal_layers_gain_one_p_or_half_or_lose(parts: list[list[MemberHolding]], gain: int) -> None:
     """KV of an instance is worth 1.5 P: 1 440 pages less 576. 2 + 3 cannot do better than 10 layers in a stage, where
     9.6 would gain all of P; 1 + 3 leaves a stage of 16, and the single instance's own 9 blocks are lost."""
     rule = CapacityRule(make_model(48, layer_bytes=(12 * 64,) * 48))
@@ -83,7 +83,7 @@ def test_merges_of_48_equal_layers_gain_one_p_or_half_or_lose(parts: list[list[H
 
 
 def brute_force(
-    model: ModelFacts, rule: CapacityRule, members: list[Holding], ratio: float
+    model: ModelFacts, rule: CapacityRule, members: list[MemberHolding], ratio: float
 ) -> tuple[float, int, float] | None:
     """Try every order and every cut; return the best (slowest stage, blocks, sum of squares) in the same steps."""
     found: dict[tuple[tuple[float, ...], int], None] = {}
@@ -92,7 +92,7 @@ def brute_force(
         ends = model.first_cost_layers * (layers.first == 0) + model.last_cost_layers * (layers.end == model.num_layers)
         return len(layers) + ends
 
-    def extend(order: tuple[Holding, ...], at: int, times: tuple[float, ...], blocks: int) -> None:
+    def extend(order: tuple[MemberHolding, ...], at: int, times: tuple[float, ...], blocks: int) -> None:
         if not order:
             if at == model.num_layers:
                 found[times, blocks] = None
@@ -123,7 +123,7 @@ def test_ranges_are_the_best_of_all_orders_and_cuts(seed: int) -> None:
         first, end = sorted(rng.choice(model.num_layers + 1, 2, replace=False).tolist())
         if rng.integers(2):
             first, end = 0, model.num_layers
-        members.append(Holding(LayerRange(first, end), int(rng.choice([60, 90])), UNLIMITED_BLOCKS))
+        members.append(MemberHolding(LayerRange(first, end), int(rng.choice([60, 90])), UNLIMITED_BLOCKS))
     ratio = float(rng.choice([0.0, 0.2, np.inf]))
     kinds = sorted(set(members))
     found = TilingSearch(rule).find(kinds, [members.count(kind) for kind in kinds], ratio)

@@ -11,9 +11,9 @@ from services.planner.policy.levers.ladder import (
     ClusterSnapshot,
     Declined,
     LadderParams,
+    MemoryLoad,
     Offer,
     Situation,
-    WorkerLoad,
     decide,
 )
 from services.planner.policy.plans.drop import DropStrategy, plan_drop, tokens_short
@@ -27,7 +27,7 @@ LEVER = DropLever()
 
 def make_snapshot(*instances: InstanceFacts) -> ClusterSnapshot:
     loads = tuple(
-        WorkerLoad(each.instance_id, 3, each.used_tokens // 16, each.demanded_tokens // 16, throttled=each.throttled)
+        MemoryLoad(each.instance_id, 3, each.used_tokens // 16, each.demanded_tokens // 16, throttled=each.throttled)
         for each in instances
     )
     return ClusterSnapshot(0.1, loads, facts=make_facts(instances))

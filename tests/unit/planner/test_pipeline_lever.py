@@ -13,9 +13,9 @@ from services.planner.policy.levers.ladder import (
     ClusterSnapshot,
     Declined,
     LadderParams,
+    MemoryLoad,
     Offer,
     Situation,
-    WorkerLoad,
     decide,
 )
 from services.planner.policy.levers.pipeline_lever import PipelineLever
@@ -128,7 +128,7 @@ def test_nothing_is_offered_while_groups_may_not_change() -> None:
 
 
 def test_the_ladder_pulls_it_in_calm() -> None:
-    loads = tuple(WorkerLoad(WorkerId(f"w{number:05d}"), 3, 0, 0) for number in range(2))
+    loads = tuple(MemoryLoad(WorkerId(f"w{number:05d}"), 3, 0, 0) for number in range(2))
     snapshot = ClusterSnapshot(0.1, loads, facts=make_facts([copied(0), copied(1)]))
     decision = decide(LadderParams(), (PAIRS,), snapshot)
     assert (decision.lever, decision.situation) == ("pipeline", Situation.CALM)

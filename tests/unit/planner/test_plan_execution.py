@@ -11,7 +11,7 @@ import pytest
 
 from services.planner.book import PlanBook
 from services.planner.execution import ExecutionParams, PlanExecution
-from services.planner.policy.plans.intent import DROP, LOAD, RESTORE, Intent, Outcome
+from services.planner.policy.plans.intent import DROP, LOAD, RESTORE, Intent, PlanOutcome
 from shared.ids import Incarnation, WorkerId
 from shared.messages.plan import (
     FormGroup,
@@ -49,7 +49,7 @@ def played(
     intent: Intent,
     answer: Callable[[PlanBook, WorkerId, dict[str, Any]], Awaitable[PlanAnswer]],
     announce_s: float = 0.0,
-) -> tuple[Outcome, float]:
+) -> tuple[PlanOutcome, float]:
     """Carry something out with workers that answer so; return what became of it, and the seconds that it took.
 
     Args:
@@ -58,7 +58,7 @@ def played(
         announce_s: until people have heard of the plan.
     """
 
-    async def main() -> tuple[Outcome, float]:
+    async def main() -> tuple[PlanOutcome, float]:
         broker = MemoryBroker()
         bus = broker.connect("planner")
         book = PlanBook(await bus.key_value(SUBJECTS.plan_bucket()))
@@ -84,7 +84,7 @@ def played(
     return run(main())
 
 
-def carried_out(second: Sequence[Said], announce_s: float = 0.0) -> tuple[Outcome, int, float]:
+def carried_out(second: Sequence[Said], announce_s: float = 0.0) -> tuple[PlanOutcome, int, float]:
     """Carry out a plan of two workers: w0 does all, w1 says these things one after the other, the last for ever.
 
     Returns:

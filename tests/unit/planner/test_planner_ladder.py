@@ -10,8 +10,8 @@ from services.planner.policy.levers.ladder import (
     ClusterSnapshot,
     Decision,
     LadderParams,
+    MemoryLoad,
     Situation,
-    WorkerLoad,
     decide,
 )
 from shared.ids import WorkerId
@@ -21,7 +21,7 @@ PARAMS = LadderParams(max_view_age_s=1.5, pressure_ratio=1.0)
 
 
 def make_snapshot(used: int = 0, demanded: int = 0, *, age_s: float | None = 0.1, blocks: int = 100) -> ClusterSnapshot:
-    load = WorkerLoad(WorkerId("w"), num_blocks=blocks, num_used_blocks=used, num_demanded_blocks=demanded)
+    load = MemoryLoad(WorkerId("w"), num_blocks=blocks, num_used_blocks=used, num_demanded_blocks=demanded)
     return ClusterSnapshot(age_s, (load,) if blocks else (), num_unavailable=2)
 
 

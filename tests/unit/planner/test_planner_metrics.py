@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.planner.metrics import MAX_GAP_S, PlannerMetrics
-from services.planner.policy.plans.intent import Outcome
+from services.planner.policy.plans.intent import PlanOutcome
 from services.planner.policy.scale_signal import ScaleWish
 from shared.errors import StartupError
 from shared.ids import WorkerId
@@ -75,13 +75,13 @@ def test_wanted_instances_are_those_that_there_are_or_more() -> None:
 @pytest.mark.parametrize(
     ("outcome", "said"),
     [
-        (Outcome(True, "", 3, 0.2, "drop", (), (WorkerId("w0"),)), "done"),
-        (Outcome(False, "", 3, 0.2, "drop", (), (WorkerId("w0"),)), "failed"),
-        (Outcome(False, "", 3, 0.2, "drop"), "aborted"),
-        (Outcome(False, "no plan was begun"), ""),
+        (PlanOutcome(True, "", 3, 0.2, "drop", (), (WorkerId("w0"),)), "done"),
+        (PlanOutcome(False, "", 3, 0.2, "drop", (), (WorkerId("w0"),)), "failed"),
+        (PlanOutcome(False, "", 3, 0.2, "drop"), "aborted"),
+        (PlanOutcome(False, "no plan was begun"), ""),
     ],
 )
-def test_plans_are_counted_by_what_became_of_them(outcome: Outcome, said: str) -> None:
+def test_plans_are_counted_by_what_became_of_them(outcome: PlanOutcome, said: str) -> None:
     metrics = PlannerMetrics()
     metrics.note(outcome)
     counts = {

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from services.planner.config import PlannerSettings
 from services.planner.policy.decisions import Decider
-from services.planner.policy.levers.ladder import ClusterSnapshot, Offer, Situation, WorkerLoad
+from services.planner.policy.levers.ladder import ClusterSnapshot, MemoryLoad, Offer, Situation
 from services.planner.policy.observe import ObserveParams, find_loss, linear_profile, observe
 from services.planner.policy.pacing import Backoff, Cooldown, PacingParams, RestoreWatch
 from services.planner.policy.plans.chosen import plan_chosen
 from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams, InstanceFacts
 from services.planner.policy.plans.drop_plan import DropPlan, DropRefusal
-from services.planner.policy.plans.intent import RESTORE, Order, Outcome, intent_of
+from services.planner.policy.plans.intent import RESTORE, Order, PlanOutcome, intent_of
 from services.planner.policy.restoring.residence import plan_unload
 from services.planner.policy.restoring.restore import RestorePlan, RestoreRefusal, plan_restore
 from shared.ids import Incarnation, WorkerId
@@ -250,8 +250,8 @@ def test_every_break_begins_the_wait_anew_for_that_group_only() -> None:
     assert watch.apply(make_facts([*group_of(0), *other]), 25.5) == ("w00000", "x0")
 
 
-def loads(**throttled: bool) -> list[WorkerLoad]:
-    return [WorkerLoad(WorkerId(name), 1, 1, 0, throttled=is_short) for name, is_short in throttled.items()]
+def loads(**throttled: bool) -> list[MemoryLoad]:
+    return [MemoryLoad(WorkerId(name), 1, 1, 0, throttled=is_short) for name, is_short in throttled.items()]
 
 
 def test_after_a_restore_a_worker_counts_once_it_was_calm() -> None:
@@ -413,7 +413,7 @@ def test_a_restore_that_failed_is_tried_again_after_the_pause_and_no_sooner() ->
     seen, decides = make_view(*pair_of("a0", "a1")), decider(retry_s=4.0)
     decides.decide(seen, 0.1, 0.0)
     assert decides.decide(seen, 0.1, 10.0).intent is not None
-    decides.note(Outcome(is_done=False, reason="a worker refused", lever=RESTORE), 10.0)
+    decides.note(PlanOutcome(is_done=False, reason="a worker refused", lever=RESTORE), 10.0)
     assert [decides.decide(seen, 0.1, 10.0 + after_s).intent is not None for after_s in (0.5, 3.9, 4.0)] == [
         False,
         False,
@@ -424,7 +424,7 @@ def test_a_restore_that_failed_is_tried_again_after_the_pause_and_no_sooner() ->
 def test_nothing_is_decided_until_reports_show_the_last_plan_or_had_time_enough() -> None:
     decides = decider(settle_limit_s=5.0)
     worker = PlannedWorker(worker_id=WorkerId("w"), incarnation=Incarnation(3), held=(0, 8))
-    outcome = Outcome(
+    outcome = PlanOutcome(
         is_done=True, reason="", plan_id=7, steps=(RestoreInstance(worker=worker),), done=(WorkerId("w"),)
     )
     before, after = make_view(status("w", plan_id=6)), make_view(status("w", plan_id=7))

@@ -23,8 +23,8 @@ from services.planner.policy.plans.drop_facts import (
     wanted_tokens,
 )
 from services.planner.policy.restoring.residence import (
-    Residence,
-    ResidencePlan,
+    LoadedLayers,
+    LoadedLayersPlan,
     beside_groups,
     beside_tokens,
     pipeline_of,
@@ -170,7 +170,7 @@ def test_stages_of_equal_size_have_as_much_beside_the_whole_model_as_alone_toget
 def test_a_load_says_its_bytes_and_the_room_before_and_meanwhile() -> None:
     model = make_model(8, layer_bytes=(2**30,) * 8, page_bytes=2**30, block_bytes=2**30)
     facts = able(make_facts(make_group(0, (4, 8)), model))
-    plan = of_kind(ResidencePlan, plan_load(facts, GROUP, 0.5))
+    plan = of_kind(LoadedLayersPlan, plan_load(facts, GROUP, 0.5))
     said = "8.00 GiB of parameters are loaded beside serving; room for 48 tokens meanwhile, 112 before"
     assert plan.reason == said, "(64 - 4) / 8 = 7 blocks of 16, and (64 - 8) / 16 = 3 of all layers"
 
@@ -216,16 +216,16 @@ def test_a_group_that_lacks_a_member_is_no_pipeline(which: list[int]) -> None:
 @pytest.mark.parametrize(
     ("members", "expected"),
     [
-        (((0, 4), 1.0, (4, 8), 1.0), Residence.NOTHING),
-        (((0, 8), 1.0, (4, 8), 1.0), Residence.BY_HALF),
-        (((0, 4), 1.0, (0, 8), 0.5), Residence.BY_HALF),
-        (((0, 8), 1.0, (2, 8), 1.0), Residence.BY_HALF),
-        (((0, 8), 1.0, (0, 8), 0.99), Residence.LOADING),
-        (((0, 8), 1.0, (0, 8), 1.0), Residence.LOADED),
+        (((0, 4), 1.0, (4, 8), 1.0), LoadedLayers.NOTHING),
+        (((0, 8), 1.0, (4, 8), 1.0), LoadedLayers.BY_HALF),
+        (((0, 4), 1.0, (0, 8), 0.5), LoadedLayers.BY_HALF),
+        (((0, 8), 1.0, (2, 8), 1.0), LoadedLayers.BY_HALF),
+        (((0, 8), 1.0, (0, 8), 0.99), LoadedLayers.LOADING),
+        (((0, 8), 1.0, (0, 8), 1.0), LoadedLayers.LOADED),
     ],
 )
 def test_what_a_group_has_beside_is_what_each_of_its_members_has(
-    members: tuple[tuple[int, int], float, tuple[int, int], float], expected: Residence
+    members: tuple[tuple[int, int], float, tuple[int, int], float], expected: LoadedLayers
 ) -> None:
     first, second = make_group(0, (4, 8))
     stages = [
@@ -233,7 +233,7 @@ def test_what_a_group_has_beside_is_what_each_of_its_members_has(
         replace(second, resident=LayerRange(*members[2]), loaded_ratio=members[3]),
     ]
     assert residence_of(make_model(), stages) is expected
-    names = (GROUP,) if expected is not Residence.NOTHING else ()
+    names = (GROUP,) if expected is not LoadedLayers.NOTHING else ()
     assert beside_groups(make_facts([*stages, make_instance(5)]), [WorkerId("w00001"), WorkerId("w00005")]) == names
     assert beside_groups(make_facts(stages), [WorkerId("w00005")]) == ()
 

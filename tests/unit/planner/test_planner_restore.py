@@ -9,7 +9,13 @@ import pytest
 
 from services.planner.policy.plans.capacity import CapacityRule
 from services.planner.policy.plans.drop_facts import ClusterFacts
-from services.planner.policy.restoring.restore import Load, RestorePlan, RestoreRefusal, plan_restore, why_no_room
+from services.planner.policy.restoring.restore import (
+    ParameterFetch,
+    RestorePlan,
+    RestoreRefusal,
+    plan_restore,
+    why_no_room,
+)
 from shared.ids import WorkerId
 from shared.layers import LayerRange
 from tests.support.drop_builders import literal_blocks, make_facts, make_group, make_instance, make_model, random_facts
@@ -20,7 +26,7 @@ def restored(facts: ClusterFacts, *groups: str) -> RestorePlan:
     return of_kind(RestorePlan, plan_restore(facts, groups))
 
 
-def as_text(loads: tuple[Load, ...]) -> list[str]:
+def as_text(loads: tuple[ParameterFetch, ...]) -> list[str]:
     return [f"{load.instance_id} {load.layers} {load.source_id} {load.num_bytes}" for load in loads]
 
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from shared.process.config import ServiceSettings
-from shared.transport.nats_roles import Role
+from shared.transport.nats_roles import BrokerRole
 
 ROOT = Path(__file__).parents[3]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -86,7 +86,7 @@ def test_every_lasting_service_has_a_health_check_and_is_started_again(name: str
 
 @pytest.mark.parametrize("name", SLUICE)
 def test_each_service_is_started_with_settings_that_it_knows_and_its_own_password_only(name: str) -> None:
-    service, role = SERVICES[name], Role(name.split("-")[0])
+    service, role = SERVICES[name], BrokerRole(name.split("-")[0])
     module = service["command"][0]
     assert module == f"services.{role}"
     assert (ROOT / module.replace(".", "/") / "__main__.py").is_file()

@@ -32,9 +32,9 @@ LOAD, UNLOAD = LoadBeside(stages=MEMBERS, num_blocks=7), UnloadBeside(stages=MEM
 def test_the_leader_goes_first_where_blocks_go_and_last_where_they_come(
     step: Step, turns: list[str], movers: str
 ) -> None:
-    assert ["".join(worker.worker_id for worker in turn) for turn in step.turns] == turns
+    assert ["".join(worker.worker_id for worker in wave) for wave in step.waves] == turns
     assert "".join(worker.worker_id for worker in step.movers) == movers
-    told = [worker for turn in step.turns for worker in turn]
+    told = [worker for wave in step.waves for worker in wave]
     assert sorted(told, key=lambda worker: worker.worker_id) == list(step.workers), "everybody, and once"
 
 

@@ -11,42 +11,43 @@ import pytest
 from services.dispatcher.session.request import FailureCode
 from services.worker.modelled.shadow_kv import TokenDraw
 from shared.cost import CostModel
-from shared.types import FinishReason, QoeTarget
+from shared.types import FinishReason, ReaderTarget
 from sim.faults.checkers import Checker, judge_numbers, judge_peaks
-from sim.faults.cluster import Call, Outcome, Peaks
+from sim.faults.cluster import CallOutcome, ClientCall, Peaks
 from sim.faults.kinds import Fault, FaultKind, FaultPlan
 from sim.faults.nodes import POISON_SEED
-from sim.faults.scenario import Ask, Scenario
+from sim.faults.scenario import Ask, FaultScenario
 from sim.requests import SimAnswer, SimRequest, undisturbed_text
 from sim.worker import SimWorkerParams
-from sluice_client.qoe import QoeTarget as ReaderTarget
-from sluice_client.qoe import final_qoe
+from sluice_client.qoe import QoeTarget, final_qoe
 
 DRAW = TokenDraw.of_vocabulary(500, (2,), 256)
-READER = ReaderTarget(1.0, 4.8)
+READER = QoeTarget(1.0, 4.8)
 COST = CostModel(0.06, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def ask(*, seed: int = 1, stop_after: int | None = None) -> Ask:
-    request = SimRequest("r", np.arange(300, 320), 20, seed=seed, stop_after=stop_after, qoe=QoeTarget(), limit_s=60.0)
+    request = SimRequest(
+        "r", np.arange(300, 320), 20, seed=seed, stop_after=stop_after, qoe=ReaderTarget(), limit_s=60.0
+    )
     return Ask(1.0, request, 1, 0, None)
 
 
-def scenario(*faults: Fault, asks: tuple[Ask, ...] = ()) -> Scenario:
+def scenario(*faults: Fault, asks: tuple[Ask, ...] = ()) -> FaultScenario:
     workers = tuple(SimWorkerParams(f"w{i}", COST, 50) for i in range(2))
-    return Scenario(0, workers, ("d0",), ("planner0",), asks, FaultPlan(faults, 0))
+    return FaultScenario(0, workers, ("d0",), ("planner0",), asks, FaultPlan(faults, 0))
 
 
-def whole_call(asked: Ask | None = None, *, begun_s: float = 101.0) -> Call:
+def whole_call(asked: Ask | None = None, *, begun_s: float = 101.0) -> ClientCall:
     """An answer of 20 tokens, one every 60 ms."""
     asked = ask() if asked is None else asked
     text = undisturbed_text(asked.request, DRAW)
     times = [0.06 * (i + 1) for i in range(len(text))]
     answer = SimAnswer(asked.request, begun_s, text, times, FinishReason.LENGTH, qoe=1.0, num_counted=len(text))
-    return Call(asked, "d0", begun_s, [answer], Outcome.ANSWERED, ended_s=begun_s + 1.2)
+    return ClientCall(asked, "d0", begun_s, [answer], CallOutcome.ANSWERED, ended_s=begun_s + 1.2)
 
 
-def judge(call: Call, *faults: Fault) -> list[str]:
+def judge(call: ClientCall, *faults: Fault) -> list[str]:
     """Faults begin at 100 s."""
     return [line.partition(":")[0] for line in Checker(scenario(*faults), 100.0, DRAW).judge([call])]
 
@@ -55,44 +56,44 @@ def test_a_whole_answer_is_right() -> None:
     assert judge(whole_call()) == []
 
 
-def _change_token(call: Call) -> None:
+def _change_token(call: ClientCall) -> None:
     call.answers[0].tokens[7] += 1
 
 
-def _send_twice(call: Call) -> None:
+def _send_twice(call: ClientCall) -> None:
     call.answers[0].tokens.insert(7, call.answers[0].tokens[7])
     call.answers[0].num_counted = 21
 
 
-def _end_early(call: Call) -> None:
+def _end_early(call: ClientCall) -> None:
     del call.answers[0].tokens[15:]
     call.answers[0].num_counted = 15
 
 
-def _pause(call: Call) -> None:
+def _pause(call: ClientCall) -> None:
     answer = call.answers[0]
     answer.delivered_s[10:] = [at_s + 9.0 for at_s in answer.delivered_s[10:]]
     answer.qoe = final_qoe(READER, answer.delivered_s)
     call.ended_s += 9.0
 
 
-def _overrun(call: Call) -> None:
+def _overrun(call: ClientCall) -> None:
     call.ask = replace(call.ask, request=replace(call.ask.request, limit_s=0.05))
 
 
-def _refuse(call: Call) -> None:
-    call.outcome, call.code = Outcome.REFUSED, FailureCode.NO_CAPACITY
+def _refuse(call: ClientCall) -> None:
+    call.outcome, call.code = CallOutcome.REFUSED, FailureCode.NO_CAPACITY
 
 
-def on_call(name: str, value: object) -> Callable[[Call], None]:
+def on_call(name: str, value: object) -> Callable[[ClientCall], None]:
     return lambda call: setattr(call, name, value)
 
 
-def on_answer(name: str, value: object) -> Callable[[Call], None]:
+def on_answer(name: str, value: object) -> Callable[[ClientCall], None]:
     return lambda call: setattr(call.answers[0], name, value)
 
 
-_cut = on_call("outcome", Outcome.CUT)
+_cut = on_call("outcome", CallOutcome.CUT)
 
 
 @pytest.mark.parametrize(
@@ -108,12 +109,12 @@ _cut = on_call("outcome", Outcome.CUT)
         (_overrun, "I1"),
         (on_answer("failure", FailureCode.TIMED_OUT), "I1"),
         (on_answer("failure", FailureCode.INTERNAL), "I1"),
-        (on_call("outcome", Outcome.OPEN), "I1"),
+        (on_call("outcome", CallOutcome.OPEN), "I1"),
         (_refuse, "I1"),
         (_cut, "I1"),
     ],
 )
-def test_each_broken_law_is_named(damage: Callable[[Call], None], law: str) -> None:
+def test_each_broken_law_is_named(damage: Callable[[ClientCall], None], law: str) -> None:
     call = whole_call()
     damage(call)
     assert set(judge(call)) == {law}
@@ -127,7 +128,7 @@ def test_each_broken_law_is_named(damage: Callable[[Call], None], law: str) -> N
         (_cut, Fault(1.5, FaultKind.CRASH, "d0", 1.0)),
     ],
 )
-def test_what_a_fault_explains_is_no_violation(damage: Callable[[Call], None], fault: Fault) -> None:
+def test_what_a_fault_explains_is_no_violation(damage: Callable[[ClientCall], None], fault: Fault) -> None:
     call = whole_call()
     damage(call)
     assert judge(call, fault) == []

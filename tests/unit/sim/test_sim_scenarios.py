@@ -10,7 +10,7 @@ from shared.errors import StartupError
 from shared.systems import PLANNED_SYSTEMS, SYSTEMS
 from sim.scenarios.files import load_scenario, scenario_names
 from sim.scenarios.load import BEST_EFFORT, REAL_TIME
-from sim.scenarios.parts import Slo
+from sim.scenarios.parts import SloSpec
 from sim.scenarios.scenario import Scenario, validated
 from sim.workload.workload import Workload
 from tests.support.sim_traces import TRACES, write_trace
@@ -216,10 +216,14 @@ def test_whole_seconds_are_spread_and_finer_times_are_not() -> None:
 def test_flags_replace_what_a_file_says(traces: Path) -> None:
     scenario = load_scenario("kunserve-v2")
     changed = scenario.with_overrides(
-        instances=2, upscale=3.0, lengths="sharegpt", trace=TRACES / "whole_seconds.csv", slo=Slo(ttft_s=1, tpot_s=1)
+        instances=2,
+        upscale=3.0,
+        lengths="sharegpt",
+        trace=TRACES / "whole_seconds.csv",
+        slo=SloSpec(ttft_s=1, tpot_s=1),
     )
     assert (changed.instances, changed.upscale, changed.lengths) == (2, 3.0, "sharegpt")
-    assert changed.slo == Slo(ttft_s=1, tpot_s=1)
+    assert changed.slo == SloSpec(ttft_s=1, tpot_s=1)
     assert changed.workload(1, traces).name == "whole_seconds x3, sharegpt lengths"
     assert (changed.model, changed.tp, changed.left_open) == (scenario.model, 1, scenario.left_open)
     assert scenario.with_overrides(upscale=None, trace=None) == scenario

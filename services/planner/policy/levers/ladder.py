@@ -24,7 +24,7 @@ MAX_NAMES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerLoad:
+class MemoryLoad:
     """KV memory of one worker that is alive and ready and takes requests: it is alone, or leads a group."""
 
     worker_id: WorkerId
@@ -42,7 +42,7 @@ class ClusterSnapshot:
 
     view_age_s: float | None
     """Seconds since the newest cluster view arrived; None if none ever did."""
-    workers: tuple[WorkerLoad, ...] = ()
+    workers: tuple[MemoryLoad, ...] = ()
     """Sorted by id; only those that can take work."""
     num_unavailable: int = 0
     """Workers in the view that are suspect, dead, loading or draining."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from services.planner.policy.plans.drop_facts import ClusterFacts
 from services.planner.policy.plans.drop_plan import DropPlan
-from services.planner.policy.restoring.residence import ResidencePlan
+from services.planner.policy.restoring.residence import LoadedLayersPlan
 from services.planner.policy.restoring.restore import RestorePlan
 from shared.ids import WorkerId
 from shared.layers import LayerRange
@@ -31,7 +31,7 @@ RESTORE = "restore"
 LOAD = "load"
 UNLOAD = "unload"
 
-Order = DropPlan | RestorePlan | ResidencePlan
+Order = DropPlan | RestorePlan | LoadedLayersPlan
 """What a policy may have workers do."""
 
 
@@ -45,7 +45,7 @@ class Intent:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PlanOutcome:
     """What became of it."""
 
     is_done: bool
@@ -76,7 +76,7 @@ def intent_of(order: Order, facts: ClusterFacts, view: ClusterView) -> Intent:
         case RestorePlan():
             members = [name for group in order.groups for name in group.members]
             return Intent(RESTORE, order.reason, tuple(RestoreInstance(worker=workers.now(name)) for name in members))
-        case ResidencePlan():
+        case LoadedLayersPlan():
             order.check_invariants(facts)
             kind = UnloadBeside if order.resident is None else LoadBeside
             steps = tuple(

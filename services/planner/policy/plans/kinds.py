@@ -17,7 +17,7 @@ import numpy as np
 from services.planner.policy.plans.capacity import CapacityRule
 from services.planner.policy.plans.columns import I64, InstanceColumns
 from services.planner.policy.plans.drop_facts import DropParams
-from services.planner.policy.plans.tiling import Holding, Tiling, TilingSearch
+from services.planner.policy.plans.tiling import MemberHolding, Tiling, TilingSearch
 from shared.layers import LayerRange
 
 
@@ -43,7 +43,8 @@ class KindIndex:
         self.of_instance: I64 = inverse
         """[n] kind of each instance; kinds are sorted by what they hold, then by budget."""
         self._holdings = [
-            Holding(LayerRange(int(first), int(end)), int(pages), int(limit)) for first, end, pages, limit in rows.T
+            MemberHolding(LayerRange(int(first), int(end)), int(pages), int(limit))
+            for first, end, pages, limit in rows.T
         ]
 
     def bag(self, kinds: Sequence[int]) -> int:

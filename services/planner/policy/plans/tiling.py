@@ -38,7 +38,7 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Holding:
+class MemberHolding:
     """What a member brings; members of equal holdings are interchangeable."""
 
     layers: LayerRange
@@ -70,9 +70,9 @@ class TilingSearch:
         self._times = (after - before).astype(np.float64)
         self._times[0, :] += model.first_cost_layers
         self._times[:, -1] += model.last_cost_layers
-        self._blocks: dict[Holding, Table] = {}
+        self._blocks: dict[MemberHolding, Table] = {}
 
-    def find(self, holdings: Sequence[Holding], counts: Sequence[int], imbalance_ratio: float) -> Tiling | None:
+    def find(self, holdings: Sequence[MemberHolding], counts: Sequence[int], imbalance_ratio: float) -> Tiling | None:
         """Return the best ranges for these members, or None if there are none.
 
         Args:
@@ -96,7 +96,7 @@ class TilingSearch:
             num_blocks=int(num_blocks),
         )
 
-    def _blocks_of(self, holding: Holding) -> Table:
+    def _blocks_of(self, holding: MemberHolding) -> Table:
         """Return the blocks that a member backs if it serves [before, after); 0 where it cannot."""
         table = self._blocks.get(holding)
         if table is None:

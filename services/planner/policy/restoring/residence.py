@@ -53,7 +53,7 @@ AHEAD_HORIZON_S = 2.0
 """And so may it so many seconds ahead, if none of its requests ends: about what the load and the copies take."""
 
 
-class Residence(StrEnum):
+class LoadedLayers(StrEnum):
     """What the members of a group have beside the layers that they compute with."""
 
     NOTHING = "nothing"
@@ -74,7 +74,7 @@ class ResidentGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class ResidencePlan:
+class LoadedLayersPlan:
     """What is to be done."""
 
     groups: tuple[ResidentGroup, ...]
@@ -108,15 +108,15 @@ def pipeline_of(model: ModelFacts, members: Sequence[InstanceFacts]) -> tuple[In
     return tuple(stages) if len(stages) > 1 and leads else ()
 
 
-def residence_of(model: ModelFacts, members: Iterable[InstanceFacts]) -> Residence:
+def residence_of(model: ModelFacts, members: Iterable[InstanceFacts]) -> LoadedLayers:
     """Return what the members of a group have beside."""
     beside = [member.is_beside for member in members]
     if not any(beside):
-        return Residence.NOTHING
+        return LoadedLayers.NOTHING
     if not all(member.resident == model.all_layers for member in members):
-        return Residence.BY_HALF
+        return LoadedLayers.BY_HALF
     is_loaded = all(member.loaded_ratio == 1.0 for member in members)
-    return Residence.LOADED if is_loaded else Residence.LOADING
+    return LoadedLayers.LOADED if is_loaded else LoadedLayers.LOADING
 
 
 def beside_groups(facts: ClusterFacts, instance_ids: Iterable[WorkerId]) -> tuple[str, ...]:
@@ -127,7 +127,7 @@ def beside_groups(facts: ClusterFacts, instance_ids: Iterable[WorkerId]) -> tupl
             name
             for name, members in groups_of(facts).items()
             if any(member.instance_id in named for member in members)
-            and residence_of(facts.model, members) is not Residence.NOTHING
+            and residence_of(facts.model, members) is not LoadedLayers.NOTHING
             and pipeline_of(facts.model, members)
         )
     )
@@ -197,7 +197,7 @@ def why_not_loaded(
 
 def plan_load(
     facts: ClusterFacts, group_id: str, max_use_ratio: float, horizon_s: float = 0.0
-) -> ResidencePlan | RestoreRefusal:
+) -> LoadedLayersPlan | RestoreRefusal:
     """Plan that the members of a group that stands load what they lack while they serve; see `why_not_loaded`."""
     model, rule = facts.model, CapacityRule(facts.model)
     stages = pipeline_of(model, groups_of(facts)[group_id])
@@ -215,10 +215,10 @@ def plan_load(
         f"{num_bytes / 2**30:.2f} GiB of parameters are loaded beside serving; "
         f"room for {rule.tokens(num_blocks)} tokens meanwhile, {rule.tokens(rule.group_blocks(stages))} before"
     )
-    return ResidencePlan((_resident(group_id, stages, num_blocks),), model.all_layers, reason)
+    return LoadedLayersPlan((_resident(group_id, stages, num_blocks),), model.all_layers, reason)
 
 
-def plan_unload(facts: ClusterFacts, group_ids: Sequence[str], why: str) -> ResidencePlan:
+def plan_unload(facts: ClusterFacts, group_ids: Sequence[str], why: str) -> LoadedLayersPlan:
     """Plan that groups give what they have beside back to KV; each is a whole pipeline.
 
     Args:
@@ -236,7 +236,7 @@ def plan_unload(facts: ClusterFacts, group_ids: Sequence[str], why: str) -> Resi
         before += room_beside(rule, stages)[0]
         after += changes[-1].num_blocks
     reason = f"{why}; room for {rule.tokens(after)} tokens, now {before}"
-    return ResidencePlan(tuple(changes), None, reason)
+    return LoadedLayersPlan(tuple(changes), None, reason)
 
 
 def _fits(rule: CapacityRule, stages: Sequence[InstanceFacts], num_blocks: int, horizon_s: float) -> bool:

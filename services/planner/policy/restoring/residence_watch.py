@@ -26,7 +26,7 @@ from services.planner.policy.pacing import ROUNDING_S, Backoff, PacingParams, fi
 from services.planner.policy.plans.capacity import CapacityRule
 from services.planner.policy.plans.drop_facts import ClusterFacts, InstanceFacts, groups_of, wanted_tokens
 from services.planner.policy.restoring.residence import (
-    Residence,
+    LoadedLayers,
     fits_ahead,
     pipeline_of,
     residence_of,
@@ -95,12 +95,12 @@ class ResidenceWatch:
         for name, stages in sorted(groups.items()):
             residence = residence_of(facts.model, stages)
             self._follow(name, residence, stages, now_s)
-            if residence is Residence.NOTHING:
+            if residence is LoadedLayers.NOTHING:
                 if name in idle and not self._awaits_room_ahead(rule, name, stages, now_s):
                     (load if self._may_load(rule, name, stages) else restore).append(name)
             elif (why := self._why_back(rule, name, residence, stages, now_s)) is not None:
                 unload.append((name, f"{name}: {why}"))
-            elif residence is Residence.LOADED and fits_alone(self._params, rule, stages):
+            elif residence is LoadedLayers.LOADED and fits_alone(self._params, rule, stages):
                 at_once.append(name)
             elif name in idle and not self._params.restore_beside:
                 restore.append(name)
@@ -141,10 +141,10 @@ class ResidenceWatch:
             for name in [name for name in memory if name not in groups]:
                 del memory[name]
 
-    def _follow(self, name: str, residence: Residence, stages: Sequence[InstanceFacts], now_s: float) -> None:
-        if residence is Residence.LOADED:
+    def _follow(self, name: str, residence: LoadedLayers, stages: Sequence[InstanceFacts], now_s: float) -> None:
+        if residence is LoadedLayers.LOADED:
             self._loads.pop(name, None)
-        if residence is not Residence.LOADING:
+        if residence is not LoadedLayers.LOADING:
             self._progress.pop(name, None)
             return
         loaded = sum(stage.loaded_ratio for stage in stages)
@@ -169,7 +169,7 @@ class ResidenceWatch:
         return why_not_loaded(rule, name, stages, self._params.fit_ratio, self._params.fit_horizon_s) is None
 
     def _why_back(
-        self, rule: CapacityRule, name: str, residence: Residence, stages: Sequence[InstanceFacts], now_s: float
+        self, rule: CapacityRule, name: str, residence: LoadedLayers, stages: Sequence[InstanceFacts], now_s: float
     ) -> str | None:
         """Return why a group is to give back what it has beside, in words; None: it keeps it."""
         if any(stage.throttled for stage in stages):
@@ -178,7 +178,7 @@ class ResidenceWatch:
         max_use_ratio = 1.0 if is_ahead else self.max_use_ratio
         if wanted > max_use_ratio * room:
             return f"its requests want {wanted} tokens of KV, over {max_use_ratio:.0%} of the room there is"
-        if residence is Residence.BY_HALF:
+        if residence is LoadedLayers.BY_HALF:
             return "not all of its members have made room for the whole model"
         if self._has_stalled(name, now_s):
             return f"nothing has been loaded for {self._params.load_stall_s:g} s"

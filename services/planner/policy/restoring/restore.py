@@ -30,7 +30,7 @@ from shared.layers import LayerRange
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ParameterFetch:
     """Parameters that one instance must get."""
 
     instance_id: WorkerId
@@ -56,7 +56,7 @@ class RestorePlan:
     """What is to be done."""
 
     groups: tuple[RestoredGroup, ...]
-    loads: tuple[Load, ...]
+    loads: tuple[ParameterFetch, ...]
     """By instance, then by layers."""
     load_s: float
     """Until the last instance is whole, if the links carry nothing else; what comes from host memory is not in it."""
@@ -101,7 +101,7 @@ def plan_restore(facts: ClusterFacts, group_ids: Sequence[str] = ()) -> RestoreP
     return RestorePlan(groups, loads, load_s, reason)
 
 
-def _loaded(loads: Sequence[Load], load_s: float) -> str:
+def _loaded(loads: Sequence[ParameterFetch], load_s: float) -> str:
     if not loads:
         return "their parameters are loaded already"
     num_bytes = sum(load.num_bytes for load in loads)
@@ -168,9 +168,9 @@ class _Sources:
             for layer in range(instance.layers.first, instance.layers.end):
                 self._holders[layer].append(instance)
 
-    def loads(self, instances: Sequence[InstanceFacts]) -> tuple[Load, ...] | RestoreRefusal:
+    def loads(self, instances: Sequence[InstanceFacts]) -> tuple[ParameterFetch, ...] | RestoreRefusal:
         """Return what these instances must load, or why they cannot."""
-        loads: list[Load] = []
+        loads: list[ParameterFetch] = []
         for instance in sorted(instances, key=lambda each: each.instance_id):
             for layer in range(self._facts.model.num_layers):
                 if layer in instance.loaded:
@@ -182,15 +182,15 @@ class _Sources:
                 _append(loads, load)
         return tuple(loads)
 
-    def _load(self, instance: InstanceFacts, layer: int) -> Load | None:
+    def _load(self, instance: InstanceFacts, layer: int) -> ParameterFetch | None:
         layers = LayerRange(layer, layer + 1)
         num_bytes = _bytes(self._facts.model, instance, layer)
         if self._holders[layer]:
             source = min(self._holders[layer], key=lambda holder: self._distance(instance, holder))
             self._sent_bytes[source.instance_id] = self._sent_bytes.get(source.instance_id, 0) + num_bytes
-            return Load(instance.instance_id, layers, source.instance_id, num_bytes)
+            return ParameterFetch(instance.instance_id, layers, source.instance_id, num_bytes)
         if instance.host_copy is not None and instance.host_copy.covers(layers):
-            return Load(instance.instance_id, layers, None, num_bytes)
+            return ParameterFetch(instance.instance_id, layers, None, num_bytes)
         return None
 
     def _distance(self, instance: InstanceFacts, holder: InstanceFacts) -> tuple[bool, bool, float, WorkerId]:
@@ -216,19 +216,19 @@ def _bytes(model: ModelFacts, instance: InstanceFacts, layer: int) -> int:
     return num_bytes
 
 
-def _append(loads: list[Load], load: Load) -> None:
+def _append(loads: list[ParameterFetch], load: ParameterFetch) -> None:
     """Add a load of one layer, to the last one if it goes on there."""
     if loads:
         last = loads[-1]
         follows = last.layers.end == load.layers.first
         if (last.instance_id, last.source_id) == (load.instance_id, load.source_id) and follows:
             layers = LayerRange(last.layers.first, load.layers.end)
-            loads[-1] = Load(last.instance_id, layers, last.source_id, last.num_bytes + load.num_bytes)
+            loads[-1] = ParameterFetch(last.instance_id, layers, last.source_id, last.num_bytes + load.num_bytes)
             return
     loads.append(load)
 
 
-def _load_s(facts: ClusterFacts, loads: Sequence[Load]) -> float:
+def _load_s(facts: ClusterFacts, loads: Sequence[ParameterFetch]) -> float:
     """Return when the busiest link is done: each carries both ways at once."""
     links: Mapping[WorkerId, float] = {each.instance_id: each.link_bytes_per_s for each in facts.instances}
     sent: dict[WorkerId, int] = {}

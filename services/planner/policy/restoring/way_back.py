@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from services.planner.policy.pacing import PacingParams, RestoreBy, RestoreWatch
 from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams
-from services.planner.policy.plans.intent import DROP, LOAD, RESTORE, UNLOAD, Intent, Outcome, intent_of
+from services.planner.policy.plans.intent import DROP, LOAD, RESTORE, UNLOAD, Intent, PlanOutcome, intent_of
 from services.planner.policy.restoring.residence import plan_load, plan_unload
 from services.planner.policy.restoring.residence_watch import Due, ResidenceWatch
 from services.planner.policy.restoring.restore import RestorePlan, RestoreRefusal, plan_restore
@@ -43,7 +43,7 @@ class WayBack:
         self._idle.forget()
         self._residence.forget()
 
-    def note(self, outcome: Outcome, now_s: float) -> None:
+    def note(self, outcome: PlanOutcome, now_s: float) -> None:
         """Learn what became of a plan."""
         if outcome.lever == DROP:
             self._idle.note_drop(outcome.done, now_s)

@@ -63,7 +63,7 @@ class Form(Change):
         keeper, machine = self._keeper, self._keeper.machine
         kept = await keeper.leave(joins=place.plan_id)
         keeper.intake.stand_aside()
-        machine.engine.residents.release(sorted(machine.engine.residents.row_of.values()), place.stages[0].worker_id)
+        machine.engine.registry.release(sorted(machine.engine.registry.row_of.values()), place.stages[0].worker_id)
         machine.engine.enter_executor(0, 1)
         machine.loop.flush()  # who waits for these sequences hears of it now, not when the group stands
         num_blocks = await keeper.device.join(place, partial(keeper.pipeline_ended, place.plan_id), kept)

@@ -12,7 +12,7 @@ from shared.layers import LayerRange
 from shared.messages.plan import LoadBeside, PreparePlan
 
 
-class Load(Change):
+class LoadChange(Change):
     """See the module."""
 
     done_event = "parameters_beside"

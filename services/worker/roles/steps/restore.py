@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from services.worker.kv_moves.kv_shares import KvShares
-from services.worker.kv_moves.moves import MoveFacts, MoveMeter, Moves
 from services.worker.kv_moves.placed_kv import PlacedKv
 from services.worker.kv_moves.places import GroupPlace
+from services.worker.kv_moves.transfers import TransferFacts, TransferMeter, Transfers
 from services.worker.roles.device import GroupDevice, Parting
 from services.worker.roles.role import Broken, InGroup, group_of
 from services.worker.roles.role_keeper import CLOSED, RoleKeeper
@@ -27,7 +27,7 @@ from services.worker.roles.steps.change import Change
 from services.worker.sequences.sequence import SequenceKey
 from shared.layers import LayerRange
 from shared.messages.plan import PreparePlan, RestoreInstance
-from shared.messages.report import MoveKind
+from shared.messages.report import TransferKind
 from shared.process.log import get_logger
 from shared.sizes import describe_bytes
 
@@ -93,7 +93,7 @@ class Restore(Change):
         await keeper.leave()
         engine = keeper.machine.engine
         shares: list[list[SequenceKey]] = []
-        row_of, parting = engine.residents.row_of, Parting()
+        row_of, parting = engine.registry.row_of, Parting()
         if leads:
             known = self._shares or self.new_shares(group.place, 0, 0.0)
             shares = known.final()
@@ -110,7 +110,7 @@ class Restore(Change):
             )
         for stage, keys in list(zip(group.place.stages, shares, strict=False))[1:]:
             # now, when that worker is about to serve again; some have ended meanwhile
-            engine.residents.release([row_of[key] for key in keys if key in row_of], stage.worker_id)
+            engine.registry.release([row_of[key] for key in keys if key in row_of], stage.worker_id)
         return alone.executor.capacity.num_blocks
 
     def go_back(self) -> None:
@@ -156,18 +156,18 @@ class _Telling:
     """Shares of one copy, and how many bytes of them are there; nothing is told of a copy that has no round."""
 
     def __init__(
-        self, place: GroupPlace, device: GroupDevice, shares: KvShares, moves: Moves, now: Callable[[], float]
+        self, place: GroupPlace, device: GroupDevice, shares: KvShares, moves: Transfers, now: Callable[[], float]
     ) -> None:
         facts = device.facts
         self._block_bytes = [
             (len(facts.layer_bytes) - len(stage.layers)) * 2 * facts.block_bytes for stage in place.stages
         ]
         """By stage: of a block in the layers of the others."""
-        self._facts = MoveFacts(MoveKind.KV_COPY, 0, tuple(stage.worker_id for stage in place.stages))
+        self._facts = TransferFacts(TransferKind.KV_COPY, 0, tuple(stage.worker_id for stage in place.stages))
         self._shares = shares
         self._moves = moves
         self._now = now
-        self._meter: MoveMeter | None = None
+        self._meter: TransferMeter | None = None
 
     def next_shares(self) -> Sequence[PlacedKv]:
         """See `NextShares`."""

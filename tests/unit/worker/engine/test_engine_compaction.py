@@ -37,7 +37,7 @@ def beyond(*, depth: int = 1, limited: int | None = None) -> EngineHarness:
 
 def held(harness: EngineHarness, name: int) -> list[int]:
     blocks = harness.engine.blocks
-    row = harness.engine.residents.row_of[new_sequence(name).request_id, 1]
+    row = harness.engine.registry.row_of[new_sequence(name).request_id, 1]
     ids: list[int] = blocks.block_table[row, : blocks.held[row]].tolist()
     return ids
 
@@ -84,7 +84,7 @@ def test_schedulers_never_get_a_block_beyond() -> None:
     for name in range(12):
         harness.add(new_sequence(name, num_prompt=4 + 3 * name, max_tokens=16))
     given: set[int] = set()
-    while harness.engine.table.num_live:
+    while harness.engine.table.num_sequences:
         given.update(harness.submitted().table_delta.block_id.tolist())
         harness.land()
     harness.judge()
@@ -322,7 +322,7 @@ def test_every_scheduler_gets_below_a_limit_in_a_few_steps_and_stays_there(
         harness.land()
         num_steps += 1
         assert num_steps <= 2 * num_stages + 1
-    while engine.table.num_live:
+    while engine.table.num_sequences:
         batch = harness.submit()
         assert batch is None or batch.table_delta.block_id.max(initial=0) < engine.capacity_blocks
         if batch is None:

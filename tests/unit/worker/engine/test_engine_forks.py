@@ -43,7 +43,7 @@ def is_held(harness: EngineHarness, row: int) -> bool:
 def run_counting(harness: EngineHarness) -> int:
     """Run to the end, judge the texts, and return how many tokens all steps computed."""
     num_tokens = 0
-    while harness.engine.table.num_live:
+    while harness.engine.table.num_sequences:
         batch = harness.submit()
         num_tokens += 0 if batch is None else int(batch.num_tokens.sum())
         harness.land()
@@ -142,7 +142,7 @@ def test_a_sibling_that_found_no_room_and_comes_later_shares_the_prompt_all_the_
     harness.add(new_sequence(1, num_prompt=3, max_tokens=3))
     sibling = new_sequence(2, prompt=PROMPT, max_tokens=2, seed=2, fork_of=fork_of)
     refusal = new_sequence(2, prompt=PROMPT, max_tokens=2, seed=2, fork_of=0)
-    assert harness.engine.residents.add(refusal) is AddRefusal.FULL
+    assert harness.engine.registry.add(refusal) is AddRefusal.FULL
     harness.step_until_end_of(1001)
     row = harness.add(sibling)
     batch = harness.stepped()

@@ -73,10 +73,10 @@ def test_who_ends_by_a_token_says_so_at_once_and_keeps_its_blocks_until_the_step
     assert story(harness, 0).finish is FinishReason.STOP
     assert engine.table.hold[row] & Hold.ENDED
     assert engine.table.held_blocks[row] > 0
-    assert not engine.residents.cancel(new.request_id, 1), "it is not here any more"
-    assert engine.residents.rows_of(0) == [story(harness, 1).row]
-    assert engine.residents.add(new) is AddRefusal.DUPLICATE
-    replayed = engine.residents.replay(new.request_id, 1, 0)
+    assert not engine.registry.cancel(new.request_id, 1), "it is not here any more"
+    assert engine.registry.rows_of(0) == [story(harness, 1).row]
+    assert engine.registry.add(new) is AddRefusal.DUPLICATE
+    replayed = engine.registry.replay(new.request_id, 1, 0)
     assert replayed is not None
     assert (replayed[0].tolist(), replayed[1]) == (story(harness, 0).text, FinishReason.STOP)
     behind = harness.submit()
@@ -99,7 +99,7 @@ def test_the_time_of_a_sequence_that_has_ended_is_not_over_once_more() -> None:
     harness.now_s = 60.0
     assert harness.submit() is not None
     harness.finish()
-    assert harness.engine.residents.num_cancelled == 0
+    assert harness.engine.registry.num_cancelled == 0
 
 
 def test_all_may_end_while_a_step_behind_them_is_under_way() -> None:
@@ -166,7 +166,7 @@ def test_who_is_cancelled_ends_when_the_last_of_its_steps_is_back() -> None:
     new = new_sequence(0, max_tokens=9)
     harness.add(new)
     harness.fill()
-    assert harness.engine.residents.cancel(new.request_id, 1)
+    assert harness.engine.registry.cancel(new.request_id, 1)
     harness.land()
     assert story(harness, 0).finish is FinishReason.NONE
     assert harness.submit() is None
@@ -184,7 +184,7 @@ def test_the_others_go_ahead_of_a_row_that_is_waited_for(how: str) -> None:
     harness.add(new_sequence(1, max_tokens=30))
     harness.fill()
     if how == "cancelled":
-        harness.engine.residents.cancel(new.request_id, 1)
+        harness.engine.registry.cancel(new.request_id, 1)
     harness.land()
     third = harness.submitted()
     assert (third.rows.tolist(), third.tokens.tolist()) == ([story(harness, 1).row], [OWN_SAMPLE])

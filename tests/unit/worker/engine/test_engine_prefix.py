@@ -28,7 +28,7 @@ def i32(*values: int) -> I32:
 def first_batch_of(harness: EngineHarness, new: NewSequence) -> tuple[int, int]:
     """Add a sequence, run it to its end, and return (start, tokens) of the first step that computed it."""
     row, found = harness.add(new), None
-    while harness.engine.table.num_live:
+    while harness.engine.table.num_sequences:
         batch = harness.step()
         if found is None and batch is not None and row in batch.rows:
             at = batch.rows.tolist().index(row)
@@ -75,7 +75,7 @@ def test_the_first_token_says_how_much_of_the_prompt_was_found() -> None:
     harness.add(new_sequence(1, prompt=[5, *PROMPT[:9]]))
     harness.add(new_sequence(2, prompt=[*PROMPT[:17], 5]))
     events = []
-    while harness.engine.table.num_live:
+    while harness.engine.table.num_sequences:
         harness.submit()
         events.append(harness.land())
     assert events[0].stream.tolist() == [1001, 1002]
@@ -141,7 +141,7 @@ def test_nothing_of_a_sequence_that_failed_is_found(num_good: int) -> None:
     harness.add(new_sequence(0, prompt=PROMPT))
     for _ in range(num_good):
         harness.step()
-    while harness.engine.table.num_live:
+    while harness.engine.table.num_sequences:
         harness.submit()
         harness.land("broken")
     assert harness.stories[1000].finish is FinishReason.ERROR
@@ -198,7 +198,7 @@ def test_equal_prompts_at_the_same_time_are_computed_once(scheduler: str, max_ba
     for name in range(6):
         harness.add(new_sequence(name, prompt=PROMPT, max_tokens=1, seed=name))
     num_tokens = 0
-    while harness.engine.table.num_live:
+    while harness.engine.table.num_sequences:
         batch = harness.stepped()
         num_tokens += int(batch.num_tokens.sum())
     assert num_tokens == 40 + 5 * 4

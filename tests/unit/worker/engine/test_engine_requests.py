@@ -8,7 +8,7 @@ import pytest
 from services.worker.engine.invariants import check_engine
 from services.worker.engine.stats import take_stats
 from services.worker.sequences.config import AddRefusal, NewSequence
-from shared.types import FinishReason, QoeTarget
+from shared.types import FinishReason, ReaderTarget
 from tests.support.engine_builders import make_engine, new_sequence
 from tests.support.engine_harness import STEP_S, make_harness
 
@@ -30,25 +30,25 @@ from tests.support.engine_harness import STEP_S, make_harness
 )
 def test_a_sequence_that_can_never_run_is_refused(new: NewSequence, refusal: AddRefusal | None) -> None:
     """Vocabulary 100, context 256, 64 blocks of 4 = 256 slots."""
-    outcome = make_engine().residents.add(new)
+    outcome = make_engine().registry.add(new)
     assert (outcome if isinstance(outcome, AddRefusal) else None) is refusal
 
 
 @pytest.mark.parametrize(("max_tokens", "fits"), [(13, True), (14, False)])
 def test_the_last_token_needs_no_kv(max_tokens: int, fits: bool) -> None:
     """8 blocks of 4 = 32 slots; 20 prompt tokens and the KV of 12 outputs fill them."""
-    outcome = make_engine(num_blocks=8).residents.add(new_sequence(num_prompt=20, max_tokens=max_tokens))
+    outcome = make_engine(num_blocks=8).registry.add(new_sequence(num_prompt=20, max_tokens=max_tokens))
     assert (outcome is AddRefusal.TOO_LONG) is not fits
 
 
 def test_a_full_table_refuses_and_takes_again_once_a_row_is_free() -> None:
     engine = make_engine(max_sequences=2)
     first = new_sequence(0)
-    engine.residents.add(first)
-    engine.residents.add(new_sequence(1))
-    assert engine.residents.add(new_sequence(2)) is AddRefusal.FULL
-    engine.residents.cancel(first.request_id, 1)
-    assert engine.residents.add(new_sequence(2)) == 0
+    engine.registry.add(first)
+    engine.registry.add(new_sequence(1))
+    assert engine.registry.add(new_sequence(2)) is AddRefusal.FULL
+    engine.registry.cancel(first.request_id, 1)
+    assert engine.registry.add(new_sequence(2)) == 0
     check_engine(engine)
 
 
@@ -56,16 +56,14 @@ def test_a_repeated_submission_is_answered_alike_and_another_stream_is_a_duplica
     harness = make_harness()
     new = new_sequence(0)
     row = harness.add(new)
-    assert harness.engine.residents.add(new) == row
+    assert harness.engine.registry.add(new) == row
     other = new_sequence(0)
     object.__setattr__(other, "stream", 77)
-    assert harness.engine.residents.add(other) is AddRefusal.DUPLICATE
+    assert harness.engine.registry.add(other) is AddRefusal.DUPLICATE
     assert take_stats(harness.engine).num_waiting == 1
     harness.drain()
-    assert harness.engine.residents.add(new) is AddRefusal.DUPLICATE, (
-        "it has ended here: to run it again would be waste"
-    )
-    assert harness.engine.residents.add(new_sequence(0, attempt=2)) == row
+    assert harness.engine.registry.add(new) is AddRefusal.DUPLICATE, "it has ended here: to run it again would be waste"
+    assert harness.engine.registry.add(new_sequence(0, attempt=2)) == row
 
 
 @pytest.mark.parametrize(
@@ -79,7 +77,7 @@ def test_a_takeover_of_a_complete_sequence_ends_at_once(
     harness.add(new_sequence(0, generated=generated, max_tokens=4, stop_token_ids=stop_token_ids))
     [story] = harness.stories.values()
     assert (story.finish, story.text) == (finish, generated)
-    assert not harness.engine.table.num_live
+    assert not harness.engine.table.num_sequences
 
 
 def test_a_takeover_goes_on_as_if_it_had_never_stopped() -> None:
@@ -99,16 +97,16 @@ def test_replay_returns_outputs_while_the_sequence_runs_and_after_its_end() -> N
     harness.step()
     harness.step()
     text = harness.stories[1000].text
-    found = harness.engine.residents.replay(new.request_id, 1, 1)
+    found = harness.engine.registry.replay(new.request_id, 1, 1)
     assert found is not None
     assert (found[0].tolist(), found[1]) == (text[1:], FinishReason.NONE)
     harness.drain()
-    found = harness.engine.residents.replay(new.request_id, 1, 0)
+    found = harness.engine.registry.replay(new.request_id, 1, 0)
     assert found is not None
     assert (found[0].tolist(), found[1]) == (harness.stories[1000].text, FinishReason.LENGTH)
     assert len(found[0]) == 6
-    assert harness.engine.residents.replay(new.request_id, 2, 0) is None
-    beyond = harness.engine.residents.replay(new.request_id, 1, 99)
+    assert harness.engine.registry.replay(new.request_id, 2, 0) is None
+    beyond = harness.engine.registry.replay(new.request_id, 1, 99)
     assert beyond is not None
     assert beyond[0].size == 0
 
@@ -117,12 +115,12 @@ def test_cancel_finds_only_what_is_there_and_counts_once() -> None:
     harness = make_harness()
     new = new_sequence(0)
     harness.add(new)
-    assert not harness.engine.residents.cancel(new.request_id, 2)
+    assert not harness.engine.registry.cancel(new.request_id, 2)
     harness.submit()
-    assert harness.engine.residents.cancel(new.request_id, 1)
-    assert harness.engine.residents.cancel(new.request_id, 1), "it is still here until its step comes back"
+    assert harness.engine.registry.cancel(new.request_id, 1)
+    assert harness.engine.registry.cancel(new.request_id, 1), "it is still here until its step comes back"
     harness.land()
-    assert not harness.engine.residents.cancel(new.request_id, 1)
+    assert not harness.engine.registry.cancel(new.request_id, 1)
     assert harness.stories[1000].finish is FinishReason.CANCELLED
     assert harness.engine.totals.num_finished == 1
 
@@ -166,7 +164,9 @@ def test_the_qoe_columns_follow_the_definition() -> None:
     """displayed[i] = max(ideal[i], delivered[i], displayed[i-1] + 1/speed); D sums displayed - ideal."""
     harness = make_harness()
     ttft_s, speed = 0.08, 12.0
-    harness.add(new_sequence(0, max_tokens=30, arrival_s=-0.02, qoe=QoeTarget(ttft_s=ttft_s, speed_tokens_per_s=speed)))
+    harness.add(
+        new_sequence(0, max_tokens=30, arrival_s=-0.02, qoe=ReaderTarget(ttft_s=ttft_s, speed_tokens_per_s=speed))
+    )
     harness.add(new_sequence(1, max_tokens=30))
     random, table = np.random.default_rng(3), harness.engine.table
     displayed: list[float] = []
@@ -185,7 +185,7 @@ def test_the_qoe_columns_follow_the_definition() -> None:
 def test_outputs_of_an_earlier_attempt_count_as_shown_on_schedule() -> None:
     """Two tokens at ttft 1 s and 1.25 s; the third, at 0.05 s, is shown at 1.5 s without delay."""
     harness = make_harness()
-    target = QoeTarget(ttft_s=1.0, speed_tokens_per_s=4.0)
+    target = ReaderTarget(ttft_s=1.0, speed_tokens_per_s=4.0)
     harness.add(new_sequence(0, max_tokens=9, generated=[4, 4], qoe=target))
     harness.step()
     assert harness.engine.table.qoe_last_s[0] == pytest.approx(1.5)
@@ -227,7 +227,7 @@ def test_stats_tell_what_is_left_to_compute_of_prompts_that_run_and_that_wait() 
         (16, 4),
         (20, 0),
     ]
-    while harness.engine.table.num_live:
+    while harness.engine.table.num_sequences:
         assert take_stats(harness.engine).num_uncomputed_blocks == 0, (
             "nothing is left of a prompt, only the newest token"
         )
@@ -255,7 +255,7 @@ def test_admitted_rows_reach_the_executor_once_and_are_dropped_once() -> None:
     harness = make_harness(num_blocks=12, max_model_len=40)
     admitted, dropped = [], []  # type: tuple[list[int], list[int]]
     harness.add_all(4, num_prompt=10, max_tokens=20)
-    while harness.engine.table.num_live:
+    while harness.engine.table.num_sequences:
         batch = harness.stepped()
         admitted += [init.row for init in batch.admits]
         dropped += batch.drops.tolist()

@@ -38,23 +38,23 @@ def made(engine: Engine, now_s: float) -> Batch:
     ],
 )
 def test_biased_ids_lie_in_the_vocabulary(values: dict[str, Any], refused: bool) -> None:
-    outcome = make_engine(eos_token_ids=(1,)).residents.add(asking(**values))
+    outcome = make_engine(eos_token_ids=(1,)).registry.add(asking(**values))
     assert (outcome is AddRefusal.INVALID) is refused
 
 
 def test_a_sequence_whose_minimal_length_leaves_no_token_to_say_is_refused() -> None:
     engine = make_engine(vocab_size=5, eos_token_ids=(0, 1))
     small = replace(asking(min_tokens=1, stop_token_ids=(2, 3, 4)), prompt=np.array([1], dtype=np.uint32))
-    assert engine.residents.add(small) is AddRefusal.INVALID
-    assert engine.residents.add(replace(small, sampling=SamplingParams(max_tokens=9, stop_token_ids=(2, 3, 4)))) == 0
+    assert engine.registry.add(small) is AddRefusal.INVALID
+    assert engine.registry.add(replace(small, sampling=SamplingParams(max_tokens=9, stop_token_ids=(2, 3, 4)))) == 0
     possible = replace(asking(1, min_tokens=1, stop_token_ids=(2, 3, 9)), prompt=small.prompt)
-    assert not isinstance(engine.residents.add(possible), AddRefusal)
+    assert not isinstance(engine.registry.add(possible), AddRefusal)
 
 
 def test_the_executor_learns_the_known_tokens_of_rows_that_count_them() -> None:
     engine = make_engine()
-    engine.residents.add(asking(0, generated=[7, 8], presence_penalty=0.5))
-    engine.residents.add(asking(1, logit_bias=((3, 1.0),), min_tokens=2))
+    engine.registry.add(asking(0, generated=[7, 8], presence_penalty=0.5))
+    engine.registry.add(asking(1, logit_bias=((3, 1.0),), min_tokens=2))
     batch = made(engine, 0.0)
     first, second = batch.admits
     assert (first.num_prompt, first.tokens.tolist()[5:]) == (5, [7, 8])
@@ -67,10 +67,10 @@ def test_log_probabilities_go_with_their_events_and_stay_for_replays() -> None:
     engine = make_engine()
     news = [asking(i, logprobs=1) for i in range(3)]
     for new in news:
-        engine.residents.add(new)
+        engine.registry.add(new)
     said = [TokenLogprob(-float(i), ((i, 0.0),)) for i in range(8)]
     batch = made(engine, 0.0)
-    engine.residents.cancel(news[1].request_id, 1)
+    engine.registry.cancel(news[1].request_id, 1)
     tokens = np.array([5, 6, 7], dtype=np.int32)
     events = engine.absorb(batch, BatchOutput(batch.step_id, tokens, 0.0, {2: said[2], 0: said[0], 1: said[1]}), 1.0)
     assert events.tokens.tolist() == [5, 7, -1]
@@ -85,7 +85,7 @@ def test_log_probabilities_go_with_their_events_and_stay_for_replays() -> None:
         assert events.extras == (RowExtra(0, logprobs=(said[5 + row],)),)
     kept = {name: engine.logprobs.last((news[name].request_id, 1), 9) for name in range(3)}
     assert kept == {0: [said[0], said[5]], 1: [], 2: [said[2], said[7]]}
-    engine.residents.cancel(news[2].request_id, 1)
+    engine.registry.cancel(news[2].request_id, 1)
     assert engine.logprobs.last((news[2].request_id, 1), 1) == [said[7]], (
         "an ended sequence can be replayed for a while"
     )
@@ -93,7 +93,7 @@ def test_log_probabilities_go_with_their_events_and_stay_for_replays() -> None:
 
 def test_a_step_without_log_probabilities_has_no_extras() -> None:
     engine = make_engine()
-    engine.residents.add(asking(0))
+    engine.registry.add(asking(0))
     batch = made(engine, 0.0)
     events = engine.absorb(batch, BatchOutput(batch.step_id, np.array([5], dtype=np.int32), 0.0), 1.0)
     assert events.extras == ()

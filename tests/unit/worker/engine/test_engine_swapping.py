@@ -158,7 +158,7 @@ def test_peaks_and_stalls_are_counted() -> None:
     """Steps of 50 ms, 9 blocks. Both prompts take 3 blocks; with 15 of 16 tokens each holds 4, and the second goes."""
     harness = two_that_fit_once()
     away_s = 0.0
-    while harness.engine.table.num_live:
+    while harness.engine.table.num_sequences:
         before_s, was_away = harness.now_s, bool((harness.engine.table.status == Status.PREEMPTED).any())
         harness.step()
         away_s += (harness.now_s - before_s) * was_away

@@ -131,9 +131,9 @@ def texts(num_blocks: int) -> tuple[dict[int, list[int]], EngineStats]:
     runner = open_runner(CheckpointShape(), host_memory_bytes=MIB, deterministic=True)
     engine = engine_of(runner, num_blocks)
     for new in six():
-        engine.residents.add(new)
+        engine.registry.add(new)
     said: dict[int, list[int]] = {1000 + name: [] for name in range(6)}
-    while engine.table.num_live:
+    while engine.table.num_sequences:
         batch = engine.next_batch(0.0)
         for copy in engine.take_copies():
             runner.copy(copy)

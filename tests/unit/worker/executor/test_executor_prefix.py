@@ -45,13 +45,13 @@ def engine_for(runner: ModelRunner, *, prefix_caching: bool, num_blocks: int = 4
 def texts(engine: Engine, runner: ModelRunner, sequences: list[NewSequence]) -> dict[str, list[int]]:
     """Run the sequences, all added at once, to their ends; return what each said."""
     for new in sequences:
-        assert not isinstance(engine.residents.add(new), AddRefusal)
-    while engine.table.num_live:
+        assert not isinstance(engine.registry.add(new), AddRefusal)
+    while engine.table.num_sequences:
         batch = engine.next_batch(0.0)
         assert batch is not None
         engine.absorb(batch, runner.run(batch), 0.0)
         check_engine(engine)
-    found = {new.request_id: engine.residents.replay(new.request_id, new.attempt, 0) for new in sequences}
+    found = {new.request_id: engine.registry.replay(new.request_id, new.attempt, 0) for new in sequences}
     return {name: replayed[0].tolist() for name, replayed in found.items() if replayed is not None}
 
 

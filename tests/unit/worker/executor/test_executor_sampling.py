@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList, MinNewTokensLengthLogitsProcessor,
 
 from services.worker.contract.executor import BatchFailedError
 from services.worker.executor.model_runner import ModelRunner
-from services.worker.sampling.sampler import Choice, Sampler
+from services.worker.sampling.sampler import TokenChoice, TokenSampler
 from shared.types import SamplingParams
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 from tests.support.runner_driver import Driven, Driver
@@ -103,15 +103,15 @@ def test_every_parameter_at_once_says_the_same_after_any_detour(runner: ModelRun
 def test_a_failed_step_counts_its_tokens_once(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     params = sampling(temperature=0, frequency_penalty=1.5, repetition_penalty=1.4)
     expected = alone(runner, params).output
-    honest, rng = Sampler.begin, random.Random(2)
+    honest, rng = TokenSampler.begin, random.Random(2)
 
-    def failing(self: Sampler, *arguments: Any) -> Choice:
+    def failing(self: TokenSampler, *arguments: Any) -> TokenChoice:
         chosen = honest(self, *arguments)
         if rng.random() < 0.4:
             raise RuntimeError("out of luck")
         return chosen
 
-    monkeypatch.setattr(Sampler, "begin", failing)
+    monkeypatch.setattr(TokenSampler, "begin", failing)
     driver, failures = Driver(runner), 0
     sequence = driver.add(PROMPT, params)
     while len(sequence.output) < LENGTH:

@@ -12,7 +12,7 @@ import pytest
 
 from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.contract.executor import BatchFailedError, CopyFailedError, Executor, HostCopy, KvCapacity
-from services.worker.executor.launched import Done, Launched
+from services.worker.executor.launched import EndedStep, Launched
 from services.worker.executor.thread import ThreadExecutor
 from tests.support.checkpoints import CheckpointShape
 from tests.support.runner_driver import Driver
@@ -47,7 +47,7 @@ class FakeRunner:
         self.threads.add(threading.get_ident())
         if batch.step_id in self.failures:
             raise self.failures[batch.step_id]
-        done = Done(BatchOutput(batch.step_id, batch.tokens, 0.001))
+        done = EndedStep(BatchOutput(batch.step_id, batch.tokens, 0.001))
         return Late(self, done) if self.overlaps and batch.step_id not in self.done_at_once else done
 
     def copy(self, copy: HostCopy) -> None:
@@ -67,7 +67,7 @@ class Late:
 
     is_done = False
 
-    def __init__(self, runner: FakeRunner, done: Done) -> None:
+    def __init__(self, runner: FakeRunner, done: EndedStep) -> None:
         self._runner = runner
         self._done = done
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.build import ModelFacts, build_worker, make_reporter
+from services.worker.build import ServedModel, build_worker, make_reporter
 from services.worker.config import ExecutorKind, WorkerSettings
 from services.worker.cost.estimate import CostEstimate
 from services.worker.cost.fitting import FIRST_STEPS, CostFitting
@@ -22,7 +22,7 @@ from services.worker.load import check_start, load_executor
 from services.worker.modelled.executor import ModelledExecutor
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw
 from services.worker.pipeline.pipeline import PipelineExecutor
-from services.worker.scheduling.making_room import Running
+from services.worker.scheduling.making_room import KeptRunning
 from services.worker.serving.reporter import Reporter
 from shared.cost import CostModel, Profile, profile_toml
 from shared.ids import Incarnation
@@ -152,7 +152,7 @@ async def test_all_who_price_anything_see_one_model(worker: str, system: str, tm
         assert estimates[0].now is built.cost
         view = built.engine._viewing.view(0.0, built.engine.limits)
         assert view.cost is built.cost
-        assert vars(Running(replace(view, host=host_view()), view.running))["_leaving"]._cost is built.cost
+        assert vars(KeptRunning(replace(view, host=host_view()), view.running))["_leaving"]._cost is built.cost
         report = built.reporter.make_report(asyncio.get_running_loop().time())
         assert report.token_s == built.cost.token_s
 
@@ -179,7 +179,7 @@ async def test_a_worker_learns_from_its_own_steps_but_not_from_a_groups(num_stag
     whole = ModelledExecutor(fast, ShadowKv(kv, 16, draw))
     executor = whole if num_stages == 1 else PipelineExecutor(stages, asyncio.get_running_loop().time)
     fitting = CostFitting([])
-    model = ModelFacts(384, (2,), 512, cost=fitting.estimate, fitting=fitting)
+    model = ServedModel(384, (2,), 512, cost=fitting.estimate, fitting=fitting)
     broker, failures = MemoryBroker(), list[BaseException]()
     bus = broker.connect("w0")
     reporter = make_reporter(settings, bus, Incarnation(0))

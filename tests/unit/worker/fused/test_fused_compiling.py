@@ -30,9 +30,9 @@ WIDE_NORM = {"WIDTH": 8192, "BLOCK": 8192}
 COMPILED: list[tuple[Any, dict[str, Any], int]] = [
     (layer_kernels.norm_rows, {**NORM, "IS_RMS": True, "HAS_WEIGHT": True, "HAS_BIAS": False}, 8),
     (layer_kernels.norm_rows, {**WIDE_NORM, "IS_RMS": False, "HAS_WEIGHT": True, "HAS_BIAS": True}, 16),
-    (layer_kernels.turn_heads, {**LLAMA_8B, "HAS_NORM": False, "HALF_BLOCK": 64, "REST_BLOCK": 0}, 2),
-    (layer_kernels.turn_heads, {**LLAMA_8B, "HAS_NORM": True, "HALF_BLOCK": 64, "REST_BLOCK": 0}, 2),
-    (layer_kernels.turn_heads, {**PHI_3, "HAS_NORM": False, "HALF_BLOCK": 64, "REST_BLOCK": 32}, 2),
+    (layer_kernels.rotate_heads, {**LLAMA_8B, "HAS_NORM": False, "HALF_BLOCK": 64, "REST_BLOCK": 0}, 2),
+    (layer_kernels.rotate_heads, {**LLAMA_8B, "HAS_NORM": True, "HALF_BLOCK": 64, "REST_BLOCK": 0}, 2),
+    (layer_kernels.rotate_heads, {**PHI_3, "HAS_NORM": False, "HALF_BLOCK": 64, "REST_BLOCK": 32}, 2),
     (layer_kernels.gate_rows, {"WIDTH": 14_336, "BLOCK": 1024, "ACTIVATION": "silu"}, 4),
     (layer_kernels.gate_rows, {"WIDTH": 14_336, "BLOCK": 1024, "ACTIVATION": "gelu"}, 4),
     (layer_kernels.gate_rows, {"WIDTH": 14_336, "BLOCK": 1024, "ACTIVATION": "gelu_tanh"}, 4),
@@ -82,7 +82,7 @@ def test_they_are_compiled_for_gpus_and_keep_all_numbers_in_registers(
 def test_no_step_makes_a_kernel_be_compiled_anew() -> None:
     """A list of a step begins anywhere in its buffer, and has any length: neither may count."""
     free = {
-        layer_kernels.turn_heads: {"positions", "slots", "keys", "values"},
+        layer_kernels.rotate_heads: {"positions", "slots", "keys", "values"},
         choice_kernels.finite_rows: {"last", "finite"},
         choice_kernels.largest_rows: {"ids"},
         choice_kernels.draw_rows: {"ids", "num_rows"},

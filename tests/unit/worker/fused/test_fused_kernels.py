@@ -102,7 +102,7 @@ def test_heads_are_turned_and_stored_where_they_belong_and_nowhere_else(index: i
     results = []
     for operators, cache in opened(spec, dtype):
         heads = numbers(7, num_heads, spec.head_dim, dtype=dtype)
-        queries = operators.turning(positions, slots)(1, heads, weights)
+        queries = operators.rotation(positions, slots)(1, heads, weights)
         assert queries.shape == (7, spec.num_heads, spec.head_dim)
         results.append([queries, *cache.pools()])
     for theirs, ours in zip(*results, strict=True):
@@ -258,7 +258,7 @@ def test_the_trial_accepts_them() -> None:
     ("broken", "said"),
     [
         ("norm_rows", "norms differ"),
-        ("turn_heads", "queries differ"),
+        ("rotate_heads", "queries differ"),
         ("gate_rows", "gates differ"),
         ("finite_rows", "finite rows differ"),
         ("largest_rows", "logits differ"),

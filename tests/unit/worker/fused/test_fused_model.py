@@ -90,7 +90,7 @@ def test_greedy_texts_equal_the_references(name: str, num_started: dict[str, int
     for sequence in driver.sequences:
         assert sequence.output == greedy_text(reference, sequence.tokens[: sequence.num_prompt], 7)
     gates = set() if shape.family == "opt" else {"gate_rows"}
-    assert set(num_started) == {"norm_rows", "turn_heads", "finite_rows", "largest_rows", *gates}
+    assert set(num_started) == {"norm_rows", "rotate_heads", "finite_rows", "largest_rows", *gates}
 
 
 def test_a_step_of_a_layer_starts_four_kernels_beside_its_products_and_attention(num_started: dict[str, int]) -> None:
@@ -99,7 +99,13 @@ def test_a_step_of_a_layer_starts_four_kernels_beside_its_products_and_attention
     driver.step([(sequence, 3)])
     num_started.clear()
     driver.step([(sequence, 1)])
-    assert num_started == {"norm_rows": 2 * 2 + 1, "turn_heads": 2, "gate_rows": 2, "finite_rows": 1, "largest_rows": 1}
+    assert num_started == {
+        "norm_rows": 2 * 2 + 1,
+        "rotate_heads": 2,
+        "gate_rows": 2,
+        "finite_rows": 1,
+        "largest_rows": 1,
+    }
 
 
 def said_by(runner: ModelRunner, sampling: list[SamplingParams]) -> list[list[int]]:
@@ -163,7 +169,7 @@ def test_recorded_steps_are_those_of_computed_ones(
         for ours, theirs in zip(recorded.logits, computed.logits, strict=True):
             torch.testing.assert_close(ours, theirs, atol=0.05, rtol=0.05)
     assert recorder.num_starts == 4
-    assert num_started["turn_heads"]
+    assert num_started["rotate_heads"]
 
 
 def test_stages_compute_what_the_whole_model_does() -> None:

@@ -18,7 +18,7 @@ from services.worker.config import KernelKind, WorkerSettings
 from services.worker.contract.executor import BatchFailedError
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.engine.loop import ExecutorBrokenError
-from services.worker.kv_moves.kv_progress import Landed
+from services.worker.kv_moves.kv_progress import ArrivedKv
 from services.worker.kv_moves.kv_table import KvTable
 from services.worker.kv_moves.kv_wire import KvProgress
 from services.worker.kv_moves.places import GroupFailedError, StagePlace
@@ -119,17 +119,17 @@ async def test_blocks_are_named_only_if_every_stage_has_all_of_them(
     at: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One stage never says that it has them."""
-    begin, note = Landed.__init__, Landed.note
+    begin, note = ArrivedKv.__init__, ArrivedKv.note
 
-    def begin_at(self: Landed, table: KvTable, stage: int, wanted: LayerRange) -> None:
+    def begin_at(self: ArrivedKv, table: KvTable, stage: int, wanted: LayerRange) -> None:
         begin(self, table, stage, wanted)
         self.is_silent = stage == at  # type: ignore[attr-defined]
 
-    def note_unless(self: Landed, *args: int) -> KvProgress | None:
+    def note_unless(self: ArrivedKv, *args: int) -> KvProgress | None:
         return None if self.is_silent else note(self, *args)  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(Landed, "__init__", begin_at)
-    monkeypatch.setattr(Landed, "note", note_unless)
+    monkeypatch.setattr(ArrivedKv, "__init__", begin_at)
+    monkeypatch.setattr(ArrivedKv, "note", note_unless)
     names = tuple(bytes([number]) * 16 for number in range(3))
     kept = [KeptKv(names, np.arange(3, dtype=np.int32)), NOTHING_KEPT, NOTHING_KEPT]
     limit_s = 30.0 if at is None else 0.3  # who hears of all must have the time to

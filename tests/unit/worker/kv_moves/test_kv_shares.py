@@ -27,7 +27,7 @@ class Sequences:
         self.num_named = 0
         self.sharing = SimpleNamespace(computed=self.computed)
         self.blocks = SimpleNamespace(pin=self.pin, unpin=self.unpin)
-        self.residents = SimpleNamespace(row_of=self.row_of)
+        self.registry = SimpleNamespace(row_of=self.row_of)
 
     @property
     def table(self) -> Any:

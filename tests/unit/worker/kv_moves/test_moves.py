@@ -9,8 +9,15 @@ import numpy as np
 import pytest
 
 from services.worker.executor.parameter_load import ParameterLoad
-from services.worker.kv_moves.moves import LOOK_S, NUM_SAMPLES, RATE_WINDOW_S, MoveFacts, MoveMeter, Moves
-from shared.messages.report import MoveKind
+from services.worker.kv_moves.transfers import (
+    LOOK_S,
+    NUM_SAMPLES,
+    RATE_WINDOW_S,
+    TransferFacts,
+    TransferMeter,
+    Transfers,
+)
+from shared.messages.report import TransferKind
 from shared.process.tasks import TaskOwner
 from shared.sizes import describe_bytes
 
@@ -23,7 +30,7 @@ MIB = 2**20
 def test_the_rate_is_that_of_the_last_second(seed: int) -> None:
     """Samples are thinned, so that the window may begin a little early."""
     rng = np.random.default_rng(seed)
-    meter = MoveMeter(MoveFacts(MoveKind.KV_EXCHANGE, 10**9), 5.0)
+    meter = TransferMeter(TransferFacts(TransferKind.KV_EXCHANGE, 10**9), 5.0)
     told = [(5.0, 0)]
     for gap_s, num_bytes in zip(rng.exponential(0.02, 300), rng.integers(0, 10**6, 300), strict=True):
         now_s, count = told[-1][0] + float(gap_s), told[-1][1] + int(num_bytes)
@@ -40,7 +47,7 @@ def test_the_rate_is_that_of_the_last_second(seed: int) -> None:
 
 
 def test_the_rate_falls_to_nothing_when_nothing_comes() -> None:
-    meter = MoveMeter(MoveFacts(MoveKind.KV_COPY, 100), 0.0)
+    meter = TransferMeter(TransferFacts(TransferKind.KV_COPY, 100), 0.0)
     assert meter.bytes_per_s(0.0) == 0.0, "nothing is there"
     meter.reach(100, 0.5)
     assert meter.bytes_per_s(0.5) == 200.0
@@ -51,7 +58,7 @@ def test_the_rate_falls_to_nothing_when_nothing_comes() -> None:
 
 
 def test_what_is_there_is_never_more_than_what_was_expected() -> None:
-    meter = MoveMeter(MoveFacts(MoveKind.KV_COPY, 0), 0.0)
+    meter = TransferMeter(TransferFacts(TransferKind.KV_COPY, 0), 0.0)
     meter.reach(30, 0.1)
     assert meter.num_bytes == 30
     meter.reach(30, 0.2, 50)
@@ -68,20 +75,25 @@ class Told:
 
     def __post_init__(self) -> None:
         now = asyncio.get_running_loop().time
-        self.moves = Moves(lambda: self.num_waiting, lambda *told: self.events.append(told), now, self.tasks)
+        self.moves = Transfers(lambda: self.num_waiting, lambda *told: self.events.append(told), now, self.tasks)
 
 
 async def test_an_exchange_is_told_when_it_begins_and_ends_and_shown_between() -> None:
     async with TaskOwner() as tasks:
         told = Told(tasks)
         told.num_waiting = 3
-        meter = told.moves.begin(MoveFacts(MoveKind.KV_EXCHANGE, 4 * MIB, ("w0", "w1"), "live"))
+        meter = told.moves.begin(TransferFacts(TransferKind.KV_EXCHANGE, 4 * MIB, ("w0", "w1"), "live"))
         assert told.events == [("kv_exchange_begun", "4.0 MiB of KV from w0, w1, live; 3 requests wait for theirs")]
         await asyncio.sleep(0.5)
         meter.reach(MIB, asyncio.get_running_loop().time())
         told.num_waiting = 1
         (move,) = told.moves.look()
-        assert (move.kind, move.mode, move.sources, move.num_waiting) == (MoveKind.KV_EXCHANGE, "live", ("w0", "w1"), 1)
+        assert (move.kind, move.mode, move.sources, move.num_waiting) == (
+            TransferKind.KV_EXCHANGE,
+            "live",
+            ("w0", "w1"),
+            1,
+        )
         assert (move.num_moved_bytes, move.num_bytes, move.bytes_per_s) == (MIB, 4 * MIB, 2 * MIB)
         await asyncio.sleep(0.5)
         told.moves.end(meter, "80 blocks are computed again")
@@ -104,7 +116,7 @@ async def test_parameters_are_followed_to_their_end() -> None:
         told.moves.follow(look)
         await asyncio.sleep(1.0)
         (move,) = told.moves.look()
-        assert move.kind is MoveKind.PARAMETER_LOAD
+        assert move.kind is TransferKind.PARAMETER_LOAD
         assert move.sources == ("w1",)
         assert move.num_moved_bytes == pytest.approx(MIB, rel=2 * LOOK_S)
         assert move.bytes_per_s == pytest.approx(MIB, rel=2 * LOOK_S)

@@ -28,7 +28,7 @@ from services.worker.kv_moves.remote_attention import RemoteAttention, RemotePar
 from services.worker.kv_moves.remote_wire import StepRows, pack_rows, unpack_rows
 from services.worker.memory.block_copies import BlockCopies
 from services.worker.peers.frames import FrameSocket
-from services.worker.peers.link_turns import LinkTurns
+from services.worker.peers.link_priority import LinkPriority
 from services.worker.roles.device import Led
 from services.worker.roles.torch_device import TorchGroupDevice
 from shared.errors import WireError
@@ -145,9 +145,9 @@ async def test_what_links_and_steps_cost_decides_whose_kv_is_attended(
     monkeypatch.setattr(exchange_modes, "by_price", noted)
     monkeypatch.setattr(RecentSteps, "long_s", step_s)
     async with long_devices(2, kv_exchange=KvExchange.BY_PRICE, link_bytes_per_s=link_bytes_per_s) as devices:
-        num_live, texts = await exchange_by_price(devices, names)
+        num_sequences, texts = await exchange_by_price(devices, names)
     assert said == [modes]
-    assert num_live == sum(modes)
+    assert num_sequences == sum(modes)
     calm = await calm_long_texts("long", "float32", "torch")
     assert texts == {name: calm[name] for name in (*names[0], *names[1])}
 
@@ -314,7 +314,7 @@ async def test_stages_that_ask_each_other_at_once_wait_for_nothing_but_answers()
     table = KvTable((LayerRange(0, 2), LayerRange(0, 2)), lots)
     stages = []
     for i, sock in enumerate(ends):
-        sockets = {1 - i: FrameSocket(sock, is_checked=True, urgent=LinkTurns())}
+        sockets = {1 - i: FrameSocket(sock, is_checked=True, urgent=LinkPriority())}
         parts = RemoteParts(sockets, shape, partial(FixedSplitAttention, spec))
         stages.append(RemoteAttention(i, table, halves[i], {i: BlockCopies(0, kv[:, :, 32 * i : 32 * i + 32])}, parts))
     count = 600

@@ -16,8 +16,8 @@ from services.worker.memory import holdings
 from services.worker.memory.budget import Demand, divide
 from services.worker.memory.change import plan_change
 from services.worker.memory.holdings import NotEnoughPagesError
-from services.worker.memory.layout import OUTER, Holding, Kind, MemoryFacts, MemoryLayout, Region
-from services.worker.memory.pool import LedgerError, Move, PagePool, Place
+from services.worker.memory.layout import OUTER, Kind, MemoryFacts, MemoryLayout, PageHolding, Region
+from services.worker.memory.pool import LedgerError, PageCopy, PagePool, Place
 from services.worker.memory.spans import Spans
 from shared.errors import StartupError
 
@@ -55,7 +55,7 @@ def outer_pages_by_bytes(facts: MemoryFacts, resident: Collection[int]) -> set[i
     return {at // facts.page_bytes for at in needed}
 
 
-def fitting(layout: MemoryLayout, holding: Holding, usable: Spans) -> list[int]:
+def fitting(layout: MemoryLayout, holding: PageHolding, usable: Spans) -> list[int]:
     """Return how many of the first usable blocks the budget holds in the layers of a holding, and beside its others."""
     counts = range(usable.total + 1)
     kept = [replace(holding, kv=layout.covering(usable.head(count))) for count in counts]
@@ -89,7 +89,7 @@ def test_ids_of_a_group_share_no_page_and_keep_their_place_in_it(layout: MemoryL
         assert following < base + size + layout.unit_blocks  # no further than it must
 
 
-def best_growth(layout: MemoryLayout, holding: Holding) -> int:
+def best_growth(layout: MemoryLayout, holding: PageHolding) -> int:
     """Return how many blocks there could be at most, by trying every number of pages for the tail of each side.
 
     All sides need the same blocks, so the best that can be done with x more pages each is to have x.
@@ -135,7 +135,7 @@ def test_layers_come_back_beside_as_many_blocks_as_can_stay(layout: MemoryLayout
     usable = layout.usable(holding)
     back = data.draw(st.sets(st.sampled_from(sorted(gone)), min_size=1))
     layers = tuple(sorted((*holding.layers, *back)))
-    most = max(fitting(layout, Holding(layers, Spans()), usable))  # the whole model fitted once
+    most = max(fitting(layout, PageHolding(layers, Spans()), usable))  # the whole model fitted once
     if most < usable.total:
         with pytest.raises(NotEnoughPagesError):
             holdings.restored(layout, holding, back, most + 1)
@@ -152,12 +152,12 @@ def test_parameters_lie_beside_as_many_blocks_as_can_stay(layout: MemoryLayout, 
     held = tuple(sorted(data.draw(st.sets(numbers, min_size=1))))
     others = [i for i in range(facts.num_layers) if i not in held]
     before, beside = (sorted(data.draw(st.sets(st.sampled_from(others or [0])))) if others else [] for _ in range(2))
-    holding = holdings.grown(layout, Holding(held, Spans(), beside=tuple(before)))
+    holding = holdings.grown(layout, PageHolding(held, Spans(), beside=tuple(before)))
     if layout.num_pages(holding) > facts.num_pages:
         return
     usable = layout.usable(holding)
     assert usable.total == holdings.room(layout, held, before)
-    possible = fitting(layout, Holding(held, Spans(), beside=tuple(beside)), usable)
+    possible = fitting(layout, PageHolding(held, Spans(), beside=tuple(beside)), usable)
     if not possible:
         with pytest.raises(NotEnoughPagesError):
             holdings.resided(layout, holding, beside, 0)
@@ -191,13 +191,13 @@ def test_plans_lead_from_one_holding_to_another(layout: MemoryLayout, data: st.D
     """Whatever both have stays in its pages; the ledger does not tell any other story."""
     facts = layout.facts
     pool = PagePool(facts.num_pages, {region: layout.reserved_pages(region) for region in layout.regions})
-    now = Holding((), Spans())
+    now = PageHolding((), Spans())
     for _ in range(4):
         layers = tuple(sorted(data.draw(st.sets(st.sampled_from(range(facts.num_layers)), min_size=1))))
         others = [i for i in range(facts.num_layers) if i not in layers]
         left = tuple((i, s) for i in others if (s := data.draw(spans(facts.max_blocks))))
         beside = tuple(i for i in others if data.draw(st.booleans()))
-        then = Holding(layers, data.draw(spans(layout.max_pages)), left, beside)
+        then = PageHolding(layers, data.draw(spans(layout.max_pages)), left, beside)
         if layout.num_pages(then) > facts.num_pages:
             with pytest.raises(NotEnoughPagesError):
                 plan_change(layout, now, then)
@@ -222,7 +222,7 @@ def test_the_budget_is_divided_into_what_the_pages_hold(layout: MemoryLayout, ex
     """`budget.py` counts bytes before there are pages; what it promises must be there."""
     facts = layout.facts
     pages = facts.num_pages - -(-reserve // facts.page_bytes)
-    parameters = layout.num_pages(Holding(tuple(range(facts.num_layers)), Spans()))
+    parameters = layout.num_pages(PageHolding(tuple(range(facts.num_layers)), Spans()))
     room = (pages - parameters) // (2 * facts.num_layers) * facts.page_bytes // facts.block_bytes
     demand = Demand(
         memory_bytes=facts.num_pages * facts.page_bytes + extra % facts.page_bytes,
@@ -255,9 +255,9 @@ def test_pages_go_straight_from_what_is_dropped_to_what_grows() -> None:
     dropped = Region(Kind.PARAMETERS, 1)
     assert after.kv == Spans.of((0, 3))
     assert change.moves == (
-        Move(2, Place(dropped, 0), Place(KEYS, 1)),
-        Move(1, Place(Region(Kind.KEYS, 1), 0), Place(VALUES, 1)),
-        Move(1, Place(Region(Kind.VALUES, 1), 0), Place(VALUES, 2)),
+        PageCopy(2, Place(dropped, 0), Place(KEYS, 1)),
+        PageCopy(1, Place(Region(Kind.KEYS, 1), 0), Place(VALUES, 1)),
+        PageCopy(1, Place(Region(Kind.VALUES, 1), 0), Place(VALUES, 2)),
     )
 
 
@@ -277,48 +277,48 @@ def pool_of(num_pages: int = 8) -> PagePool:
 
 def test_free_pages_are_taken_in_order_and_become_free_again() -> None:
     pool = pool_of()
-    pool.commit(pool.prepare([Move(2, None, Place(KEYS, 1)), Move(1, None, Place(VALUES, 0))]))
+    pool.commit(pool.prepare([PageCopy(2, None, Place(KEYS, 1)), PageCopy(1, None, Place(VALUES, 0))]))
     assert pool.pages(KEYS).tolist() == [-1, 0, 1, -1]
-    pool.commit(pool.prepare([Move(1, Place(KEYS, 1), None), Move(1, Place(KEYS, 2), Place(KEYS, 1))]))
+    pool.commit(pool.prepare([PageCopy(1, Place(KEYS, 1), None), PageCopy(1, Place(KEYS, 2), Place(KEYS, 1))]))
     assert (pool.pages(KEYS).tolist(), pool.num_free) == ([-1, 1, -1, -1], 6)
-    pool.commit(pool.prepare([Move(3, None, Place(VALUES, 1))]))
+    pool.commit(pool.prepare([PageCopy(3, None, Place(VALUES, 1))]))
     assert (pool.pages(VALUES).tolist(), pool.places(VALUES)) == ([2, 0, 3, 4], Spans.of((0, 4)))
     assert (pool.count(Kind.KEYS), pool.count(Kind.VALUES), pool.count(Kind.OUTER)) == (1, 4, 0)
     pool.check_invariants()
 
 
 IMPOSSIBLE = [
-    (Move(1, Place(KEYS, 0), None), "from where there are none"),
-    (Move(2, Place(KEYS, 2), None), "from where there are none"),
-    (Move(1, None, Place(KEYS, 2)), "there are pages already"),
-    (Move(1, Place(KEYS, 1), Place(KEYS, 2)), "there are pages already"),
-    (Move(2, None, Place(VALUES, 3)), "has no 2 places from 3 on"),
-    (Move(1, None, Place(VALUES, -1)), "has no 1 places from -1 on"),
-    (Move(0, None, Place(VALUES, 0)), "moves nothing"),
-    (Move(1, None, None), "moves nothing"),
+    (PageCopy(1, Place(KEYS, 0), None), "from where there are none"),
+    (PageCopy(2, Place(KEYS, 2), None), "from where there are none"),
+    (PageCopy(1, None, Place(KEYS, 2)), "there are pages already"),
+    (PageCopy(1, Place(KEYS, 1), Place(KEYS, 2)), "there are pages already"),
+    (PageCopy(2, None, Place(VALUES, 3)), "has no 2 places from 3 on"),
+    (PageCopy(1, None, Place(VALUES, -1)), "has no 1 places from -1 on"),
+    (PageCopy(0, None, Place(VALUES, 0)), "moves nothing"),
+    (PageCopy(1, None, None), "moves nothing"),
 ]
 
 
 @pytest.mark.parametrize(("move", "message"), IMPOSSIBLE)
-def test_moves_that_do_not_fit_the_ledger_are_refused(move: Move, message: str) -> None:
+def test_moves_that_do_not_fit_the_ledger_are_refused(move: PageCopy, message: str) -> None:
     pool = pool_of()
-    pool.commit(pool.prepare([Move(2, None, Place(KEYS, 1))]))
+    pool.commit(pool.prepare([PageCopy(2, None, Place(KEYS, 1))]))
     with pytest.raises(LedgerError, match=message):
-        pool.prepare([Move(1, None, Place(OUTER, 0)), move])
+        pool.prepare([PageCopy(1, None, Place(OUTER, 0)), move])
     assert (pool.pages(KEYS).tolist(), pool.num_free, pool.count(*Kind)) == ([-1, 0, 1, -1], 6, 2)
 
 
 def test_more_pages_than_are_free_cannot_be_taken() -> None:
     pool = pool_of(4)
-    pool.commit(pool.prepare([Move(2, None, Place(KEYS, 1))]))
+    pool.commit(pool.prepare([PageCopy(2, None, Place(KEYS, 1))]))
     with pytest.raises(LedgerError, match="3 free pages are needed, there are 2"):
-        pool.prepare([Move(1, None, Place(OUTER, 0)), Move(2, None, Place(VALUES, 0))])
+        pool.prepare([PageCopy(1, None, Place(OUTER, 0)), PageCopy(2, None, Place(VALUES, 0))])
     assert pool.num_free == 2
 
 
 def test_a_budget_is_lowered_only_where_pages_are_free() -> None:
     pool = pool_of()
-    pool.commit(pool.prepare([Move(3, None, Place(KEYS, 1))]))
+    pool.commit(pool.prepare([PageCopy(3, None, Place(KEYS, 1))]))
     for num_pages in (2, 9, 0):
         with pytest.raises(LedgerError, match="a budget of 8 pages, 5 of them free"):
             pool.set_budget(num_pages)
@@ -335,7 +335,7 @@ def test_a_broken_ledger_is_noticed() -> None:
         lambda pool: pool._tables[KEYS].__setitem__(3, 8),  # beyond the budget
     ):
         pool = pool_of()
-        pool.commit(pool.prepare([Move(2, None, Place(KEYS, 0))]))
+        pool.commit(pool.prepare([PageCopy(2, None, Place(KEYS, 0))]))
         pool.check_invariants()
         damage(pool)
         with pytest.raises(AssertionError):
@@ -377,7 +377,7 @@ def test_planning_for_a_large_gpu_is_quick_because_it_goes_by_runs() -> None:
     assert sum(move.num_pages for move in change.moves) >= 40 * layer - 80
     assert len(change.moves) < 300
     pool = PagePool(40000, {region: layout.reserved_pages(region) for region in layout.regions})
-    pool.commit(pool.prepare(plan_change(layout, Holding((), Spans()), before).moves))
+    pool.commit(pool.prepare(plan_change(layout, PageHolding((), Spans()), before).moves))
     pool.commit(pool.prepare(change.moves))
     pool.check_invariants()
     assert np.array_equal(pool.pages(Region(Kind.KEYS, 50)) >= 0, np.arange(layout.max_pages) < after.kv.end)

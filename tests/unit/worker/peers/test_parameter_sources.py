@@ -19,7 +19,7 @@ from services.worker.models.loader import copy_pieces
 from services.worker.models.weights import ModelWeights, ParameterBuffer
 from services.worker.peers.frames import FrameKind, FrameSocket
 from services.worker.peers.greeting import PeerWelcome, read_greeting
-from services.worker.peers.link_turns import LinkTurns
+from services.worker.peers.link_priority import LinkPriority
 from services.worker.roles import parameter_lending
 from services.worker.roles.parameter_lending import ParameterLender, PeerSource
 from shared.errors import StartupError
@@ -245,7 +245,7 @@ def test_a_peer_lends_what_it_computes_with_and_nothing_else() -> None:
     before = whats_open()
     with opened() as model, lacking() as (other, bits, _):
         model.keep(LAST)
-        lender = ParameterLender(model.lendable, LinkTurns())
+        lender = ParameterLender(model.lendable, LinkPriority())
         names = other.outer_names(LAST)
         assert "head" in names
         assert "embedding" not in names
@@ -284,7 +284,7 @@ def ask(source: PeerSource, layer: int | None, name: str) -> None:
 @pytest.mark.parametrize("num_pieces", [0, 1, 5])
 def test_a_lender_that_ends_lets_nobody_wait(num_pieces: int) -> None:
     with opened() as model, lacking() as (other, bits, _):
-        lender = ParameterLender(model.lendable, LinkTurns())
+        lender = ParameterLender(model.lendable, LinkPriority())
 
         def note(number: int) -> None:
             if number == num_pieces:
@@ -314,7 +314,7 @@ def test_a_peer_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_load_that_is_stopped_leaves_its_peer_and_begins_anew() -> None:
     with opened() as model, lacking() as (other, bits, _):
-        lender = ParameterLender(model.lendable, LinkTurns())
+        lender = ParameterLender(model.lendable, LinkPriority())
         reached, go_on = threading.Event(), threading.Event()
 
         def note(_number: int) -> None:
@@ -333,7 +333,7 @@ def test_a_load_that_is_stopped_leaves_its_peer_and_begins_anew() -> None:
 
 
 def test_parameters_wait_for_what_is_urgent_and_not_for_ever() -> None:
-    turns = LinkTurns()
+    turns = LinkPriority()
     assert turns.wait(0)
     with turns.urgent(), turns.urgent():
         assert not turns.wait(0.01)
@@ -353,9 +353,9 @@ def test_parameters_wait_for_what_is_urgent_and_not_for_ever() -> None:
 
 
 def test_a_lender_sends_its_pieces_after_what_is_urgent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parameter_lending, "TURN_LIMIT_S", 30.0)
+    monkeypatch.setattr(parameter_lending, "YIELD_LIMIT_S", 30.0)
     with opened() as model:
-        turns = LinkTurns()
+        turns = LinkPriority()
         lender = ParameterLender(model.lendable, turns)
         sock = connect(lender)
         frames = FrameSocket(sock)

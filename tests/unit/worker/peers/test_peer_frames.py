@@ -25,7 +25,7 @@ from services.worker.peers.frames import (
     pack_head,
     say,
 )
-from services.worker.peers.link_turns import LinkTurns
+from services.worker.peers.link_priority import LinkPriority
 from shared.checksum import SEAL_BYTES, seal
 from shared.errors import WireError
 
@@ -34,7 +34,7 @@ MIB = 2**20
 
 
 @contextmanager
-def two(*, is_checked: bool = False, urgent: LinkTurns | None = None) -> Iterator[tuple[FrameSocket, FrameSocket]]:
+def two(*, is_checked: bool = False, urgent: LinkPriority | None = None) -> Iterator[tuple[FrameSocket, FrameSocket]]:
     ends = [FrameSocket(sock, is_checked=is_checked, urgent=urgent, silence_s=10.0) for sock in socket.socketpair()]
     try:
         yield ends[0], ends[1]
@@ -99,8 +99,8 @@ def test_every_kind_has_its_number_for_ever() -> None:
 
 
 @pytest.mark.parametrize("is_checked", [False, True])
-@pytest.mark.parametrize("urgent", [None, LinkTurns()])
-def test_frames_come_whole_and_in_order_however_large(is_checked: bool, urgent: LinkTurns | None) -> None:
+@pytest.mark.parametrize("urgent", [None, LinkPriority()])
+def test_frames_come_whole_and_in_order_however_large(is_checked: bool, urgent: LinkPriority | None) -> None:
     """Larger than any socket's buffer, so sender and receiver have to work at the same time."""
     parts = [(b"head", memoryview(bytes([i]) * (MIB * i)), b"") for i in range(4)]
     with two(is_checked=is_checked, urgent=urgent) as (one, other):
@@ -263,8 +263,8 @@ def test_who_waits_wakes_when_the_connection_is_shut_at_either_end() -> None:
 
 
 def test_what_is_urgent_is_known_to_be_under_way() -> None:
-    """A lender of parameters waits meanwhile (`LinkTurns.wait`)."""
-    turns = LinkTurns()
+    """A lender of parameters waits meanwhile (`LinkPriority.wait`)."""
+    turns = LinkPriority()
     with two(urgent=turns) as (one, other):
         sending = threading.Thread(target=one.send, args=(ACTIVATION, bytes(8 * MIB)))
         sending.start()

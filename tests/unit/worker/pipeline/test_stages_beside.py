@@ -20,7 +20,7 @@ import torch
 from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.contract.executor import BatchFailedError
 from services.worker.executor.thread import ThreadExecutor
-from services.worker.memory.host_link import Event
+from services.worker.memory.host_link import DeviceEvent
 from services.worker.peers.frames import FrameSocket
 from services.worker.pipeline import hidden_link
 from services.worker.pipeline.hidden_link import HiddenLink, HiddenShape
@@ -193,7 +193,7 @@ async def test_steps_that_fail_give_back_what_they_were_to_use(stream: LateStrea
 class Broken:
     """An event of a device that is lost."""
 
-    def __init__(self, event: Event) -> None:
+    def __init__(self, event: DeviceEvent) -> None:
         self._event = event
 
     def synchronize(self) -> None:

@@ -100,7 +100,7 @@ async def serve_undisturbed(
     pipeline = wire_up(stages, asyncio.get_running_loop())
     new = [new_sequence(i, num_prompt=length, max_tokens=max_tokens) for i, length in enumerate(lengths)]
     for each in new:
-        assert isinstance(engine.residents.add(each), int)
+        assert isinstance(engine.registry.add(each), int)
     texts = await run_engine(engine, pipeline.executor, lambda *_: check_engine(engine))
     await pipeline.close()
     for each in new:
@@ -142,7 +142,7 @@ async def test_a_pipeline_that_breaks_fails_all_lanes_blames_nobody_and_ends_eve
     pipeline = wire_up(devices(3), asyncio.get_running_loop())
     engine, num_steps = make_pipeline_engine(3), count(1)
     for i in range(9):
-        engine.residents.add(new_sequence(i, max_tokens=90))
+        engine.registry.add(new_sequence(i, max_tokens=90))
 
     def note_and_end(_batch: Batch, _output: BatchOutput) -> None:
         check_engine(engine)

@@ -24,7 +24,7 @@ from services.worker.sampling.draw import (
     first_largest,
     to_weights,
 )
-from services.worker.sampling.sampler import Sampler
+from services.worker.sampling.sampler import TokenSampler
 from tests.support.row_samplings import row_sampling
 
 REPEATABLE = settings(derandomize=True, deadline=None)
@@ -110,7 +110,7 @@ def test_every_token_is_drawn_as_often_as_transformers_and_numpy_say(values: dic
 def test_seeded_draws_follow_the_reference_distribution(values: dict[str, float]) -> None:
     """Chi-square over the tokens expected five times or more: its mean is the freedom d, its variance 2d."""
     logits, num_draws = random_logits(41, seed=5), 4000
-    tokens = Sampler().sample(
+    tokens = TokenSampler().sample(
         logits.expand(num_draws, -1), row_sampling(num_draws, **values), np.full(num_draws, 17, dtype=np.int64)
     )
     expected = numpy_shares(logits, **values) * num_draws

@@ -9,7 +9,7 @@ import torch
 from services.worker.contract.arrays import I64
 from services.worker.sampling.draw import RowSampling
 from services.worker.sampling.random import uniforms
-from services.worker.sampling.sampler import Sampler, SamplingTable
+from services.worker.sampling.sampler import SamplingTable, TokenSampler
 from shared.types import SamplingParams
 from tests.support.row_samplings import row_sampling
 
@@ -23,7 +23,7 @@ def positions(count: int) -> I64:
 
 def test_greedy_takes_the_largest_and_the_lowest_id_of_a_tie() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0], [1.0, 1.0, 1.0], [-5.0, -6.0, -4.0]])
-    assert Sampler().sample(logits, row_sampling(3, temperature=0.0), positions(3)).tolist() == [1, 0, 2]
+    assert TokenSampler().sample(logits, row_sampling(3, temperature=0.0), positions(3)).tolist() == [1, 0, 2]
 
 
 def test_greedy_and_drawn_rows_mix_in_one_batch() -> None:
@@ -36,12 +36,12 @@ def test_greedy_and_drawn_rows_mix_in_one_batch() -> None:
         np.array([0, 0, 0, 0.2, 0, 0.1]),
         np.arange(6, dtype=np.int64),
     )
-    tokens = Sampler().sample(logits, mixed, positions(6) + 40)
+    tokens = TokenSampler().sample(logits, mixed, positions(6) + 40)
     assert tokens[[0, 2]].tolist() == logits[[0, 2]].argmax(-1).tolist()
     for row in range(6):
         one = mixed.select(np.array([row]))
         for row_by_row in (False, True):
-            alone = Sampler(row_by_row=row_by_row).sample(logits[[row]], one, np.array([40 + row]))
+            alone = TokenSampler(row_by_row=row_by_row).sample(logits[[row]], one, np.array([40 + row]))
             assert alone[0] == tokens[row], "a draw depends on its seed and position, not on its neighbours"
 
 
@@ -52,9 +52,9 @@ def test_many_rows_of_a_large_vocabulary_are_drawn_in_parts_without_a_difference
     params = RowSampling(
         np.full(7, 1.0), np.full(7, 0.9), np.array([0, 5] * 3 + [0]), np.zeros(7), np.arange(7, dtype=np.int64)
     )
-    whole = Sampler().sample(logits, params, positions(7))
+    whole = TokenSampler().sample(logits, params, positions(7))
     monkeypatch.setattr("services.worker.sampling.sampler.DRAW_ELEMENTS", 90)
-    assert Sampler().sample(logits, params, positions(7)).tolist() == whole.tolist()
+    assert TokenSampler().sample(logits, params, positions(7)).tolist() == whole.tolist()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -73,17 +73,17 @@ def test_rows_whose_filters_reach_far_are_drawn_once_more(seed: int, monkeypatch
     logits[0] *= 0.01  # nearly alike: so many of them reach a share
     params.temperature[0], params.top_p[0], params.top_k[0] = 1.0, 0.95, 0
     monkeypatch.setattr("services.worker.sampling.draw.CANDIDATES", 16)
-    expected = Sampler().sample(logits, params, positions(12))
+    expected = TokenSampler().sample(logits, params, positions(12))
     monkeypatch.setattr("services.worker.memory.host_link.BESIDE", ("cpu",))
-    asked = Sampler().begin(logits, params, positions(12)).columns
+    asked = TokenSampler().begin(logits, params, positions(12)).columns
     assert any(bool(column.any()) for column in asked if column.dtype == torch.bool)
-    assert Sampler().sample(logits, params, positions(12)).tolist() == expected.tolist()
+    assert TokenSampler().sample(logits, params, positions(12)).tolist() == expected.tolist()
 
 
 def test_a_vanishing_temperature_is_greedy_and_extreme_logits_are_no_nan() -> None:
     logits = torch.tensor([[1e30, -1e30, 0.0], [5.0, 5.0 - 1e-3, -torch.inf]])
-    assert Sampler().sample(logits, row_sampling(2, temperature=1e-300), positions(2)).tolist() == [0, 0]
-    assert Sampler().sample(logits, row_sampling(2, temperature=2.0), positions(2)).tolist()[0] == 0
+    assert TokenSampler().sample(logits, row_sampling(2, temperature=1e-300), positions(2)).tolist() == [0, 0]
+    assert TokenSampler().sample(logits, row_sampling(2, temperature=2.0), positions(2)).tolist()[0] == 0
 
 
 @pytest.mark.parametrize(("point", "expected"), [(0.0, 1), (0.49, 1), (0.51, 3), (1 - 2**-53, 3)])
@@ -95,7 +95,7 @@ def test_the_ends_of_the_distribution_never_draw_a_token_without_weight(
         "services.worker.sampling.sampler.uniforms", lambda seeds, _positions: np.full(len(seeds), point)
     )
     logits = torch.tensor([[-torch.inf, 1.0, -torch.inf, 1.0, -torch.inf]])
-    assert Sampler().sample(logits, row_sampling(1), positions(1)).tolist() == [expected]
+    assert TokenSampler().sample(logits, row_sampling(1), positions(1)).tolist() == [expected]
 
 
 def test_parameters_are_kept_by_row() -> None:

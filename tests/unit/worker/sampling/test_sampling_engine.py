@@ -56,7 +56,7 @@ class Run:
         self.logprobs: dict[int, list[TokenLogprob]] = {}
 
     def add(self, new: NewSequence) -> None:
-        assert not isinstance(self.engine.residents.add(new), AddRefusal)
+        assert not isinstance(self.engine.registry.add(new), AddRefusal)
         self.texts[new.stream] = new.generated.tolist()
         self.logprobs[new.stream] = []
 
@@ -64,7 +64,7 @@ class Run:
         for _ in range(num_steps):
             batch = self.engine.next_batch(0.0)
             if batch is None:
-                assert not self.engine.table.num_live
+                assert not self.engine.table.num_sequences
                 return
             output = self.runner.run(batch)
             if self.failures is not None and len(batch.rows) > 1 and self.failures.random() < 0.15:

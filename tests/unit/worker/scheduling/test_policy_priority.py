@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.scheduling.view import F64, I32, Bool, SchedulerView
-from shared.types import FinishReason, QoeTarget
+from shared.types import FinishReason, ReaderTarget
 from tests.support.engine_builders import new_sequence
 from tests.support.engine_chaos import make_chaos
 from tests.support.engine_harness import make_harness
@@ -82,8 +82,12 @@ def test_who_has_text_to_read_pauses_and_keeps_its_kv() -> None:
     """10 tokens are said in 0.5 s; at 2 per second they are read until 1 + 9 / 2 = 5.5 s after they were asked for."""
     scheduler = PriorityScheduler(weight_by_name, readers_with_text(lead_s=1.0))
     harness = make_harness(scheduler)
-    slow = harness.add(new_sequence(0, max_tokens=16, arrival_s=0.0, qoe=QoeTarget(ttft_s=1.0, speed_tokens_per_s=2)))
-    fast = harness.add(new_sequence(1, max_tokens=60, arrival_s=0.0, qoe=QoeTarget(ttft_s=0.1, speed_tokens_per_s=500)))
+    slow = harness.add(
+        new_sequence(0, max_tokens=16, arrival_s=0.0, qoe=ReaderTarget(ttft_s=1.0, speed_tokens_per_s=2))
+    )
+    fast = harness.add(
+        new_sequence(1, max_tokens=60, arrival_s=0.0, qoe=ReaderTarget(ttft_s=0.1, speed_tokens_per_s=500))
+    )
     assert isinstance(fast, int)
     table, paused = harness.engine.table, 0
     while harness.stories[1001].finish is FinishReason.NONE:
@@ -105,7 +109,7 @@ def test_a_prompt_is_left_half_done_for_one_with_more_priority_and_goes_on_where
     harness.step()
     high = harness.add(new_sequence(1, num_prompt=30, max_tokens=1))
     chunks = []
-    while harness.engine.table.num_live:
+    while harness.engine.table.num_sequences:
         batch = harness.stepped()
         chunks += [*zip(batch.rows.tolist(), batch.start.tolist(), batch.num_tokens.tolist(), strict=True)]
     assert chunks == [(high, 0, 16), (high, 16, 14), (low, 16, 16), (low, 32, 8), (low, 40, 1)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.worker.scheduling.round_robin import TURN_TOKENS, RoundRobinScheduler
+from services.worker.scheduling.round_robin import QUANTUM_TOKENS, RoundRobinScheduler
 from services.worker.scheduling.view import PreemptHow, SchedulerView
 from services.worker.sequences.config import AddRefusal
 from tests.support.engine_builders import new_sequence
@@ -25,7 +25,7 @@ def decide(view: SchedulerView, *, how: PreemptHow = PreemptHow.RECOMPUTE) -> tu
 
 
 def test_a_turn_is_as_long_as_in_the_source() -> None:
-    assert TURN_TOKENS == 50
+    assert QUANTUM_TOKENS == 50
 
 
 def test_who_had_its_turn_gives_way_and_the_first_in_line_comes_in() -> None:
@@ -73,14 +73,14 @@ def test_with_a_host_turns_are_taken_by_swapping_and_nobody_else_waits_for_the_c
 def served_by_turns(num_sequences: int, *, num_host_blocks: int = 0) -> list[int]:
     """Return who says a token, in order. All come at once; 10 blocks of 4 hold two of them; turns of 4 tokens."""
     harness = make_harness(
-        RoundRobinScheduler(turn_tokens=4), num_blocks=10, prefix_caching=False, num_host_blocks=num_host_blocks
+        RoundRobinScheduler(quantum_tokens=4), num_blocks=10, prefix_caching=False, num_host_blocks=num_host_blocks
     )
     for name in range(num_sequences):
         added = harness.add(new_sequence(name, num_prompt=8, max_tokens=12, arrival_s=0.0))
         assert not isinstance(added, AddRefusal)
     said: list[int] = []
     lengths = [0] * num_sequences
-    while harness.engine.table.num_live:
+    while harness.engine.table.num_sequences:
         harness.step()
         for name in range(num_sequences):
             length = len(harness.stories[1000 + name].text)
@@ -108,7 +108,7 @@ def test_turns_go_round_in_order_of_arrival() -> None:
 
 def test_nobody_starves_while_others_keep_coming() -> None:
     """A new sequence every third step, more than fit: each that came in the first half ends before the stream does."""
-    harness = make_harness(RoundRobinScheduler(turn_tokens=4), num_blocks=16, max_sequences=400, max_batch_rows=4)
+    harness = make_harness(RoundRobinScheduler(quantum_tokens=4), num_blocks=16, max_sequences=400, max_batch_rows=4)
     for step in range(600):
         if step % 3 == 0 and step < 300:
             harness.add(new_sequence(step, num_prompt=6, max_tokens=9, arrival_s=harness.now_s))

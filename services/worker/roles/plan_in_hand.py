@@ -11,7 +11,7 @@ from shared.messages.plan import PlanState, PreparePlan
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ChangeOutcome:
     """What became of a plan here."""
 
     plan_id: int
@@ -21,7 +21,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Turn:
+class PlanInHand:
     """A plan on its way, from its prepare to its outcome."""
 
     ask: PreparePlan
@@ -32,7 +32,7 @@ class Turn:
     """True once the gate is held, False if that took too long or the worker stops."""
     decision: Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Whether it is carried out."""
-    outcome: Future[Outcome] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    outcome: Future[ChangeOutcome] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     @property
     def is_to_be_done(self) -> bool:

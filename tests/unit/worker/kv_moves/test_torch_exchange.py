@@ -14,7 +14,7 @@ import torch
 from services.worker.contract.arrays import I32
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.engine.stats import take_stats
-from services.worker.kv_moves import kv_wire, live_exchange
+from services.worker.kv_moves import kv_wire, torch_exchange
 from services.worker.kv_moves.placed_kv import PlacedKv
 from services.worker.memory.block_copies import BlockCopies, copy_blocks
 from services.worker.memory.kv_cache import KVCache
@@ -106,8 +106,8 @@ async def test_sequences_go_on_in_a_group_and_apart_again_without_computing_anyt
         for led, share in zip(alone, shares, strict=False):
             assert led.kept.names == share.names
             assert led.kept.ids.tolist() == list(range(len(share)))
-        first.engine.residents.release(rows_of(first.engine, [1, 2, 4]), "w1")
-        first.engine.residents.take_events()
+        first.engine.registry.release(rows_of(first.engine, [1, 2, 4]), "w1")
+        first.engine.registry.take_events()
         first.enter(alone[0].executor, alone[0].kept)
         left, before = first.left_to_compute(alone[0].kept, [0, 3, 5]), first.num_computed
         await first.serve()
@@ -375,7 +375,7 @@ async def test_kv_is_kept_aside_in_no_more_memory_than_allowed(room: int, monkey
         taken.append(copies._data.nbytes)
         return copies
 
-    monkeypatch.setattr(live_exchange, "copy_blocks", note)
+    monkeypatch.setattr(torch_exchange, "copy_blocks", note)
     model = open_elastic_model(SHAPES["llama"])
     block_bytes = 4 * 2 * model.facts.block_bytes
     model.close()

@@ -1,7 +1,7 @@
 """What moves to a worker while it serves: how far it is, how fast, and who waits; told in reports and by events.
 
-    begin ──► MoveMeter ◄── reach: bytes that are there ── device          `<kind>_begun`
-                  │ look ──► Move, in every report
+    begin ──► TransferMeter ◄── reach: bytes that are there ── device      `<kind>_begun`
+                  │ look ──► TransferProgress, in every report
     end  ◄────────┘                                                        `<kind>_ended`, with bytes, seconds, rate
 
 Source: none; the papers measure exchange and restore, and say nothing of their operators.
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from services.worker.executor.parameter_load import ParameterLoad
-from shared.messages.report import Move, MoveKind
+from shared.messages.report import TransferKind, TransferProgress
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
 from shared.sizes import describe_bytes
@@ -33,17 +33,17 @@ _log = get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class MoveFacts:
+class TransferFacts:
     """What is known of a move when it begins."""
 
-    kind: MoveKind
+    kind: TransferKind
     num_bytes: int
     sources: tuple[str, ...] = ()
     """Names of workers, or of what else it comes from."""
     mode: str = ""
 
 
-class MoveMeter:
+class TransferMeter:
     """How far one move is. Pure: time is an argument, seconds of one monotonic clock.
 
     Args:
@@ -51,7 +51,7 @@ class MoveMeter:
         now_s: when it begins.
     """
 
-    def __init__(self, facts: MoveFacts, now_s: float) -> None:
+    def __init__(self, facts: TransferFacts, now_s: float) -> None:
         self.facts = facts
         self.num_bytes = facts.num_bytes
         """In all, as far as is known; never less than what is there."""
@@ -86,9 +86,9 @@ class MoveMeter:
                 at_s, count = sample_s, sample
         return max(self.num_moved_bytes - count, 0) / max(now_s - at_s, RATE_WINDOW_S / NUM_SAMPLES)
 
-    def look(self, now_s: float, num_waiting: int = 0) -> Move:
+    def look(self, now_s: float, num_waiting: int = 0) -> TransferProgress:
         """Return how far it is at this moment."""
-        return Move(
+        return TransferProgress(
             kind=self.facts.kind,
             num_bytes=self.num_bytes,
             num_moved_bytes=self.num_moved_bytes,
@@ -100,7 +100,7 @@ class MoveMeter:
         )
 
 
-class Moves:
+class Transfers:
     """All moves to one worker; the only one to tell of them.
 
     Args:
@@ -121,20 +121,20 @@ class Moves:
         self._announce = announce
         self._now = now
         self._tasks = tasks
-        self._meters: list[MoveMeter] = []
-        self._following: tuple[asyncio.Task[None], MoveMeter] | None = None
+        self._meters: list[TransferMeter] = []
+        self._following: tuple[asyncio.Task[None], TransferMeter] | None = None
 
-    def begin(self, facts: MoveFacts) -> MoveMeter:
+    def begin(self, facts: TransferFacts) -> TransferMeter:
         """Tell that something begins to move; the caller says how far it is, and `end`s it."""
-        meter = MoveMeter(facts, self._now())
+        meter = TransferMeter(facts, self._now())
         self._meters.append(meter)
         waiting = ""
-        if facts.kind is MoveKind.KV_EXCHANGE:
+        if facts.kind is TransferKind.KV_EXCHANGE:
             waiting = f"; {self._count_waiting()} requests wait for theirs"
         self._announce(f"{facts.kind}_begun", f"{_what(facts, facts.num_bytes)}{waiting}")
         return meter
 
-    def end(self, meter: MoveMeter, outcome: str) -> None:
+    def end(self, meter: TransferMeter, outcome: str) -> None:
         """Tell that nothing more comes of a move, and what became of it. Idempotent."""
         if meter not in self._meters:
             return
@@ -162,7 +162,7 @@ class Moves:
         self.follow_no_more()
         load = look()
         if load is not None:
-            meter = self.begin(MoveFacts(MoveKind.PARAMETER_LOAD, load.num_bytes))
+            meter = self.begin(TransferFacts(TransferKind.PARAMETER_LOAD, load.num_bytes))
             self._following = self._tasks.start(self._follow(meter, look), name="parameter-load"), meter
 
     def follow_no_more(self) -> None:
@@ -173,15 +173,15 @@ class Moves:
             task.cancel()
             self.end(meter, "ended by the next change")
 
-    def look(self) -> tuple[Move, ...]:
+    def look(self) -> tuple[TransferProgress, ...]:
         """Return what is on its way, in the order in which it began."""
         now_s = self._now()
         return tuple(
-            meter.look(now_s, self._count_waiting() if meter.facts.kind is MoveKind.KV_EXCHANGE else 0)
+            meter.look(now_s, self._count_waiting() if meter.facts.kind is TransferKind.KV_EXCHANGE else 0)
             for meter in self._meters
         )
 
-    async def _follow(self, meter: MoveMeter, look: Callable[[], ParameterLoad | None]) -> None:
+    async def _follow(self, meter: TransferMeter, look: Callable[[], ParameterLoad | None]) -> None:
         while (load := look()) is not None:
             meter.facts = replace(meter.facts, sources=tuple(name for name, _ in load.given))
             meter.reach(load.num_loaded_bytes, self._now(), load.num_bytes)
@@ -198,8 +198,8 @@ def _outcome_of(load: ParameterLoad) -> str:
     return "all is there: " + ", ".join(f"{describe_bytes(count)} from {name}" for name, count in load.given)
 
 
-def _what(facts: MoveFacts, num_bytes: int) -> str:
-    what = "parameters" if facts.kind is MoveKind.PARAMETER_LOAD else "KV"
+def _what(facts: TransferFacts, num_bytes: int) -> str:
+    what = "parameters" if facts.kind is TransferKind.PARAMETER_LOAD else "KV"
     return f"{describe_bytes(num_bytes)} of {what}{_from(facts.sources)}{', ' + facts.mode if facts.mode else ''}"
 
 

@@ -16,7 +16,7 @@ BULK_PRIORITY: Final = 2
 """Of the system's queues in front of a network card: TC_PRIO_INTERACTIVE and TC_PRIO_BULK."""
 
 
-class LinkTurns:
+class LinkPriority:
     """Of the connections of one worker. Any thread.
 
     What is sent in turn goes in pieces, so an urgent message waits for one piece at most.

@@ -12,12 +12,12 @@ import pytest
 
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.executor.parameter_sources import ParameterSource
-from services.worker.kv_moves import kv_wire, live_exchange
+from services.worker.kv_moves import kv_wire, torch_exchange
 from services.worker.kv_moves.kv_table import KvTable
 from services.worker.kv_moves.kv_traffic import KvTraffic
 from services.worker.kv_moves.kv_wire import KvSocket
-from services.worker.kv_moves.live_exchange import LiveExchange
 from services.worker.kv_moves.places import GroupFailedError
+from services.worker.kv_moves.torch_exchange import TorchExchange
 from services.worker.memory.block_copies import BlockCopies
 from services.worker.memory.kv_cache import KVCache
 from services.worker.peers.frames import FrameKind, PeerLostError, pack_head
@@ -107,9 +107,9 @@ async def test_damage_costs_the_kv_and_not_the_group(monkeypatch: pytest.MonkeyP
             with monkeypatch.context() as patch:
                 sent = count_sends(patch, at, damaged(kind))
                 if kind == "table":
-                    patch.setattr(live_exchange, "pack_table", lambda _table: bytes(99))
+                    patch.setattr(torch_exchange, "pack_table", lambda _table: bytes(99))
                 elif kind == "memory":
-                    patch.setattr(live_exchange, "copy_blocks", no_memory)
+                    patch.setattr(torch_exchange, "copy_blocks", no_memory)
                 group = await form(devices, ranges_of(1, 2, 4), kept)
             assert sent[0] > at or kind in ("table", "memory")
             assert len(group.kept) < 24
@@ -243,7 +243,7 @@ async def test_kv_that_comes_late_is_not_written_over_what_sequences_have_there_
     stage: int, way: str, has_begun: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The leader gives up the exchange, or never begins, and gives the blocks to others; a member goes on."""
-    decide = live_exchange._decide
+    decide = torch_exchange._decide
 
     def decide_and_fail(*args: object) -> KvTable:
         decide(*args)  # type: ignore[arg-type]
@@ -253,7 +253,7 @@ async def test_kv_that_comes_late_is_not_written_over_what_sequences_have_there_
         with monkeypatch.context() as patch:
             late = LateKv(patch, stage, way)
             if not has_begun:
-                patch.setattr(live_exchange, "_decide", decide_and_fail)
+                patch.setattr(torch_exchange, "_decide", decide_and_fail)
             led, _ = await lead_and_join(devices, ranges_of(1, 2, 4), kept)
             await late.come()
             assert (led.arrivals is not None) == has_begun
@@ -338,9 +338,9 @@ async def test_a_stage_that_fails_while_it_waits_for_kv_can_be_whole_again_at_on
 
 async def test_the_leader_keeps_blocks_until_nothing_is_written_there_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has given up before it says what comes, and its own KV is still about to be written."""
-    begin = LiveExchange.begin
+    begin = TorchExchange.begin
 
-    def begin_and_give_up(self: LiveExchange, cache: KVCache) -> None:
+    def begin_and_give_up(self: TorchExchange, cache: KVCache) -> None:
         begin(self, cache)
         if self._stage == 0:
             self._loop.call_soon(self._undertaking.give_up, "it is told to")
@@ -348,7 +348,7 @@ async def test_the_leader_keeps_blocks_until_nothing_is_written_there_any_more(m
     async with devices_with_kv() as (devices, kept):
         with monkeypatch.context() as patch:
             late = LateKv(patch, 0, "own")
-            patch.setattr(LiveExchange, "begin", begin_and_give_up)
+            patch.setattr(TorchExchange, "begin", begin_and_give_up)
             led, _ = await lead_and_join(devices, ranges_of(1, 2, 4), kept)
             await late.come()
             assert exchange_of(devices[0]).failure is not None

@@ -52,7 +52,7 @@ Decide = Callable[[Sequence[KvOffer]], KvTable]
 _log = get_logger()
 
 
-class LiveExchange:
+class TorchExchange:
     """See the module. `agree`, `read`, then `begin` or `move`: in this order, each once, none at the same time.
 
     Args:

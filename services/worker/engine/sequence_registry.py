@@ -22,7 +22,7 @@ from shared.types import FinishReason
 _CANCELLED_IN_FLIGHT = Hold.CANCELLED | Hold.IN_FLIGHT
 
 
-class Residents:
+class SequenceRegistry:
     """Which sequences are here. The engine owns it; nobody else changes it."""
 
     def __init__(
