@@ -51,20 +51,16 @@ class Engine(Protocol):
 
     async def start(self, setting: Setting) -> None:
         """Return when it can generate."""
-        ...
 
     async def run(self, prompts: Sequence[Sequence[int]]) -> Figures:
         """Generate for all prompts at once."""
-        ...
 
     async def stop(self) -> None:
         """End its processes."""
-        ...
 
     @property
     def pid(self) -> int | None:
         """The process that holds it, whose children are its own; None if there is none between runs."""
-        ...
 
 
 class EngineProcess:

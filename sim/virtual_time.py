@@ -45,12 +45,10 @@ class Gate(Protocol):
 
     def admits(self, handle: asyncio.Handle) -> bool:
         """Return whether the callback may run; if not, the gate has kept it for later, or nobody will ever run it."""
-        ...
 
     @property
     def is_open(self) -> bool:
         """Whether callbacks run now; while not, nobody can have looked at a task that failed."""
-        ...
 
 
 GATE: contextvars.ContextVar[Gate | None] = contextvars.ContextVar("gate", default=None)

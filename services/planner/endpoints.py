@@ -49,38 +49,30 @@ class Carrier(Protocol):
     @property
     def epoch(self) -> int:
         """The newest epoch that it holds."""
-        ...
 
     @property
     def lever_names(self) -> list[str]:
         """The ladder."""
-        ...
 
     @property
     def fresh_view(self) -> ClusterView | None:
         """The newest view, if it is young enough to act upon."""
-        ...
 
     @property
     def why_busy(self) -> str:
         """Why nothing can be begun now; empty: something can."""
-        ...
 
     def render_metrics(self) -> tuple[bytes, str]:
         """Return metrics in Prometheus's text format, and the content type."""
-        ...
 
     async def settle(self) -> None:
         """Return when reports show what the last plan has changed."""
-        ...
 
     async def carry_out(self, intent: Intent) -> PlanOutcome:
         """Have workers carry something out."""
-        ...
 
     async def announce(self, name: str, reason: str) -> None:
         """Tell people what happened."""
-        ...
 
 
 class RefusedError(Exception):

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from uuid import uuid4
 
 MARK = "TEST_RUN_MARK"
 """Variable that tells processes of one run from all others; `sluice` refuses names of its own that it does not know."""
-_started: list[subprocess.Popen[bytes]] = []
 
 
 def mark_this_process() -> None:
     """From now on whatever this process starts ends with it, however it ends; it may be called again."""
     mark = uuid4().hex
+    read_end, _ = os.pipe()  # the other end closes when this process ends, and no child has it
     command = [sys.executable, "-I", "-S", __file__, mark]
-    _started.append(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))
+    os.posix_spawn(sys.executable, command, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, read_end, 0)])
+    os.close(read_end)
     os.environ[MARK] = mark
 
 
@@ -38,6 +38,7 @@ def kill_marked(mark: str) -> None:
 
 
 if __name__ == "__main__":
+    os.setsid()  # what ends the run from a terminal does not reach it
     while os.read(0, 4096):
         pass
     kill_marked(sys.argv[1])

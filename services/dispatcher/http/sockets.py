@@ -43,21 +43,17 @@ class Socket(Protocol):
     @property
     def is_idle(self) -> bool:
         """Whether no answer is under way."""
-        ...
 
     @property
     def is_closing(self) -> bool:
         """Whether it has been closed; the client may still have to take what it was sent."""
-        ...
 
     @property
     def num_unsent_bytes(self) -> int:
         """Bytes that the client has not taken yet."""
-        ...
 
     def close(self, verdict: CloseReason) -> None:
         """End the connection."""
-        ...
 
 
 class Sockets:

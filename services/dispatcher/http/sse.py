@@ -37,7 +37,6 @@ class EventWriter(Protocol):
 
     def write(self, data: bytes, now_s: float) -> None:
         """Send one or more whole events now, as server-sent events have them."""
-        ...
 
 
 class Stream(EventWriter, Protocol):
@@ -46,20 +45,16 @@ class Stream(EventWriter, Protocol):
     @property
     def response(self) -> web.StreamResponse | None:
         """What an HTTP handler returns; None if the answer does not go over HTTP."""
-        ...
 
     @property
     def was_cut(self) -> bool:
         """Whether the connection was broken because its client did not read."""
-        ...
 
     async def end(self) -> None:
         """Finish the answer in an orderly way."""
-        ...
 
     def close(self) -> None:
         """Forget the answer, finished or not; idempotent."""
-        ...
 
 
 class Open(Protocol):
@@ -75,7 +70,6 @@ class Open(Protocol):
         Raises:
             ConnectionError: the client is gone.
         """
-        ...
 
 
 class Outgoing:

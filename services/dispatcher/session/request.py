@@ -99,4 +99,3 @@ class Reader(Protocol):
         Returns:
             False if no more are wanted: the answer is complete by the reader's own judgement (a stop string).
         """
-        ...

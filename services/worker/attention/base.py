@@ -66,7 +66,6 @@ class Fold(Protocol):
             queries: [t, num_heads, head_dim] of the ranges' rows, rotated, not scaled.
             states: [t, num_heads, head_dim + STATE_EXTRA] float32, contiguous, on the queries' device.
         """
-        ...
 
 
 class Attention(Protocol[PlanT]):
@@ -74,7 +73,6 @@ class Attention(Protocol[PlanT]):
 
     def plan(self, rows: RaggedRows) -> PlanT:
         """Prepare what all layers of a step share."""
-        ...
 
     def attend(self, plan: PlanT, layer: int, queries: torch.Tensor) -> torch.Tensor:
         """Return the attention's output [t, num_heads * head_dim] in the queries' dtype.
@@ -84,11 +82,9 @@ class Attention(Protocol[PlanT]):
             layer: numbered in the cache and in the model, whose spec says its window.
             queries: [t, num_heads, head_dim], rotated, not scaled.
         """
-        ...
 
     def plan_fold(self, ranges: KeyRanges) -> Fold:
         """Prepare what all layers of a step share that fold a part of the context into states."""
-        ...
 
 
 def slots_at(tables: torch.Tensor, positions: torch.Tensor, block_size: int) -> torch.Tensor:

@@ -73,7 +73,6 @@ class RemoteKeys(Protocol):
         Args:
             rows: of the step, with the blocks of all layers of this stage.
         """
-        ...
 
     def ask(self, rows: RemoteRows, layer: int, queries: torch.Tensor, states: torch.Tensor) -> None:
         """Send queries and states to where the keys are; does not wait for an answer.
@@ -87,7 +86,6 @@ class RemoteKeys(Protocol):
         Raises:
             RemoteLostError: it cannot be had.
         """
-        ...
 
     def take(self) -> None:
         """Wait until the states that were given to `ask` have the keys that lie elsewhere in them.
@@ -95,7 +93,6 @@ class RemoteKeys(Protocol):
         Raises:
             RemoteLostError: it cannot be had.
         """
-        ...
 
 
 def new_states(num_tokens: int, num_heads: int, head_dim: int, device: torch.device | None = None) -> torch.Tensor:

@@ -79,35 +79,29 @@ class Executor(Protocol):
     @property
     def depth(self) -> int:
         """How many batches may be in flight: one for each lane, and one more where steps overlap."""
-        ...
 
     @property
     def num_lanes(self) -> int:
         """Batches in flight with other rows each: 1, or the number of pipeline stages."""
-        ...
 
     @property
     def capacity(self) -> KvCapacity:
         """KV memory now; it changes only while the step gate is held."""
-        ...
 
     def submit(self, batch: Batch) -> Future[BatchOutput]:
         """Queue a step behind those submitted before. Raises nothing: the future fails with `BatchFailedError`.
 
         After a failure the executor has applied the batch's `drops`, `admits`, `table_delta` and `copies`.
         """
-        ...
 
     def copy(self, copy: HostCopy) -> Future[None]:
         """Begin to copy blocks, beside the steps or between them; copies of one direction end in order.
 
         Raises nothing: the future fails with `CopyFailedError`. It is done when source and target may change.
         """
-        ...
 
     async def close(self) -> None:
         """Finish what is queued and release threads and memory. Idempotent."""
-        ...
 
 
 def overlaps(executor: Executor) -> bool:

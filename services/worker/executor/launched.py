@@ -14,7 +14,6 @@ class Launched(Protocol):
     @property
     def is_done(self) -> bool:
         """`end` has nothing to wait for."""
-        ...
 
     def end(self) -> BatchOutput:
         """Return what the step has produced, once, in the order of the steps; from any thread.
@@ -22,7 +21,6 @@ class Launched(Protocol):
         Raises:
             BatchFailedError: it did not finish, for whatever reason.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,9 @@ class ParameterSource(Protocol):
     @property
     def name(self) -> str:
         """Of whom it is, for people."""
-        ...
 
     def has(self, layer: int | None, part: str) -> bool:
         """Return whether it is worth asking for a part of a layer; None: of those outside of the layers."""
-        ...
 
     def fill(self, layer: int | None, buffer: ParameterBuffer, piece_elements: int | None) -> Iterator[int]:
         """Write the parts of a buffer, piece by piece as they are asked for; it may be left before the end.
@@ -39,8 +37,6 @@ class ParameterSource(Protocol):
             SourceLostError: not all of it came.
             StartupError: the same, with a hint for people.
         """
-        ...
 
     def close(self) -> None:
         """Ask for nothing more. Idempotent."""
-        ...

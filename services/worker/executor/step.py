@@ -33,7 +33,6 @@ class ForwardPass(Protocol):
     @property
     def cache(self) -> KVCache:
         """Keys and values of its layers; `cache.layers` says which they are."""
-        ...
 
     def run(self, batch: Batch, tables: I32, sampled: I64, hidden: torch.Tensor | None = None) -> Scores:
         """Compute a step from the first layer here to the head, and store its keys and values. Only the last stage can.
@@ -50,7 +49,6 @@ class ForwardPass(Protocol):
             IndexError: a token, position or block does not exist.
             RemoteLostError: keys that lie elsewhere are not to be had.
         """
-        ...
 
     def advance(self, batch: Batch, tables: I32, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """Compute a step's layers here and store their keys and values.
@@ -66,7 +64,6 @@ class ForwardPass(Protocol):
         Raises:
             IndexError, RemoteLostError: see `run`.
         """
-        ...
 
 
 class DecodeLayers:
@@ -136,11 +133,9 @@ class StepGraph(Protocol):
 
     def has_for(self, batch: Batch) -> bool:
         """Return whether a batch can be computed by what was recorded."""
-        ...
 
     def run(self, batch: Batch, tables: I32, sampled: I64) -> Scores:
         """Compute a step; see `ForwardPass.run`."""
-        ...
 
 
 class TorchForward:

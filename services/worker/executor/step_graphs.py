@@ -37,7 +37,6 @@ class GraphRecorder(Protocol):
 
     def record(self, compute: Callable[[], None]) -> Callable[[], None]:
         """Return what computes the same again, from and to the same memory."""
-        ...
 
 
 class CudaRecorder:

@@ -23,29 +23,23 @@ class Runner(Protocol):
     @property
     def capacity(self) -> KvCapacity:
         """KV memory."""
-        ...
 
     @property
     def overlaps(self) -> bool:
         """Whether a step is to be launched before the one before it has ended; it may hold `OWN_SAMPLE` then."""
-        ...
 
     def launch(self, batch: Batch) -> Launched:
         """Begin one step, or raise `BatchFailedError`; always called from the same thread."""
-        ...
 
     def copy(self, copy: HostCopy) -> None:
         """Copy blocks between device and host, or raise `CopyFailedError`."""
-        ...
 
     @property
     def copies_beside(self) -> bool:
         """Whether `copy` may be called while a step runs, in each direction from a thread of its own."""
-        ...
 
     def close(self) -> None:
         """Give back memory."""
-        ...
 
 
 class ThreadExecutor:

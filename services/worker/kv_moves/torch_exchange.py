@@ -4,7 +4,7 @@
     agree   KvOffer ─────────► decides ── KvTable ───► every stage: which of its blocks go where
     read    KV ──► BlockCopies, before its layers and blocks change
     begin   each to each at the same time, a thread for each direction:   copies ──chunks──► socket ──► KV
-            what is complete at a stage ──KvProgress──► the leader: what is complete everywhere (`group_news.py`)
+            what is complete at a stage ──KvProgress──► the leader: what is complete everywhere (`kv_progress.py`)
 
 The group serves meanwhile, on other blocks. A group that dissolves `move`s its KV before its workers serve.
 
@@ -32,13 +32,12 @@ from functools import partial
 
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.kv_moves.arrivals import Arrivals
-from services.worker.kv_moves.group_news import GroupNews
 from services.worker.kv_moves.kv_messages import pack_offer, pack_table, unpack_offer, unpack_table
+from services.worker.kv_moves.kv_progress import GroupNews
 from services.worker.kv_moves.kv_table import KvOffer, KvTable, check_table
 from services.worker.kv_moves.kv_traffic import Ears, KvTraffic
 from services.worker.kv_moves.kv_wire import KvProgress, KvSocket
 from services.worker.kv_moves.remote_attention import RemoteAttention, RemoteParts
-from services.worker.kv_moves.undertaking import Undertaking
 from services.worker.memory.block_copies import NUM_SIDES, BlockCopies, copy_blocks, move_blocks, settle
 from services.worker.memory.kv_cache import KVCache
 from services.worker.memory.page_swap import PagesKeptError
@@ -50,6 +49,53 @@ from shared.wire import MAX_MESSAGE_BYTES
 
 Decide = Callable[[Sequence[KvOffer]], KvTable]
 _log = get_logger()
+
+
+class Undertaking:
+    """Parts of an exchange, each in a thread and a limited time: once one has failed, no other one begins.
+
+    Args:
+        stage: for the log.
+        limit_s: after so many seconds a part is given up.
+        shut: lets what is under way end soon; in any thread.
+    """
+
+    def __init__(self, stage: int, limit_s: float, shut: Callable[[], None]) -> None:
+        self._stage = stage
+        self._limit_s = limit_s
+        self._shut = shut
+        self._begun_s = 0.0
+        self.failure: str | None = None
+        """Why it has failed, once that is so."""
+
+    async def do(self, work: Callable[[], None]) -> None:
+        """Do a part, unless an earlier one has failed."""
+        if self.failure is not None:
+            return
+        limit = asyncio.create_task(self._limit(), name="kv-exchange-limit")
+        try:
+            await in_thread(work, "KV exchange", interrupt=self._shut)
+        except Exception as error:  # whatever network, peers and torch come up with: the group goes on without KV
+            self.give_up(f"{type(error).__name__}: {error}")
+        finally:
+            limit.cancel()
+
+    def give_up(self, reason: str) -> None:
+        """Let it fail, if it has not, and what is under way end soon. In any thread."""
+        if self.failure is None:
+            self.failure = reason
+            _log.warning("kv_not_exchanged", stage=self._stage, reason=reason)
+        self._shut()
+
+    def extend(self) -> None:
+        """Let what is under way take as long as the limit from now on. In any thread."""
+        self._begun_s = time.monotonic()
+
+    async def _limit(self) -> None:
+        self.extend()
+        while (left_s := self._begun_s + self._limit_s - time.monotonic()) > 0:
+            await asyncio.sleep(left_s)
+        self.give_up(f"it took longer than {self._limit_s:g} s")
 
 
 class TorchExchange:

@@ -25,7 +25,6 @@ class DeviceEvent(Protocol):
 
     def synchronize(self) -> None:
         """Wait until it has; from any thread."""
-        ...
 
 
 def mark(device: torch.device) -> DeviceEvent | None:

@@ -28,19 +28,15 @@ class ModelMemory(Protocol):
     @property
     def device(self) -> torch.device:
         """Where it is."""
-        ...
 
     def parameters(self, layer: int | None, num_bytes: int) -> torch.Tensor:
         """Return [num_bytes] uint8 for the parameters of a layer, or (None) for those outside the layers."""
-        ...
 
     def open_kv(self, num_blocks: int, reserve_bytes: int) -> KVCache:
         """Return a cache of so many blocks or a few more; what is reserved is for others to take."""
-        ...
 
     def close(self) -> None:
         """Give back what is this memory's own. Idempotent."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,6 @@ class KvStore(Protocol):
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store one layer's keys and values [t, num_kv_heads, head_dim] in slots [t]."""
-        ...
 
 
 class LayerOperators:

@@ -27,11 +27,9 @@ class StageSender(Protocol):
         Raises:
             PeerLostError: the other end is known to be gone. Without it the message may still be lost.
         """
-        ...
 
     def close(self) -> None:
         """Let the other end know that nothing more comes. Idempotent."""
-        ...
 
 
 def receive_all(

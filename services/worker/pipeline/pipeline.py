@@ -33,24 +33,19 @@ class StageGroup(Protocol):
     @property
     def num_stages(self) -> int:
         """How many there are."""
-        ...
 
     @property
     def capacity(self) -> KvCapacity:
         """What every stage has, so the least of all."""
-        ...
 
     def attach(self, on_message: Callable[[StageMessage], None], on_lost: Callable[[str], None]) -> None:
         """Name who hears what stages say, and once, with the reason, that the pipeline is broken; both on the loop."""
-        ...
 
     def post(self, message: Batch | HostCopy | KvOver) -> None:
         """Send to every stage, behind what was sent before. Does not block, and raises nothing."""
-        ...
 
     async def close(self) -> None:
         """End all stages; nothing is in flight, or the pipeline is broken. Idempotent."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,6 @@ class StageStep(Protocol):
     @property
     def is_done(self) -> bool:
         """`end` has nothing to wait for."""
-        ...
 
     def end(self) -> Hidden | BatchOutput:
         """Return what the step has produced, once, in the order of the steps; from any thread.
@@ -51,11 +50,9 @@ class StageStep(Protocol):
         Raises:
             BatchFailedError: it did not finish.
         """
-        ...
 
     def free(self) -> None:
         """Let what `end` has returned be overwritten. Once, behind `end`, whatever that did; from any thread."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +78,14 @@ class StageDevice(Protocol):
     @property
     def layers(self) -> LayerRange:
         """Its layers, numbered in the whole model."""
-        ...
 
     @property
     def is_last(self) -> bool:
         """Its layers are the model's last."""
-        ...
 
     @property
     def capacity(self) -> KvCapacity:
         """KV memory of its layers. A block of the group is usable if every stage has it."""
-        ...
 
     def launch(self, batch: Batch, hidden: Hidden | None) -> StageStep:
         """Begin to compute a step's layers; where the device is the host, they are computed then.
@@ -108,7 +102,6 @@ class StageDevice(Protocol):
         Raises:
             BatchFailedError: the step did not finish.
         """
-        ...
 
     def skip(self, batch: Batch) -> None:
         """Only apply what a batch says of rows, tables and copies: its step has failed on an earlier stage.
@@ -116,7 +109,6 @@ class StageDevice(Protocol):
         Raises:
             BatchFailedError: it could not be applied; steps after it fail as well.
         """
-        ...
 
     def copy(self, copy: HostCopy) -> None:
         """Copy these layers of some blocks between device and host; no step is under way.
@@ -124,18 +116,15 @@ class StageDevice(Protocol):
         Raises:
             CopyFailedError: it did not finish.
         """
-        ...
 
     def end_writes(self) -> None:
         """Let nothing but steps and copies write KV from now on; return when nothing else does. Idempotent.
 
         No step is under way.
         """
-        ...
 
     def close(self) -> None:
         """Give back memory; no step is under way. Idempotent."""
-        ...
 
 
 class StageOrderError(Exception):

@@ -54,12 +54,10 @@ class GroupDevice(Protocol):
     @property
     def layers(self) -> LayerRange:
         """Held now."""
-        ...
 
     @property
     def resident(self) -> LayerRange:
         """Layers whose parameters have memory here, held or beside those; while they change, those of before."""
-        ...
 
     @property
     def loaded_ratio(self) -> float:
@@ -68,30 +66,24 @@ class GroupDevice(Protocol):
         It rises while steps run, and stays below 1 if loading fails, which is then tried again by the next `reside`, or
         by `alone`.
         """
-        ...
 
     @property
     def load_now(self) -> ParameterLoad | None:
         """How far parameters are that `reside` loads; None: none are, or what else has changed has ended that."""
-        ...
 
     @property
     def facts(self) -> ElasticFacts:
         """Sizes of its memory; they never change."""
-        ...
 
     @property
     def address(self) -> str:
         """Where other stages connect, `host:port`; empty where all are in one process."""
-        ...
 
     def refusal(self, layers: LayerRange) -> str | None:
         """Return why this device cannot come to hold exactly these layers; None if it can."""
-        ...
 
     def blocks_beside(self, layers: LayerRange) -> int:
         """Return the KV blocks of the layers that are held, beside the parameters of `layers`, these among them."""
-        ...
 
     async def lead(self, place: GroupPlace, on_end: Callable[[str | None], None], kept: KeptKv) -> Led:
         """Drop all but the own layers, connect to the members, and return the group's executor; KV is on its way then.
@@ -107,7 +99,6 @@ class GroupDevice(Protocol):
         Raises:
             GroupFailedError: the group did not come about; `alone` has to be called.
         """
-        ...
 
     async def join(self, place: GroupPlace, on_end: Callable[[str | None], None], kept: KeptKv) -> int:
         """Drop all but the own layers, and compute them for the group's leader from now on.
@@ -124,7 +115,6 @@ class GroupDevice(Protocol):
         Raises:
             GroupFailedError: the group did not come about; `alone` has to be called.
         """
-        ...
 
     async def reside(self, layers: LayerRange, num_blocks: int, *, is_ahead: bool = False) -> int:
         """Hold the parameters of some layers beside the own ones from now on; what the stage computes stays the same.
@@ -148,12 +138,10 @@ class GroupDevice(Protocol):
         Raises:
             GroupFailedError: so many do not fit, the system refuses, or there is no group; `alone` has to be called.
         """
-        ...
 
     @property
     def most_copied(self) -> int:
         """Blocks that `copy_ahead` moves in one round at most; 0: it moves none."""
-        ...
 
     async def copy_ahead(self, next_shares: NextShares | None = None) -> bool:
         """Copy KV of the group that stands to where it will be when the group dissolves, while it serves.
@@ -168,11 +156,9 @@ class GroupDevice(Protocol):
         Returns:
             Whether all that the leader named has been copied. Else what the last round was to move may be there or not.
         """
-        ...
 
     def end_copying(self) -> None:
         """Let `copy_ahead` end soon, here and at the other stages, and forget its connections. Idempotent."""
-        ...
 
     def blocks_ahead(self, layers: LayerRange, num_blocks: int) -> int:
         """Return of how many blocks a stage on a device like this can have all layers, beside the whole model.
@@ -181,12 +167,10 @@ class GroupDevice(Protocol):
             layers: that the stage computes.
             num_blocks: of KV of these that it has; it has all layers of no more, and of no more than `whole_blocks`.
         """
-        ...
 
     @property
     def whole_blocks(self) -> int:
         """KV blocks that there is memory for beside the whole model."""
-        ...
 
     async def alone(self, parting: Parting | None = None) -> Led:
         """Leave any group, load what is not loaded yet, and return the executor of the whole model. Idempotent.
@@ -198,8 +182,6 @@ class GroupDevice(Protocol):
         Raises:
             StartupError: a layer cannot be loaded again; the worker must end.
         """
-        ...
 
     async def close(self) -> None:
         """Leave any group and give back memory. Idempotent."""
-        ...

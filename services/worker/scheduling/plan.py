@@ -60,11 +60,9 @@ class Budget(Protocol):
 
     def most(self, begin: int) -> int:
         """Return the most tokens of the next chunk, which begins at this position; 0: none."""
-        ...
 
     def take(self, begin: int, num_tokens: int, *, is_cut: bool) -> None:
         """Count a chunk that is chosen; it is cut if known tokens are left behind it."""
-        ...
 
 
 class StepPlan:

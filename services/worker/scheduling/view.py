@@ -106,11 +106,9 @@ class BlockFacts(Protocol):
 
         So the sum is what all of the rows free together, and the sum of an end is what that end frees.
         """
-        ...
 
     def cached(self, row: int) -> CachedPrefix:
         """Return what a waiting or preempted row would find. The answer holds for this step."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,4 +198,3 @@ class Scheduler(Protocol):
         Where steps overlap it is not asked while all who run decode, nobody waits who could run, and blocks suffice:
         then all go on (`engine/going_ahead.py`).
         """
-        ...

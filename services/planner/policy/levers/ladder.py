@@ -99,16 +99,13 @@ class Lever(Protocol):
     @property
     def name(self) -> str:
         """Name in plans and events."""
-        ...
 
     @property
     def is_standing(self) -> bool:
         """Whether it is pulled whenever it can be, with no pressure too, and what it does is not undone in calm."""
-        ...
 
     def offer(self, snapshot: ClusterSnapshot) -> Offer | Declined | None:
         """Return what this lever would do about the pressure; if it cannot help now, why, or None."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
