@@ -100,9 +100,9 @@ class SimWorkerParams:
         """Return the memory to which the system swaps, None if it does not."""
         if find_system(self.system).preemption is not Preemption.SWAP:
             return None
-        block_bytes = self.kv_bytes_per_token * self.block_size
-        num_blocks = self.host_memory_bytes // block_bytes
-        return HostMemory(num_blocks, block_bytes, block_bytes / self.host_link_bytes_per_s)
+        block_kv_bytes = self.kv_bytes_per_token * self.block_size
+        num_blocks = self.host_memory_bytes // block_kv_bytes
+        return HostMemory(num_blocks, block_kv_bytes, block_kv_bytes / self.host_link_bytes_per_s)
 
 
 class StickyExecutor(ModelledExecutor):

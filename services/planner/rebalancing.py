@@ -15,7 +15,7 @@ from typing import Annotated, TypeVar
 from pydantic import Field, TypeAdapter
 
 from services.planner.policy.overflow import Overflow, find_overflow, plan_moves
-from services.planner.policy.rebalance import QueueTransfer
+from services.planner.policy.rebalance import Requeue
 from shared.ids import WorkerId
 from shared.messages.errand import Errand, ErrandRefused
 from shared.messages.queue import ListQueued, MoveQueued, QueuedPart, QueueList, QueueMove, QueueMoved
@@ -97,9 +97,7 @@ class Rebalancer:
         answers = await asyncio.gather(*(ask(report.worker_id) for report in overflow.short))
         return dict(answer for answer in answers if answer is not None)
 
-    async def _tell(
-        self, moves: Sequence[QueueTransfer], queues: dict[WorkerId, Sequence[QueuedPart]], epoch: int
-    ) -> int:
+    async def _tell(self, moves: Sequence[Requeue], queues: dict[WorkerId, Sequence[QueuedPart]], epoch: int) -> int:
         by_source: dict[WorkerId, list[QueueMove]] = {}
         for move in moves:
             source = WorkerId(move.source)

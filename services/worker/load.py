@@ -98,11 +98,11 @@ async def load_executor(
 def _modelled(settings: WorkerSettings, spec: ModelSpec) -> Loaded:
     """Return an executor that takes time and computes nothing; its KV memory is the whole of `memory`."""
     value_bytes = 4 if settings.dtype is Dtype.FLOAT32 else 2
-    block_bytes = 2 * spec.num_layers * spec.kv_size * value_bytes * settings.block_size
-    num_blocks = settings.memory // block_bytes
+    block_kv_bytes = 2 * spec.num_layers * spec.kv_size * value_bytes * settings.block_size
+    num_blocks = settings.memory // block_kv_bytes
     if not num_blocks:
-        raise StartupError(f"--memory holds no KV block of {block_bytes} bytes", "Give more")
-    host = _modelled_host(settings, block_bytes)
+        raise StartupError(f"--memory holds no KV block of {block_kv_bytes} bytes", "Give more")
+    host = _modelled_host(settings, block_kv_bytes)
     draw = TokenDraw.of_vocabulary(spec.vocab_size, spec.eos_token_ids, first_id=min(256, spec.vocab_size // 2))
     kv = ShadowKv(num_blocks, settings.block_size, draw, num_host_blocks=0 if host is None else host.num_blocks)
     cost = load_profile(settings.profile).cost
@@ -110,7 +110,7 @@ def _modelled(settings: WorkerSettings, spec: ModelSpec) -> Loaded:
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
         max_model_len=min(settings.max_model_len or spec.max_positions, num_blocks * settings.block_size),
-        kv_bytes=num_blocks * block_bytes,
+        kv_bytes=num_blocks * block_kv_bytes,
         cost=CostEstimate(cost),
     )
     return Loaded(ModelledExecutor(cost, kv, host=host, overlaps=bool(settings.overlap)), facts)
@@ -120,14 +120,14 @@ def _swaps(settings: WorkerSettings) -> bool:
     return find_system(settings.system).preemption is Preemption.SWAP
 
 
-def _modelled_host(settings: WorkerSettings, block_bytes: int) -> HostMemory | None:
+def _modelled_host(settings: WorkerSettings, block_kv_bytes: int) -> HostMemory | None:
     if not _swaps(settings):
         return None
-    num_blocks = settings.host_memory // block_bytes
+    num_blocks = settings.host_memory // block_kv_bytes
     if not num_blocks:
-        said = f"host_memory holds no KV block of {block_bytes} bytes"
+        said = f"host_memory holds no KV block of {block_kv_bytes} bytes"
         raise StartupError(said, "Give more, or choose another system")
-    return HostMemory(num_blocks, block_bytes, block_bytes / (settings.host_link_gb_per_s * 1e9))
+    return HostMemory(num_blocks, block_kv_bytes, block_kv_bytes / (settings.host_link_gb_per_s * 1e9))
 
 
 async def _torch(settings: WorkerSettings, progress: Progress, incarnation: Incarnation) -> Loaded:

@@ -48,7 +48,7 @@ class Estate:
     offer: KvOffer
     kv: ShadowKv
     """Memory of the layers held before."""
-    block_bytes: int
+    pair_bytes: int
     """Of a block's keys and values in one layer."""
     cost: CostModel | None = None
     """Of a step of the whole model."""
@@ -63,7 +63,7 @@ class Share:
     """Memory of the layers held in the group."""
     whole: ShadowKv
     """Memory of the whole model, to be filled."""
-    block_bytes: int
+    pair_bytes: int
     """Of a block's keys and values in one layer."""
     parting: Parting
 
@@ -123,7 +123,7 @@ class Exchange:
 
     def arrivals(self, news: AsyncIterator[Arrived], num_blocks_then: int) -> Arrivals | None:
         """Return what comes, for the leader; None: nothing does."""
-        num_bytes = self._table.wire_bytes(self._wanted, self._before[0].block_bytes)
+        num_bytes = self._table.wire_bytes(self._wanted, self._before[0].pair_bytes)
         return Arrivals.of(self._table, num_bytes, news, self.num_blocks, num_blocks_then)
 
     async def news(
@@ -182,7 +182,7 @@ class Exchange:
                 arrived_s = 0.0
                 for holder in piece.lot.sources:
                     for target in piece.lot.targets:
-                        num_bytes = len(piece) * self._block_bytes(holder, target)
+                        num_bytes = len(piece) * self._held_bytes(holder, target)
                         if holder == target or not num_bytes:
                             continue
                         ends_s = max(sends_at_s[holder], takes_at_s[target]) + num_bytes / self._bytes_per_s
@@ -200,29 +200,29 @@ class Exchange:
     def _pieces(self, lot: KvLot) -> Iterator[_Piece]:
         size = len(lot.ids)
         if not isinf(self._bytes_per_s):
-            size = max(int(PIECE_S * self._bytes_per_s) // (self._table.num_layers * self._before[0].block_bytes), 1)
+            size = max(int(PIECE_S * self._bytes_per_s) // (self._table.num_layers * self._before[0].pair_bytes), 1)
         for first in range(0, len(lot.ids), size):
             yield _Piece(lot, first, min(first + size, len(lot.ids)))
 
     def _wire_bytes(self, lot: KvLot) -> int:
         """Return the bytes of a lot's block that go from one worker to another."""
-        return self._table.link_layers(lot, self._wanted).total * self._before[0].block_bytes
+        return self._table.link_layers(lot, self._wanted).total * self._before[0].pair_bytes
 
-    def _block_bytes(self, holder: int, target: int) -> int:
+    def _held_bytes(self, holder: int, target: int) -> int:
         """Return the bytes of a block that one worker has for another."""
         part = self._table.held[holder].overlap(self._wanted[target])
-        return 0 if part is None else len(part) * self._before[holder].block_bytes
+        return 0 if part is None else len(part) * self._before[holder].pair_bytes
 
     def _leaving(self, lot: KvLot, holder: int) -> int:
         """Return the bytes of a lot's block that are at a worker and do not stay there."""
         if holder not in lot.sources:
             return 0
-        return len(self._table.held[holder]) * self._before[holder].block_bytes - self._block_bytes(holder, holder)
+        return len(self._table.held[holder]) * self._before[holder].pair_bytes - self._held_bytes(holder, holder)
 
     def _room(self, unsent: Sequence[int]) -> int:
         """Return the blocks that every stage has memory for beside the KV that it has not sent yet."""
         return min(
-            stage.capacity.num_blocks - ceil(left / (len(stage.layers) * before.block_bytes))
+            stage.capacity.num_blocks - ceil(left / (len(stage.layers) * before.pair_bytes))
             for stage, before, left in zip(self._stages, self._before, unsent, strict=True)
         )
 
@@ -268,8 +268,8 @@ def traffic_of(table: KvTable, members: Sequence[Share]) -> Traffic:
     for lot in table.lots:
         each = table.link_layers(lot, wanted)
         layers += len(lot.ids) * np.stack([each.sends, each.takes])
-    block_bytes = members[0].block_bytes
-    return Traffic(int(layers.max()) * block_bytes, int(layers[0].sum()) * block_bytes)
+    pair_bytes = members[0].pair_bytes
+    return Traffic(int(layers.max()) * pair_bytes, int(layers[0].sum()) * pair_bytes)
 
 
 def _check(table: KvTable, offers: Sequence[KvOffer], kvs: Sequence[ShadowKv], wanted: Sequence[LayerRange]) -> None:

@@ -159,7 +159,7 @@ class ModelledNetwork:
         link, first = self._link, befores[0]
         costs = ExchangeCosts(
             block_size=block_size,
-            block_bytes=first.block_bytes,
+            pair_bytes=first.pair_bytes,
             token_bytes=round(link.token_bytes * (1 + REMOTE_STATES)),
             latency_s=link.latency_s,
             limit_s=self._exchange_limit_s,

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.planner.policy.observe import can_work, takes_requests
-from services.planner.policy.rebalance import GroupLoad, QueuedRequest, QueueTransfer, rebalance
+from services.planner.policy.rebalance import GroupLoad, QueuedRequest, Requeue, rebalance
 from shared.ids import WorkerId
 from shared.messages.queue import QueuedPart
 from shared.messages.report import ClusterView, WorkerReport
@@ -61,7 +61,7 @@ def find_overflow(view: ClusterView) -> Overflow | None:
 
 def plan_moves(
     overflow: Overflow, queues: Mapping[WorkerId, Sequence[QueuedPart]], batch_per_worker: int
-) -> tuple[QueueTransfer, ...]:
+) -> tuple[Requeue, ...]:
     """Return which waiting requests go where.
 
     Args:
@@ -69,7 +69,7 @@ def plan_moves(
         queues: of those that are short, as far as they have answered, first in line first.
         batch_per_worker: requests that a worker runs well at a time; a group of s runs s times as many.
     """
-    moves: list[QueueTransfer] = []
+    moves: list[Requeue] = []
     for model in sorted({report.model for report in overflow.short}):
         short = [r for r in overflow.short if r.model == model and r.worker_id in queues]
         roomy = [r for r in overflow.roomy if r.model == model]

@@ -49,7 +49,7 @@ class GroupLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class QueueTransfer:
+class Requeue:
     """One request goes elsewhere."""
 
     request_id: RequestId
@@ -80,7 +80,7 @@ class _Room:
         return self.num_taken / self.max_batch, self.group_id
 
 
-def rebalance(groups: Sequence[GroupLoad]) -> tuple[QueueTransfer, ...]:
+def rebalance(groups: Sequence[GroupLoad]) -> tuple[Requeue, ...]:
     """Return the moves that bring overflowing requests to groups with room, in order of placing.
 
     Args:
@@ -103,7 +103,7 @@ def _urgency(request: QueuedRequest) -> tuple[int, float, RequestId]:
     return -request.priority, -request.age_s, request.request_id
 
 
-def _place(rooms: Sequence[_Room], overflow: Sequence[tuple[QueuedRequest, str]]) -> tuple[QueueTransfer, ...]:
+def _place(rooms: Sequence[_Room], overflow: Sequence[tuple[QueuedRequest, str]]) -> tuple[Requeue, ...]:
     heap = [(room.key, room) for room in rooms if room.num_taken < room.max_batch]
     heapq.heapify(heap)
     moves = []
@@ -113,7 +113,7 @@ def _place(rooms: Sequence[_Room], overflow: Sequence[tuple[QueuedRequest, str]]
             entry = heapq.heappop(heap)
             room = entry[1]
             if room.take(request):
-                moves.append(QueueTransfer(request.request_id, source, room.group_id))
+                moves.append(Requeue(request.request_id, source, room.group_id))
                 if room.num_taken < room.max_batch:
                     heapq.heappush(heap, (room.key, room))
                 break

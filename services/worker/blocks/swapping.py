@@ -89,14 +89,14 @@ class Swapping:
         host = self.host.keep(row, device.size)
         table.host_tokens[row] = num_tokens
         self._begin(row, HostCopy(self._next_copy_id, device, host, to_host=True), num_tokens, num_freed)
-        return int(device.size) * self._memory.block_bytes
+        return int(device.size) * self._memory.block_kv_bytes
 
     def come_back(self, row: int) -> int:
         """Give a row, which is a running one now, blocks for its KV and begin to copy it there; return its bytes."""
         num_tokens, host = int(self._table.host_tokens[row]), self.host.blocks_of(row)
         device = self._blocks.take_for(row, int(host.size))
         self._begin(row, HostCopy(self._next_copy_id, device, host, to_host=False), num_tokens, 0)
-        return int(device.size) * self._memory.block_bytes
+        return int(device.size) * self._memory.block_kv_bytes
 
     def take_copies(self) -> list[HostCopy]:
         """Return the copies that have begun since the last call, for the executor."""

@@ -55,7 +55,7 @@ class HostMemory:
 
     num_blocks: int
     """Ids are 0 to num_blocks - 1."""
-    block_bytes: int
+    block_kv_bytes: int
     """Bytes of one block, all layers, K and V."""
     block_copy_s: float
     """Seconds that one block takes over the link, one way."""

@@ -28,7 +28,7 @@ class ExchangeCosts:
 
     block_size: int
     """Tokens of a block."""
-    block_bytes: int
+    pair_bytes: int
     """Of a block's keys and values in one layer."""
     token_bytes: int
     """Of a token's queries and the states that come back, in one layer."""
@@ -92,8 +92,8 @@ def work_of(lot: MovingKv, offers: Sequence[KvOffer], wanted: Sequence[LayerRang
         len(lot.kept),
         lot.kept.tails,
         lot.kept.ends,
-        layers.sends * costs.block_bytes * layer_s,
-        layers.takes * costs.block_bytes * layer_s,
+        layers.sends * costs.pair_bytes * layer_s,
+        layers.takes * costs.pair_bytes * layer_s,
         used * costs.token_bytes * layer_s,
         2 * costs.latency_s * layers.total,
         bool((rates[used > 0] > 0).all()),

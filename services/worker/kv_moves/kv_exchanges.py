@@ -165,7 +165,7 @@ class KvExchanges:
         state_bytes = spec.num_heads * (spec.head_dim + STATE_EXTRA) * 4
         return ExchangeCosts(
             block_size=self._block_size,
-            block_bytes=2 * self._model.facts.block_bytes,
+            pair_bytes=2 * self._model.facts.block_bytes,
             token_bytes=query_bytes + state_bytes,
             latency_s=MESSAGE_S,
             limit_s=self.limit_s,

@@ -125,14 +125,14 @@ class KvTable:
         """Return over whose links how many layers of a lot's block go; `wanted` as in `link_layers`."""
         return link_layers(self.held, wanted, lot.sources, lot.targets)
 
-    def wire_bytes(self, wanted: Sequence[LayerRange], block_bytes: int) -> int:
+    def wire_bytes(self, wanted: Sequence[LayerRange], pair_bytes: int) -> int:
         """Return the bytes that go from one stage to another.
 
         Args:
             wanted: by stage: layers after the change.
-            block_bytes: of a block's keys and values in one layer.
+            pair_bytes: of a block's keys and values in one layer.
         """
-        return sum(len(lot.ids) * self.link_layers(lot, wanted).total for lot in self.lots) * block_bytes
+        return sum(len(lot.ids) * self.link_layers(lot, wanted).total for lot in self.lots) * pair_bytes
 
     def kept_at(self, stage: int) -> KeptKv:
         """Return what a stage's blocks hold once all has arrived."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.planner.policy.rebalance import GroupLoad, QueuedRequest, QueueTransfer, rebalance
+from services.planner.policy.rebalance import GroupLoad, QueuedRequest, Requeue, rebalance
 from shared.ids import RequestId
 
 
@@ -14,7 +14,7 @@ def queue(*names: str, priority: int = 0, tokens: int = 1) -> tuple[QueuedReques
     return tuple(QueuedRequest(RequestId(name), priority, 9.0 - age, tokens) for age, name in enumerate(names))
 
 
-def as_text(moves: tuple[QueueTransfer, ...]) -> list[str]:
+def as_text(moves: tuple[Requeue, ...]) -> list[str]:
     return [f"{move.request_id}: {move.source} > {move.target}" for move in moves]
 
 

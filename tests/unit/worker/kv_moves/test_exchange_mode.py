@@ -179,7 +179,7 @@ def test_layers_that_stay_where_they_are_cost_nothing() -> None:
     """A group of 3 and 1 layers becomes one of 2 and 2: one layer moves, from stage 0 to stage 1."""
     held, rates = (LayerRange(0, 3), LayerRange(3, 4)), (100.0, 50.0)
     offers = [KvOffer(layers, 0, 0, link_bytes_per_s=rate) for layers, rate in zip(held, rates, strict=True)]
-    costs = ExchangeCosts(4, block_bytes=10, token_bytes=7, latency_s=0.25, limit_s=math.inf, cost=None)
+    costs = ExchangeCosts(4, pair_bytes=10, token_bytes=7, latency_s=0.25, limit_s=math.inf, cost=None)
     work = work_of(replace(moving([6], 0, 0), sources=(0, 1)), offers, even_split(4, 2), costs)
     assert work.sends_s.tolist() == [0.1, 0.0]
     assert work.takes_s.tolist() == [0.0, 0.2]

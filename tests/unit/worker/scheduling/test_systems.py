@@ -124,7 +124,7 @@ async def test_a_worker_takes_host_memory_only_where_the_system_swaps() -> None:
     assert loaded["fcfs-chunked"].executor.capacity.host is None
     host = loaded["swap"].executor.capacity.host
     assert host is not None
-    assert (host.num_blocks, host.block_bytes) == (2**18 // 8192, 8192)
+    assert (host.num_blocks, host.block_kv_bytes) == (2**18 // 8192, 8192)
     assert host.block_copy_s == pytest.approx(8192 / 25e9)
     assert loaded["swap"].model.cost.token_s > 0
 
