@@ -75,7 +75,7 @@ def test_blocks_are_gathered_and_sent_as_on_a_gpu(count: int) -> None:
 def test_the_runner_says_how_much_host_memory_there_is(runner: ModelRunner) -> None:
     host = runner.capacity.host
     assert host is not None
-    assert host.block_bytes == runner.info.bytes_per_block
+    assert host.block_kv_bytes == runner.info.bytes_per_block
     assert host.num_blocks == MIB // host.block_kv_bytes
     assert 0 < host.block_copy_s < 1
     assert open_runner(CheckpointShape()).capacity.host is None
