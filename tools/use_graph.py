@@ -108,10 +108,16 @@ class UseGraph(dict[str, Definition]):
                 if isinstance(symbol.node, nodes.Var):
                     definition.is_field = True
                     definition.reached_by.add(f"{info.fullname}.*")
-            for protocol in stands_for:  # a protocol's field may be read by those that have it
-                for name, symbol in protocol.names.items():
-                    if isinstance(symbol.node, nodes.Var) and symbol.node.fullname in self:
-                        self[symbol.node.fullname].reached_by.add(f"{info.fullname}.{name}")
+            for protocol in stands_for:
+                self._let_stand_for(info, protocol)
+
+    def _let_stand_for(self, info: nodes.TypeInfo, protocol: nodes.TypeInfo) -> None:
+        for name, symbol in protocol.names.items():
+            inherited = [self.get(f"{base.fullname}.{name}") for base in info.mro[1:] if name in base.names]
+            for definition in filter(None, inherited):  # what it has from a base stands for the protocol's too
+                definition.reached_by.add(f"{protocol.fullname}.{name}")
+            if isinstance(symbol.node, nodes.Var) and symbol.node.fullname in self:
+                self[symbol.node.fullname].reached_by.add(f"{info.fullname}.{name}")  # those that have it may read it
 
 
 class _Module:
