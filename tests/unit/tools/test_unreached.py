@@ -35,12 +35,17 @@ class Pages:
     def name(self) -> str:
         return str(self.count)
 
+class Placed(Protocol):
+    def name(self) -> str: ...
+    def place(self) -> str: ...
+
 class Bound:
     def name(self) -> str:
         return "bound"
 
 class Book(Bound):
-    num_pages = 0
+    def place(self) -> str:
+        return "shelf"
 
 class Lock:
     def release(self) -> None: ...
@@ -80,6 +85,9 @@ class BrokenError(Exception):
 def title(thing: Named) -> str:
     return thing.name()
 
+def find(thing: Placed) -> str:
+    return thing.name() + thing.place()
+
 def show(shown: Shown) -> dict[str, object]:
     return asdict(shown)
 
@@ -91,7 +99,7 @@ def end_of_chain() -> None: ...
     "home.lazy": "LIMIT = 3\nUNUSED = 4\n",
     "home.alone": "def f() -> None: ...\n",
     "home.__main__": """
-from home.pages import Book, BrokenError, Gate, Inside, Kept, Lock, Pages, Shown, show, shut, title
+from home.pages import Book, BrokenError, Gate, Inside, Kept, Lock, Pages, Shown, find, show, shut, title
 
 def main(lock: Lock | None) -> None:
     if lock is not None:
@@ -100,7 +108,7 @@ def main(lock: Lock | None) -> None:
     gate = Gate()
     gate.way = 3
     shut(gate)
-    print(title(Pages()), title(Book()), LIMIT, show(Shown(Inside("text"))), Kept("read", "unread").read)
+    print(title(Pages()), find(Book()), LIMIT, show(Shown(Inside("text"))), Kept("read", "unread").read)
     raise BrokenError(3)
 
 main(Lock())
