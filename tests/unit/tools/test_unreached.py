@@ -36,11 +36,11 @@ class Pages:
         return str(self.count)
 
 class Placed(Protocol):
-    def name(self) -> str: ...
+    def spine(self) -> str: ...
     def place(self) -> str: ...
 
 class Bound:
-    def name(self) -> str:
+    def spine(self) -> str:
         return "bound"
 
 class Book(Bound):
@@ -86,7 +86,7 @@ def title(thing: Named) -> str:
     return thing.name()
 
 def find(thing: Placed) -> str:
-    return thing.name() + thing.place()
+    return thing.spine() + thing.place()
 
 def show(shown: Shown) -> dict[str, object]:
     return asdict(shown)
@@ -152,7 +152,7 @@ def test_a_method_is_told_from_another_of_its_name(found: Judged) -> None:
 
 def test_a_method_is_reached_through_a_protocol_of_its_class(found: Judged) -> None:
     """Also where the class has it from another one."""
-    reached = {"home.pages.Pages.name", "home.pages.Pages.count", "home.pages.Named.name", "home.pages.Bound.name"}
+    reached = {"home.pages.Pages.name", "home.pages.Pages.count", "home.pages.Named.name", "home.pages.Bound.spine"}
     assert not reached & found["none"][0]
 
 
