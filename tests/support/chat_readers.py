@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from tests.support.fault_cluster import http_session, until
@@ -37,7 +38,10 @@ def read_all(
 async def _read_all(urls: Sequence[str], asks: Sequence[Ask], disturb: Callable[[], None] | None) -> list[Reader]:
     for _ in rounds("all stream, and none has ended: ask for more tokens"):
         async with http_session(READ_LIMIT_S) as http:
-            readers = [Reader(http, urls[index % len(urls)], asked, {}) for index, asked in enumerate(asks)]
+            async with http.get(f"{urls[0]}/v1/models") as answer:
+                model = (await answer.json())["data"][0]["id"]
+            named = [replace(asked, body={**asked.body, "model": model}) for asked in asks]
+            readers = [Reader(http, urls[index % len(urls)], asked, {}) for index, asked in enumerate(named)]
             is_met = disturb is None
             if disturb is not None:
                 await until(partial(_all_stream, readers), "all stream", 60)
