@@ -3,6 +3,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --no-input
+# in two processes, whose threads do not spin while others compute; files whole, since a file's tests share what they ran
+PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 SOURCES := pyproject.toml client/pyproject.toml constraints.txt
 # a script that starts a container engine and a compose file, runs a command, and takes all down again
 COMPOSE_CHECK := ../shared/tools/compose-check.sh
@@ -16,7 +18,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_MODEL ?= /tmp/sluice-llama3-8b
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-seeds test-faults test-pauses test-torch-kernels test-compose gpu-check gpu-figures mutation check format clean
+.PHONY: help install demo test test-slow test-faults test-pauses test-torch-kernels test-compose gpu-check gpu-figures mutation check format clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -47,12 +49,11 @@ install: $(VENV)/.dev $(VENV)/.native ## make .venv with sluice and its developm
 demo: $(VENV)/.demo ## start a cluster here and stream one answer at reading speed
 	$(BIN)/sluice demo
 
-test: $(VENV)/.dev $(VENV)/.native ## run the tests that need no GPU, in two processes
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
-	  -m "not gpu and not faults and not compose and not seeds"
+test: $(VENV)/.dev $(VENV)/.native ## run the tests that need no GPU and little time, in two processes
+	$(PYTEST) -m "not gpu and not faults and not compose and not slow"
 
-test-seeds: $(VENV)/.dev ## run the seeds of random campaigns that `make test` leaves out, in two processes
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "seeds and not gpu"
+test-slow: $(VENV)/.dev $(VENV)/.native ## run those that take more than a CPU second, and campaigns' other seeds
+	$(PYTEST) -m "slow and not gpu and not faults and not compose"
 
 test-faults: $(VENV)/.dev $(VENV)/.native ## kill, freeze and cut off real processes under load
 	$(BIN)/python -m pytest -m faults tests/faults
@@ -62,7 +63,7 @@ test-pauses: $(VENV)/.dev $(VENV)/.native ## look for tests that fail when the m
 	  $(BIN)/python -m pytest -m "not gpu and not compose" tests/integration tests/contract tests/faults
 
 test-torch-kernels: $(VENV)/.dev ## run every test that computes with a model once more without the CPU kernels
-	SLUICE_WORKER_KERNELS=torch $(BIN)/python -m pytest -m "kernels and not gpu and not faults"
+	SLUICE_WORKER_KERNELS=torch $(PYTEST) -m "kernels and not gpu and not faults"
 
 test-compose: $(VENV)/.dev ## build and run the compose file on a real engine, and disturb it
 	@if [ -x $(COMPOSE_CHECK) ]; then \

@@ -95,6 +95,7 @@ def _tell_gaps(when: str, readers: list[Reader]) -> float:
     return float(longest_s)
 
 
+@pytest.mark.slow
 async def test_no_bad_input_changes_what_eight_readers_get(served: Cluster) -> None:
     headers = {"Authorization": f"Bearer {KEY}"}
     async with aiohttp.ClientSession(headers=headers) as http, undisturbed_streams(http, served.url):

@@ -14,6 +14,7 @@ from tests.support.processes import sluice
 pytestmark = pytest.mark.kernels
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)  # three programs start, each of which loads for seconds on a busy machine
 def test_a_live_cluster_is_loaded_and_profiled(tmp_path: Path) -> None:
     figures, profile = tmp_path / "figures.json", tmp_path / "mine.toml"

@@ -62,6 +62,7 @@ def pull(hub: FakeHub, home: Path, *argv: str, **env: str) -> subprocess.Complet
     return sluice("pull", *argv, env={**os.environ, **settings, **env})
 
 
+@pytest.mark.slow
 def test_only_what_is_served_is_fetched_once_and_found_again_without_a_hub(hub: FakeHub, tmp_path: Path) -> None:
     hub.fetched.clear()
     result = pull(hub, tmp_path, NAME, HF_TOKEN="hf_secret")
@@ -86,6 +87,7 @@ def test_only_what_is_served_is_fetched_once_and_found_again_without_a_hub(hub: 
     assert pull(hub, tmp_path, NAME, HF_HUB_OFFLINE="1").stdout == result.stdout
 
 
+@pytest.mark.slow
 def test_a_revision_goes_into_the_folder_that_was_named(hub: FakeHub, tmp_path: Path) -> None:
     target = tmp_path / "model"
     result = pull(hub, tmp_path / "home", f"{NAME}@{COMMIT}", "--to", str(target))
@@ -94,6 +96,7 @@ def test_a_revision_goes_into_the_folder_that_was_named(hub: FakeHub, tmp_path: 
     assert {path.name for path in target.iterdir() if path.is_file()} == set(NEEDED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
@@ -115,6 +118,7 @@ def test_what_cannot_be_had_is_one_line(hub: FakeHub, tmp_path: Path, argv: tupl
     assert hub.fetched == []
 
 
+@pytest.mark.slow
 def test_without_a_network_the_line_says_so(tmp_path: Path) -> None:
     result = pull(FakeHub(url="http://127.0.0.1:1"), tmp_path, NAME)
     assert result.returncode == 2
@@ -131,6 +135,7 @@ def test_a_hub_that_is_no_url_is_refused_in_one_line(tmp_path: Path, monkeypatch
         fetch(HubModel(NAME), tmp_path, lambda _done, _total: None)
 
 
+@pytest.mark.slow
 def test_up_takes_an_id_and_asks_the_hub_only_once(hub: FakeHub, tmp_path: Path) -> None:
     code = "from cli.model import find_model; import sys; m = find_model(sys.argv[1]); print(m.name, m.folder)"
     env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}

@@ -36,6 +36,7 @@ def counter(running: Cluster, name: str) -> int:
     return sum(int(float(value)) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)  # programs start, each of which loads for seconds on a busy machine
 def test_a_trace_reaches_a_live_cluster_token_by_token(tmp_path: Path) -> None:
     trace, out = tmp_path / "arrivals.csv", tmp_path / "out.json"

@@ -85,6 +85,7 @@ def test_a_model_that_is_not_served_is_refused_with_those_that_are(server: Serve
     assert result.stderr == f"sluice: {server.url} does not serve 'other'. It serves: tiny\n"
 
 
+@pytest.mark.slow
 def test_status_is_a_table_or_json(server: Server) -> None:
     table = server.sluice("status")
     assert table.returncode == 0
@@ -192,6 +193,7 @@ def test_end_of_input_leaves(server: Server) -> None:
         assert terminal.process.wait(LIMIT_S) == 0
 
 
+@pytest.mark.slow
 def test_demo_streams_one_answer_and_ends_without_a_terminal(server: Server, tmp_path: Path) -> None:
     model = tmp_path / "tiny"
     model.mkdir()

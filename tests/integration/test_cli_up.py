@@ -79,6 +79,7 @@ def ready(place: Place, *flags: str, **env: str) -> Iterator[tuple[subprocess.Po
         process.communicate(timeout=LIMIT_S)
 
 
+@pytest.mark.slow
 def test_one_line_of_json_once_ready_then_an_orderly_end_that_keeps_only_the_logs_asked_for(place: Place) -> None:
     logs = place.root / "logs"
     with ready(place, "--workers", "2", "--log-dir", str(logs)) as (process, pids):
@@ -98,6 +99,7 @@ def test_one_line_of_json_once_ready_then_an_orderly_end_that_keeps_only_the_log
     assert "Server is ready" in (logs / "nats.log").read_text()
 
 
+@pytest.mark.slow
 def test_progress_and_hints_are_readable_without_a_terminal(place: Place) -> None:
     process = place.start("--model", str(place.model), "--port", "0")
     assert process.stdout is not None
@@ -136,6 +138,7 @@ def test_when_up_is_killed_no_process_and_no_file_is_left(place: Place) -> None:
         wait_until(lambda: place.left_over() == [], "no file is left")
 
 
+@pytest.mark.slow
 def test_a_killed_broker_and_worker_are_started_again(place: Place) -> None:
     with ready(place) as (process, pids):
         for name in ("worker-0", "nats"):
@@ -148,6 +151,7 @@ def test_a_killed_broker_and_worker_are_started_again(place: Place) -> None:
     assert "sluice: nats ended by SIGKILL; it starts again" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("env", "code", "line"),
     [
@@ -163,6 +167,7 @@ def test_a_worker_that_cannot_start_ends_everything(place: Place, env: dict[str,
     assert place.left_over() == []
 
 
+@pytest.mark.slow
 def test_a_broker_that_runs_already_is_used_and_left_running(place: Place) -> None:
     from shared.transport.nats_server import EmbeddedNats
 

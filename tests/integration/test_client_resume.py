@@ -56,6 +56,7 @@ async def size_of_answer(running: Running, way: Way) -> int:
     return proxy.num_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "orderly", "step"), [("http", False, 151), ("http", True, 797), ("websocket", False, 397)]
 )

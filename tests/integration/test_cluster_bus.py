@@ -129,6 +129,7 @@ def test_every_json_endpoint_answers_an_operator_with_one_line_of_json(operator:
     assert operator.errors == []
 
 
+@pytest.mark.slow
 def test_tap_shows_requests_tokens_and_reports_as_lines_of_json(running: Cluster) -> None:
     tap = subprocess.Popen(
         [sys.executable, "-m", "cli.main", "tap", "--nats-url", running.nats_url],
@@ -351,6 +352,7 @@ def _is_finished(operator: RawNats) -> bool:
     return any(finish for batch in batches for finish in batch.finish.tolist())
 
 
+@pytest.mark.slow
 def test_a_service_with_the_rights_of_another_role_ends_with_one_line_and_code_2(running: Cluster) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLUICE_", "NATS_"))}
     url = url_of(running, BrokerRole.WORKER)

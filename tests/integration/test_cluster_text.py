@@ -20,7 +20,7 @@ from tests.support.cluster import Cluster, cluster
 from tests.support.waiting import rounds
 from tests.unit.worker.models.test_model_oracle import MIN_MARGIN, NUM_TOKENS, SHAPES
 
-pytestmark = pytest.mark.kernels
+pytestmark = [pytest.mark.kernels, pytest.mark.slow]
 
 NAMES = (
     "group of 2",

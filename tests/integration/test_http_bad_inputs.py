@@ -114,6 +114,7 @@ async def test_between_two_requests_a_connection_may_be_idle_for_longer_than_hea
     writer.close()
 
 
+@pytest.mark.slow
 async def test_a_body_that_never_ends_does_not_keep_its_connection(served: Running) -> None:
     """Row 17, endless: the answer comes at 4 MiB, the connection is closed soon after, whatever still comes."""
     reader, writer = await connect(served.url)

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from shared.ids import WorkerId
 from shared.messages.event import Event
 from shared.messages.plan import Plan
@@ -87,6 +89,7 @@ async def test_reports_become_views_and_events_over_a_real_broker(nats_url: str)
     assert json.loads(log.splitlines()[0])["event"] == "monitor_ready"
 
 
+@pytest.mark.slow
 async def test_the_epoch_grows_over_restarts_of_the_process(nats_url: str) -> None:
     bus = await NatsBus.connect(nats_url, name="test")
     epochs = []
@@ -107,6 +110,7 @@ async def test_the_epoch_grows_over_restarts_of_the_process(nats_url: str) -> No
     assert epochs == [1, 2]
 
 
+@pytest.mark.slow
 def test_without_a_broker_both_refuse_with_one_line() -> None:
     processes = [start(service, "nats://127.0.0.1:1") for service in ("monitor", "planner")]
     for process in processes:

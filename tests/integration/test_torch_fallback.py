@@ -30,6 +30,7 @@ def code_without_library(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_without_compiler_and_library_a_worker_serves_by_torch_and_says_so(tmp_path: Path) -> None:
     code, logs, nothing = code_without_library(tmp_path / "code"), tmp_path / "logs", tmp_path / "nothing"

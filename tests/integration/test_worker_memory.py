@@ -58,6 +58,7 @@ def load(running: Cluster) -> None:
         assert list(pool.map(ask, range(NUM_REQUESTS))) == [NUM_TOKENS] * NUM_REQUESTS
 
 
+@pytest.mark.slow
 def test_a_loaded_worker_stays_within_its_budget_and_leaves_nothing_open() -> None:
     flags = ("--workers", "1", "--memory", "192MiB", "--dtype", "bfloat16")
     with cluster(*flags, env={"SLUICE_WORKER_MAX_BLOCKS": "600"}) as running:

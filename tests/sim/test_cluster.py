@@ -71,6 +71,7 @@ async def serve(params: ClusterParams, seed: int, count: int = 120) -> tuple[str
     return digest.hexdigest(), answers, preemptions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", ["fcfs", "fcfs-chunked", "round-robin", "swap"])
 def test_every_answer_is_whole_under_pressure_and_nothing_is_left(system: str) -> None:
     _, answers, preemptions = run(serve(two_workers(system), seed=1))
@@ -131,6 +132,7 @@ async def test_a_worker_whose_answers_have_just_ended_gets_the_new_ones() -> Non
         assert [worker.service.engine.totals.num_finished for worker in cluster.workers] == [14, 4]
 
 
+@pytest.mark.slow
 def test_one_seed_gives_one_trace_in_any_process() -> None:
     program = "from tests.sim import test_cluster as t; print(t.run(t.serve(t.two_workers(), 5))[0])"
     (digest,) = outputs_of(program)

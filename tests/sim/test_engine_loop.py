@@ -240,6 +240,7 @@ async def trace(seed: int) -> tuple[str, int]:
     return hashlib.sha256(repr(seen).encode()).hexdigest(), sum(len(events) for _, events in live.said)
 
 
+@pytest.mark.slow
 def test_one_seed_gives_one_trace_in_processes_with_different_hash_seeds() -> None:
     digest, num_events = run(trace(5))
     assert num_events > 300

@@ -12,7 +12,7 @@ from services.dispatcher.session.leases import Loss
 from sim.faults.campaign import run_seed
 from sim.faults.cluster import CallOutcome
 from sim.faults.kinds import BROKER_KINDS, GROUP_KINDS, WORKER_KINDS, FaultKind, FaultSpace, draw_faults
-from tests.support.fault_seeds import FIRST_SEEDS, FaultSeeds
+from tests.support.fault_seeds import EACH_SEED, FaultSeeds
 from tests.support.traces import outputs_of
 
 REQUIRED = (
@@ -57,17 +57,18 @@ REQUIRED = (
 SEEDS = FaultSeeds(run_seed)
 
 
-@pytest.mark.parametrize("first", FIRST_SEEDS)
-def test_the_invariants_hold_whatever_fails(first: int) -> None:
-    SEEDS.check(first)
+@pytest.mark.parametrize("seed", EACH_SEED)
+def test_the_invariants_hold_whatever_fails(seed: int) -> None:
+    SEEDS.check(seed)
 
 
-@pytest.mark.seeds
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # by itself it runs all seeds
 def test_every_recovery_path_was_reached() -> None:
     SEEDS.check_coverage(REQUIRED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [3, 11])
 def test_one_seed_gives_one_trace_in_any_process(seed: int) -> None:
     program = f"from sim.faults.campaign import run_seed; print(run_seed({seed}).digest)"

@@ -51,6 +51,7 @@ def test_the_table_is_what_the_replay_says(name: str) -> None:
     assert TABLE["loads"][name] == pytest.approx(figures, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", reference.LOADS)
 def test_fcfs_in_the_simulator_is_within_a_tenth_of_the_replay(name: str) -> None:
     summary, expected = simulated(name), TABLE["loads"][name]

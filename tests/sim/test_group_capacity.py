@@ -87,6 +87,7 @@ async def test_the_room_that_a_plan_claims_is_the_room_that_requests_get(seed: i
         assert [worker.service.engine.capacity_blocks for worker in cluster.workers] == before
 
 
+@pytest.mark.slow
 async def test_plans_by_need_have_the_room_that_they_claim() -> None:
     async with SimCluster(params(1)) as cluster:
         plans, events = await watch(cluster)

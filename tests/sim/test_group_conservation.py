@@ -21,8 +21,8 @@ from sim.faults.cluster import FaultCluster
 from sim.faults.scenario import FaultScenario, draw_group_scenario
 from tests.support.layer_watch import LayerWatch
 from tests.support.page_twins import PageWatch
-from tests.support.seeds import first_of
 
+pytestmark = pytest.mark.slow
 NUM_SEEDS = 20
 PAGE_BYTES = 4096
 
@@ -82,12 +82,11 @@ def live_through(seed: int) -> Counter[str]:
     return watch.done + report.coverage + places
 
 
-@pytest.mark.parametrize("seed", first_of(range(NUM_SEEDS), 6))
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_parameters_and_kv_and_free_pages_are_the_budget_at_every_instant(seed: int) -> None:
     live_through(seed)
 
 
-@pytest.mark.seeds
 def test_memories_went_through_every_kind_of_change() -> None:
     """The seeds together; the test above would say little otherwise."""
     total = sum(map(live_through, range(NUM_SEEDS)), Counter[str]())

@@ -12,7 +12,7 @@ from services.worker.modelled.shadow_kv import ShadowKv
 from sim.faults.campaign import run_scenario
 from sim.faults.kinds import GROUP_KINDS, FaultKind
 from sim.faults.scenario import draw_group_scenario, draw_scenario
-from tests.support.fault_seeds import FIRST_SEEDS, NUM_SEEDS, FaultSeeds
+from tests.support.fault_seeds import EACH_SEED, NUM_SEEDS, FaultSeeds
 from tests.support.traces import outputs_of
 
 REQUIRED = (
@@ -42,19 +42,19 @@ REQUIRED = (
 SEEDS = FaultSeeds(lambda seed: run_scenario(draw_group_scenario(seed)))
 
 
-@pytest.mark.parametrize("first", FIRST_SEEDS)
-def test_the_invariants_hold_whatever_fails_while_groups_come_and_go(first: int) -> None:
-    SEEDS.check(first)
+@pytest.mark.parametrize("seed", EACH_SEED)
+def test_the_invariants_hold_whatever_fails_while_groups_come_and_go(seed: int) -> None:
+    SEEDS.check(seed)
 
 
-@pytest.mark.seeds
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # by itself it runs all seeds
 def test_every_step_of_the_protocol_was_reached_and_struck() -> None:
     total = SEEDS.check_coverage(REQUIRED)
     assert total["commit done"] > 3 * NUM_SEEDS, "most seeds change roles several times"
 
 
-@pytest.mark.seeds
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # by itself it runs all seeds
 def test_groups_of_two_became_groups_of_four_and_every_step_of_that_was_struck() -> None:
     """Struck: a fault began between the first word and the last, or the planner died in between."""
@@ -63,6 +63,7 @@ def test_groups_of_two_became_groups_of_four_and_every_step_of_that_was_struck()
     assert SEEDS.num_seeds_with("merge broken", "merge aborted") >= 10
 
 
+@pytest.mark.slow
 def test_one_seed_gives_one_trace_in_any_process() -> None:
     program = (
         "from sim.faults.campaign import run_scenario; from sim.faults.scenario import draw_group_scenario; "
@@ -71,6 +72,7 @@ def test_one_seed_gives_one_trace_in_any_process() -> None:
     assert outputs_of(program) == {SEEDS.report_of(4).digest}
 
 
+@pytest.mark.slow
 def test_a_block_that_is_lost_in_a_change_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof that texts depend on the exchange: where nothing is copied, other words are said."""
     monkeypatch.setattr(ShadowKv, "take_from", lambda *_: None)

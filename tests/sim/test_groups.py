@@ -62,6 +62,7 @@ async def test_a_drop_gives_the_group_more_blocks_than_both_had_and_a_restore_gi
     assert pipeline._lost == "the executor is closed", "it has ended in order"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 @room_test(group_params())
 async def test_texts_are_the_same_through_drops_and_restores_at_any_moment(room: Room, seed: int) -> None:
@@ -80,6 +81,7 @@ async def test_texts_are_the_same_through_drops_and_restores_at_any_moment(room:
     assert sum(room.cluster.dispatcher.sessions.recovery.num_lost.values()) > 0, "sequences were released"
 
 
+@pytest.mark.slow
 @room_test(group_params(4))
 async def test_groups_of_one_plan_do_not_meet_each_other(room: Room) -> None:
     """Two pairs come about, and part again, in the same moment and under the same plan."""
@@ -96,6 +98,7 @@ async def test_groups_of_one_plan_do_not_meet_each_other(room: Room) -> None:
     await room.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_plans", [1, 2])
 @room_test(group_params(4))
 async def test_four_workers_form_two_groups_and_then_one_to_which_the_kv_of_both_goes_along(

@@ -187,6 +187,7 @@ def test_a_worker_that_had_better_not_swap_does_not(changes: dict[str, object]) 
     assert stats.totals.num_recomputed_tokens > 0
 
 
+@pytest.mark.slow
 def test_the_oracle_preempts_nobody_and_reports_the_real_memory() -> None:
     """For longer than a worker whose reports are refused would count as alive."""
     cluster, oracle_s = run(serve(one_worker("oracle"), count=10, num_output=450))
@@ -200,6 +201,7 @@ def test_the_oracle_preempts_nobody_and_reports_the_real_memory() -> None:
     assert max(oracle_s) < max(bounded_s)
 
 
+@pytest.mark.slow
 async def test_the_oracle_refuses_what_the_real_memory_refuses() -> None:
     """60 blocks of 16 are 960 tokens."""
     refusals = set()
@@ -211,6 +213,7 @@ async def test_the_oracle_refuses_what_the_real_memory_refuses() -> None:
     assert len(refusals) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", ["swap", "round-robin", "oracle"])
 def test_one_seed_gives_one_run_in_any_process(system: str) -> None:
     program = (

@@ -118,6 +118,7 @@ async def test_readers_go_on_while_kv_moves_and_little_is_left_when_the_group_di
     assert ahead.num_again <= at_once.num_again <= 12 * 16, "at most a block of each is computed again"
 
 
+@pytest.mark.slow
 async def test_a_group_that_uses_more_than_one_of_its_workers_has_alone_stands_still_hardly_longer() -> None:
     """Each needs memory for all layers of its share only: the same load with all moving at once, and copied ahead."""
 
@@ -128,6 +129,7 @@ async def test_a_group_that_uses_more_than_one_of_its_workers_has_alone_stands_s
     assert ahead.stood_s < at_once.stood_s / 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [2, 3])
 @pytest.mark.parametrize("seed", range(10))
 async def test_texts_are_the_same_whatever_becomes_of_what_is_copied_ahead(seed: int, num_workers: int) -> None:

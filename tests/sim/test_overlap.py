@@ -41,6 +41,7 @@ def overlapping(scenario: FaultScenario) -> FaultScenario:
     return replace(scenario, workers=tuple(replace(worker, overlaps=True) for worker in scenario.workers))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", [draw_scenario, draw_group_scenario])
 def test_the_invariants_hold_whatever_fails(
     draw: Callable[[int], FaultScenario], monkeypatch: pytest.MonkeyPatch
@@ -53,6 +54,7 @@ def test_the_invariants_hold_whatever_fails(
     assert sum(devices.num_ahead.values()) > 20 * NUM_SEEDS
 
 
+@pytest.mark.slow
 def test_a_worker_overlaps_again_when_it_leaves_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each time it is whole again it has another device; the engine is the same one."""
     devices = Devices(monkeypatch)

@@ -324,6 +324,7 @@ async def test_texts_are_undisturbed_whatever_happens(
     assert live.engine.totals.num_generated_tokens > 100
 
 
+@pytest.mark.slow
 async def test_what_disturbs_them_happens() -> None:
     moved = [(await disturbed("chunked", stages, 0, prefix_caching=True)).num_moved for stages in (1, 2, 3)]
     assert sum(moved) > 20

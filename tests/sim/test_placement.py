@@ -48,6 +48,7 @@ async def test_every_worker_says_what_a_token_costs(system: str) -> None:
     assert [report.token_s for report in reports] == [scenario.instance().cost.b1_s / num_stages] * (4 // num_stages)
 
 
+@pytest.mark.slow
 def test_systems_that_schedule_alike_are_as_fast_where_memory_suffices() -> None:
     """Equal schedulers, equal requests: only where they were placed could make a difference."""
     scenario = validated(AMPLE, "ample")

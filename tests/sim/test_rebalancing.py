@@ -41,6 +41,7 @@ async def serve(system: str) -> tuple[float, int]:
     return first_s, room.cluster.dispatcher.sessions.recovery.num_lost[Loss.RELEASED]
 
 
+@pytest.mark.slow
 @pytest.mark.virtual_time
 async def test_who_waits_for_memory_goes_where_there_is_some() -> None:
     stayed_s, none = await serve("fcfs-chunked")

@@ -76,6 +76,7 @@ async def test_parameters_come_beside_serving_and_a_restore_then_has_nothing_to_
     await room.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 @room_test(slow_params(num_pages=800))
 async def test_texts_are_the_same_whenever_parameters_come_and_go(room: Room, seed: int) -> None:

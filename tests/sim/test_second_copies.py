@@ -69,6 +69,7 @@ async def watched(num_workers: int, num_copies: int = 0) -> AsyncIterator[Seen]:
         assert seen.watch.num_places
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_workers", "num_groups"), [(2, 2), (3, 2), (5, 2)])
 async def test_however_short_memory_is_two_groups_remain(num_workers: int, num_groups: int) -> None:
     """Each group is one copy. Of two workers none may drop; of three two may."""
@@ -79,6 +80,7 @@ async def test_however_short_memory_is_two_groups_remain(num_workers: int, num_g
         assert seen.fewest_groups == num_groups
 
 
+@pytest.mark.slow
 async def test_where_hosts_have_copies_all_may_become_one_group() -> None:
     async with watched(2, num_copies=1) as seen:
         await ask_all(seen.cluster, SHORT)

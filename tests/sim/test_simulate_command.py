@@ -46,6 +46,7 @@ def compared(scenario: str, out: Path, *flags: str) -> dict[str, Any]:
     return written(out, "compare", "--scenario", scenario, *flags)
 
 
+@pytest.mark.slow
 def test_a_comparison_is_a_table_and_a_file(scenario: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tree = compared(scenario, tmp_path / "out.json", "--jobs", "1")
     assert list(tree["systems"]) == ["fcfs", "fcfs-chunked"]
@@ -143,6 +144,7 @@ def test_the_load_of_another_scenario_comes_with_its_readers_to_the_same_cluster
     assert "burstgpt-conversation" in told["workload"]
 
 
+@pytest.mark.slow
 def test_a_drawn_load_can_be_made_denser(scenario: str, tmp_path: Path) -> None:
     flags = ("--systems", "fcfs", "--duration", "2")
     sizes = []
@@ -152,6 +154,7 @@ def test_a_drawn_load_can_be_made_denser(scenario: str, tmp_path: Path) -> None:
     assert 1.4 * sizes[1] < sizes[2] < 2.8 * sizes[1]
 
 
+@pytest.mark.slow
 def test_a_plan_says_how_many_instances_are_enough(
     scenario: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,6 +180,7 @@ def test_a_plan_that_cannot_be_kept_says_so(scenario: str, capsys: pytest.Captur
     assert "2 instances do not suffice" in captured.err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is an optional extra")
 def test_figures_are_drawn_and_the_same_each_time(scenario: str, tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("a", "b")]
@@ -242,6 +246,7 @@ def test_an_automatic_number_of_instances_needs_an_slo(tmp_path: Path, capsys: p
     assert "--slo" in fails(capsys, "plan", "--scenario", str(path))
 
 
+@pytest.mark.slow
 def test_a_run_that_dies_is_told_and_the_others_end(
     scenario: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ def test_two_halves_hold_the_memory_of_two_instances_and_one_copy_more() -> None
     assert instance.stage_kv_tokens(25) < halves
 
 
+@pytest.mark.slow
 def test_pipelines_serve_every_request_with_idle_stages_told() -> None:
     result = run_system(small(), "fcfs-pp", seed=0)
     assert not [failure for failure in result.records.failure if failure]

@@ -74,6 +74,7 @@ def step_log(max_steps: int) -> StepLog:
     return StepLog(WorkerId("w0"), max_steps, lambda: float(next(seconds)))
 
 
+@pytest.mark.slow
 def test_the_oldest_steps_are_forgotten_and_long_logs_come_in_pages() -> None:
     log = step_log(1500)
     for i in range(2000):

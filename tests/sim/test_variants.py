@@ -16,6 +16,7 @@ from sim.experiment.summary import Summary, summarise
 from sim.scenarios.scenario import Scenario, validated
 from tests.support.scenarios import SMALL
 
+pytestmark = pytest.mark.slow
 QUICK = {"restore_hold_s": 1.0}
 """Groups are restored within a run of seconds."""
 SCENARIO: dict[str, Any] = {

@@ -284,6 +284,7 @@ async def _scenario(seed: int) -> str:
     return digest.hexdigest()
 
 
+@pytest.mark.slow
 def test_one_seed_gives_one_trace_in_any_process() -> None:
     here = run(_scenario(3))
     program = "from tests.sim import test_worker_service as t; print(t.run(t._scenario(3)))"

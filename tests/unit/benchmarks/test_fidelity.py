@@ -66,6 +66,7 @@ STEPS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(live=STEPS, simulated=STEPS, overhead_s=st.floats(0, 0.01))
 def test_the_parts_of_the_iteration_error_add_up_to_it(
     live: list[StepRecord], simulated: list[StepRecord], overhead_s: float
@@ -170,6 +171,7 @@ def measured() -> Measurement:
     return Measurement(WORKER, *map(run, loads))
 
 
+@pytest.mark.slow
 def test_a_simulator_is_fitted_back_to_itself_and_no_error_is_left(measured: Measurement) -> None:
     """Its loop takes no time, so that the overhead turns up in the fit's constants; the sum is what counts."""
     found = calibrate(measured)
@@ -187,6 +189,7 @@ def test_a_simulator_is_fitted_back_to_itself_and_no_error_is_left(measured: Mea
     assert max(abs(row.error_ratio) for row in rows) < 0.01
 
 
+@pytest.mark.slow
 def test_steps_that_are_held_up_lengthen_the_mean_and_not_the_fit(measured: Measurement) -> None:
     """Every tenth step takes three times as long: the typical one as before, all together by what the tenths add."""
     steps = tuple(
@@ -210,6 +213,7 @@ def test_a_slower_worker_is_noticed(measured: Measurement) -> None:
     assert sum(kind.error_ratio * kind.time_share for kind in residuals(TRUTH.cost, slower)) < -0.15
 
 
+@pytest.mark.slow
 def test_a_measurement_that_is_saved_says_the_same(measured: Measurement, tmp_path: Path) -> None:
     path = tmp_path / "measured.json"
     measured.save(path)

@@ -55,6 +55,7 @@ def test_whole_prompts_fare_as_in_the_independent_replay(name: str) -> None:
     assert outcome.ttft_s.mean() == pytest.approx(expected["ttft_mean_s"], rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", WHOLE_PROMPTS)
 def test_a_burst_fares_as_in_the_simulator(system: str) -> None:
     """Two instances whose memory is short for half a minute; the simulator counts blocks and sends messages.

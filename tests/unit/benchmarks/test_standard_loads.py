@@ -62,6 +62,7 @@ SHORT_OF_MEMORY = {
 }
 
 
+@pytest.mark.slow
 def test_a_point_is_the_median_of_its_seeds_and_is_run_once(capsys: pytest.CaptureFixture[str]) -> None:
     """Four sequences fit, and as many come every second, for two seconds each; single runs say the same."""
     scenario = validated(SHORT_OF_MEMORY, "short")

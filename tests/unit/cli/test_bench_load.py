@@ -43,6 +43,7 @@ def test_an_infinite_rate_sends_everything_at_once() -> None:
     assert planned == [Planned(0.0, 7, 9)] * 5
 
 
+@pytest.mark.slow
 @given(factor=st.floats(0.1, 5), count=st.integers(1, 60), seed=st.integers(0, 9))
 def test_an_upscaled_trace_keeps_its_instants_and_the_order_of_its_requests(
     factor: float, count: int, seed: int

@@ -83,6 +83,7 @@ def test_other_payloads_are_named(data: bytes, format_: str) -> None:
     assert describe(data)["format"] == format_
 
 
+@pytest.mark.slow
 def test_it_is_a_filter_of_one_message() -> None:
     """As `nats sub --translate 'sluice tap --decode'` runs it."""
     command = [sys.executable, "-m", "cli.main", "tap", "--decode"]

@@ -145,6 +145,7 @@ async def test_without_matplotlib_figures_are_refused_before_anything_is_sent(
     assert not engine.streams
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is an optional extra")
 async def test_figures_are_drawn(trace: Path, tmp_path: Path) -> None:
     code, text = await replay(vllm(), trace, plot_folder=tmp_path / "figures")

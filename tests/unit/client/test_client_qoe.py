@@ -61,6 +61,7 @@ def state_of(target: QoeTarget, delivered: list[float]) -> QoeState:
     return state
 
 
+@pytest.mark.slow
 def test_state_agrees_with_the_definition_on_thousands_of_random_streams() -> None:
     for _, target, delivered in streams(1, 2000):
         state = QoeState(target)
@@ -82,6 +83,7 @@ def test_state_agrees_with_the_definition_in_the_middle_of_streams() -> None:
             assert abs(got - qoe_at(target, so_far, t, finished=finished)) <= TOLERANCE, (target, so_far, t)
 
 
+@pytest.mark.slow
 @given(
     ttft_s=st.floats(0.01, 10),
     speed=st.floats(0.1, 1000),

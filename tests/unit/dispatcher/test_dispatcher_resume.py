@@ -246,6 +246,7 @@ sizes = st.lists(st.sampled_from([1, 2, 31, 32, 33, 100]), max_size=20)
 cutting_stops = st.lists(st.sampled_from(["x the", "你z", "🦊🦊", "fo fo", "zzz"]), max_size=2, unique=True)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(answers, sizes, sizes, cutting_stops, st.data())
 def test_events_are_short_and_bring_what_single_tokens_bring_before_and_after_a_cut(

@@ -68,6 +68,7 @@ def test_a_file_that_asks_for_the_impossible_stops_the_start_unless_it_is_left_o
     assert load_text(make_settings(folder, generation_config="none")).defaults == SamplingDefaults()
 
 
+@pytest.mark.slow
 @given(st.integers(-(2**63), MAX_SEED), st.integers(1, 128))
 def test_seeds_count_up_and_go_on_from_the_smallest_after_the_largest(seed: int, count: int) -> None:
     sampling = parse_sampling(Fields({"seed": seed, "temperature": 0.5}), 100, SamplingDefaults(), 2)

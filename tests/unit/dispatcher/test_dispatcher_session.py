@@ -108,6 +108,7 @@ def test_no_more_early_parts_are_held_than_may_be_but_a_held_one_may_get_longer(
     assert session.held[4][0] == [14, 15]
 
 
+@pytest.mark.slow
 @given(data=st.data(), num_tokens=st.integers(1, 30), with_logprobs=st.booleans())
 @settings(max_examples=300, deadline=None)
 def test_parts_in_any_order_doubled_or_overlapping_give_the_exact_output_and_each_token_its_own_number(

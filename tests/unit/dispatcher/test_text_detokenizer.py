@@ -66,6 +66,7 @@ def is_exact(ids: list[int]) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TABLES)
 @given(data=st.data(), cuts=st.lists(st.integers(0, 60), max_size=60))
 @settings(max_examples=400, deadline=None)

@@ -28,6 +28,7 @@ def test_an_ordinary_template_takes_every_conversation() -> None:
     assert find(CHATML) == MAX_MESSAGES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source",
     [
@@ -45,6 +46,7 @@ def test_a_template_that_takes_too_much_is_refused_in_good_time_by_name(source: 
     assert time.monotonic() - started_s < 20
 
 
+@pytest.mark.slow
 def test_a_template_that_is_slow_for_long_conversations_is_given_shorter_ones() -> None:
     """A loop of n³ / 1000 steps: nothing for 99 messages, 10⁹ for 9 999."""
     source = "{% for a in messages %}{% for b in messages %}{% for c in range(messages | length // 100) %}{% endfor %}"

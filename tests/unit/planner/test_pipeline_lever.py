@@ -150,6 +150,7 @@ def test_a_pipeline_of_one_is_none() -> None:
 BOTH_PAIRS = [("w0", "w1"), ("w2", "w3")]
 
 
+@pytest.mark.slow
 @clustered(system="fcfs-pp")
 async def test_workers_are_joined_at_the_start_and_stay_together_with_nothing_to_do(cluster: PlanCluster) -> None:
     await cluster.burst(after_s=2)

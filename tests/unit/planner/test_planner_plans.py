@@ -79,6 +79,7 @@ async def test_a_worker_that_was_about_to_run_short_has_a_group_within_milliseco
     assert cluster.reasons("plan_refused", "there is room for all that is asked for")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("used", [1, 3, 4, 5, 6, 7, 9, 10])
 @clustered()
 async def test_a_steady_load_makes_no_flapping(cluster: PlanCluster, used: int) -> None:

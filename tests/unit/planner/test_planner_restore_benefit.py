@@ -225,6 +225,7 @@ def test_the_account_begins_anew_when_it_breaks(breaks: str) -> None:
     assert watch.apply(group_of(), began + 47.0) == (GROUP,)
 
 
+@pytest.mark.slow
 def test_a_group_that_is_dropped_again_soon_is_dearer_and_after_a_longer_time_it_is_not() -> None:
     watch = BenefitWatch(PARAMS, DROP)
     for factor in (2, 4):
@@ -297,6 +298,7 @@ def test_a_group_is_never_due_before_it_has_fit_for_the_hold(
         assert not due or fit_looks >= 5, "4 looks after the first"
 
 
+@pytest.mark.slow
 @given(st.integers(0, 60), st.integers(1, 12), st.integers(0, 12), st.floats(300, 1e5))
 def test_with_more_requests_a_group_is_due_no_later_and_with_a_dearer_price_no_earlier(
     used: int, running: int, queued: int, link: float

@@ -29,6 +29,7 @@ async def by_hand(cluster: TorchCluster, verb: str) -> dict[str, Any]:
     return answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "tied"])
 async def test_the_room_that_a_plan_claims_is_the_room_that_requests_get(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -238,6 +238,7 @@ def test_ten_runs_with_one_seed_give_one_trace_and_another_seed_another() -> Non
     assert tuple(trace_of(6)) not in traces
 
 
+@pytest.mark.slow
 def test_processes_with_different_hash_seeds_give_the_same_trace() -> None:
     code = "from tests.unit.shared.test_memory_bus import trace_of; print('\\n'.join(trace_of(5)))"
     assert outputs_of(code) == {"\n".join(trace_of(5))}

@@ -23,6 +23,7 @@ EXAMPLE = [
 ]
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(EXTRAS)
 def test_extras_survive_the_way_there_and_back(extras: list[StreamExtra]) -> None:

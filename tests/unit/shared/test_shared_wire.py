@@ -373,6 +373,7 @@ MSGPACK = [read_hex(name)[:-SEAL_BYTES] for name in NAMES]
 JSON = [(FOLDER / f"{name}.json").read_bytes() for name in JSON_NAMES]
 
 
+@pytest.mark.slow
 @settings(max_examples=1200)
 @given(mutated(MSGPACK) | mutated(JSON) | with_any_values() | st.binary(max_size=200))
 def test_whatever_comes_gives_a_message_or_a_wire_error(data: bytes) -> None:

@@ -356,6 +356,7 @@ async def live(seed: int, patch: pytest.MonkeyPatch) -> Counter[str]:
     return _done[seed]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 async def test_parameters_and_kv_and_free_pages_are_the_budget_at_every_step(
     seed: int, monkeypatch: pytest.MonkeyPatch

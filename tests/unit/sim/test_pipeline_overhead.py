@@ -19,6 +19,7 @@ SCENARIO = load_scenario("standard-15").with_overrides(lengths="400x60")
 LOADS = Loads(moderate_per_s=1.0, saturating_per_s=3.0, seconds=20.0, seed=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_tokens_are_counted_per_instance_in_the_second_half(num_stages: int) -> None:
     """400 and 60 tokens, three requests per second and instance, which is less than can be computed: 1 380 tokens/s."""
@@ -60,6 +61,7 @@ def test_memory_holds_every_request_at_once() -> None:
         assert 0.5 < facts.demand_over_capacity_peak <= 1
 
 
+@pytest.mark.slow
 def test_the_table_and_the_file_say_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     flags = {"--systems": "fcfs", "--moderate": "1", "--saturating": "3", "--seconds": "5", "--json": str(path)}

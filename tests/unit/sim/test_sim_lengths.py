@@ -161,6 +161,7 @@ def test_a_moment_of_the_cut_distribution_is_its_integral(mu: float, sigma: floa
     assert moment(order, mu, sigma, largest) == pytest.approx(integral, rel=1e-4)
 
 
+@pytest.mark.slow
 @given(st.floats(2, 9), st.floats(0.1, 1.5), st.floats(0.5, 4))
 def test_the_fit_finds_the_distribution_that_made_the_moments(mu: float, sigma: float, cut: float) -> None:
     largest = math.exp(mu + cut * sigma)

@@ -73,6 +73,7 @@ def test_one_seed_is_one_workload(name: str, traces: Path) -> None:
     assert first.arrival_s.tobytes() != other.arrival_s.tobytes()
 
 
+@pytest.mark.slow
 def test_a_workload_does_not_depend_on_the_process() -> None:
     program = (
         "from sim.scenarios.files import load_scenario; import hashlib; w = load_scenario('bros-13b').workload(3);"

@@ -456,6 +456,7 @@ def test_ten_runs_with_one_seed_give_one_trace_and_another_seed_another() -> Non
     assert trace_of(4) != traces[0]
 
 
+@pytest.mark.slow
 def test_processes_with_different_hash_seeds_give_the_same_trace() -> None:
     code = "from tests.unit.sim.test_virtual_time import trace_of; print(trace_of(3))"
     assert outputs_of(code) == {trace_of(3)}

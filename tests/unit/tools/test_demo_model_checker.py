@@ -30,6 +30,7 @@ def ask(prompt: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": prompt}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held_out", [False, True])
 def test_every_answer_of_the_grammar_is_accepted(held_out: bool) -> None:
     for chat in sample_conversations(31, 300, held_out=held_out):

@@ -44,6 +44,7 @@ def test_the_folder_stays_small() -> None:
     assert sum(path.stat().st_size for path in MODEL.iterdir()) < 6 * 2**20
 
 
+@pytest.mark.slow
 def test_the_tokenizer_is_the_one_that_the_grammar_gives(tmp_path: Path) -> None:
     train_on_grammar().save_pretrained(tmp_path)
     made, shipped = (json.loads((folder / "tokenizer.json").read_text()) for folder in (tmp_path, MODEL))
@@ -56,6 +57,7 @@ def prompts() -> list[Prompt]:
     return held_out_prompts(SEED)[::15]
 
 
+@pytest.mark.slow
 def test_a_sample_of_held_out_prompts_is_answered_well(prompts: list[Prompt]) -> None:
     """At 97.8 % the chance that more than 5 of 40 are rejected is below 0.001; the seed fixes the draw."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(MODEL)

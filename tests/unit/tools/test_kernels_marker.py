@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parents[2]
 WAYS_TO_A_MODEL = {
     "tests.support.runners",
@@ -29,6 +31,7 @@ def is_marked(tree: ast.Module) -> bool:
     return any("pytest.mark.kernels" in mark for mark in marks)
 
 
+@pytest.mark.slow
 def test_whoever_loads_a_model_has_the_mark() -> None:
     files = [path for path in TESTS.rglob("test_*.py") if path.parent.name not in NOT_ABOUT_NUMBERS]
     trees = {path.name: ast.parse(path.read_text()) for path in files}

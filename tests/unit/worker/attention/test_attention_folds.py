@@ -79,6 +79,7 @@ def drawn_cuts(case: AttentionCase, rng: np.random.Generator) -> tuple[Any, Any]
     return (first * SPLIT_KEYS).astype(np.int32), (end * SPLIT_KEYS).astype(np.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @settings(max_examples=12, deadline=None)
@@ -135,6 +136,7 @@ def test_a_part_without_keys_leaves_states_as_they_are() -> None:
         assert torch.equal(once, twice)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("windows", [(None,), (None, 300)], ids=str)
 def test_flashinfer_folds_parts_as_its_calls_promise(windows: tuple[int | None, ...]) -> None:
     """Over a stand-in that computes what FlashInfer documents; on a device: tests/gpu/test_gpu_attention.py."""

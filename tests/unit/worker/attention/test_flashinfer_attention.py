@@ -69,6 +69,7 @@ LENGTHS = st.lists(st.tuples(st.integers(0, 200), st.one_of(st.just(1), st.integ
 WINDOWS = st.one_of(st.sampled_from([1, 2, 8, 9, 16, 17]), st.integers(1, 260))
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     lengths=LENGTHS, window=WINDOWS, heads=st.sampled_from([GROUPED, (3, 1, 64), (2, 2, 64)]), seed=st.integers(0, 9)
@@ -80,6 +81,7 @@ def test_random_rows_equal_attention_written_out(
     check(AttentionCase(attention_spec(heads, (None, window, None)), lengths, seed=seed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [1, 16, 33])
 @pytest.mark.parametrize("heads", [(8, 1, 128), (2, 1, 256)])
 def test_other_blocks_and_heads(block_size: int, heads: tuple[int, int, int]) -> None:
@@ -101,6 +103,7 @@ def test_decodes_at_the_head_and_other_rows_are_planned_apart() -> None:
     assert calls == [("fa2", [0, 1, 2])]
 
 
+@pytest.mark.slow
 def test_the_workspace_is_taken_with_the_first_plan() -> None:
     """So the dry step's measurement counts it; one for all, and a pair of wrappers for each of the two windows."""
     buffers: list[torch.Tensor] = []
@@ -156,6 +159,7 @@ def test_the_workspace_is_bounded_by_what_the_device_computes_at_once() -> None:
     assert workspace_bytes(attention_spec((8, 8, 64), (None,)), 132) == RECOMMENDED_WORKSPACE_BYTES
 
 
+@pytest.mark.slow
 def test_recorded_steps_find_room_for_as_many_tiles_as_rows_of_any_lengths_could_fill() -> None:
     """512 rows, 32 heads of 128 with key heads of their own: tiles of 16 queries, 512 / 16 + 511 of them = 543.
 
@@ -212,10 +216,12 @@ def fault(library: Any, windows: tuple[int | None, ...] = (None, 4096)) -> str |
     return attention_fault(make, attention_spec(GROUPED, windows), torch.bfloat16, CPU)
 
 
+@pytest.mark.slow
 def test_the_trial_accepts_a_library_that_agrees_with_torch() -> None:
     assert fault(fake_flashinfer) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{"sm_scale": 0.15}, {"window_left": -1}, {"window_left": 98}, {"window_left": 100}]
 )
@@ -226,6 +232,7 @@ def test_the_trial_finds_a_library_that_reads_an_argument_wrongly(changes: dict[
     assert "differ from torch's by" in reason
 
 
+@pytest.mark.slow
 def test_the_trial_turns_a_compilers_error_into_a_reason() -> None:
     assert (
         fault(library_that(Mock(side_effect=RuntimeError("nvcc not found"))))

@@ -84,6 +84,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     opening.open_library.cache_clear()
 
 
+@pytest.mark.slow
 def test_a_library_that_cannot_be_opened_is_passed_over(elsewhere: Path) -> None:
     levels = runnable(read_cpu_flags())
     elsewhere.mkdir()
@@ -152,6 +153,7 @@ for num_heads, head_dim in ((16, 128), (64, 256)):
 """
 
 
+@pytest.mark.slow
 def test_splits_side_by_side_take_the_memory_that_is_reserved() -> None:
     """In a process of its own: here, memory that tests before have freed would be used again."""
     built_library()

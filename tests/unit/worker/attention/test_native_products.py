@@ -19,6 +19,7 @@ BEST = [level for level in runnable(read_cpu_flags()) if level.name != "baseline
 """The two best levels: where the best one has a matrix unit, the next has none."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", BEST, ids=lambda level: level.name)
 def test_products_of_every_shape_are_near_the_exact_sums_and_rows_do_not_depend_on_each_other(
     level: Level, tmp_path: Path

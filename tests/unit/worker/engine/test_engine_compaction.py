@@ -19,6 +19,7 @@ from services.worker.sequences.config import AddRefusal
 from shared.types import FinishReason
 from tests.support.engine_builders import new_sequence
 from tests.support.engine_harness import EngineHarness, make_harness
+from tests.support.seeds import first_of
 
 LIMIT = 16
 
@@ -300,7 +301,7 @@ def test_who_has_no_room_already_is_in_no_limits_way_and_goes_on_when_it_is_lift
 
 
 @pytest.mark.parametrize("num_stages", [1, 3])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", first_of(range(6), 2))
 def test_every_scheduler_gets_below_a_limit_in_a_few_steps_and_stays_there(
     scheduler: str, num_stages: int, seed: int
 ) -> None:
@@ -463,6 +464,7 @@ class LimitedBlocks:
             self.blocks.unpin(("copies", self.in_flight.popleft()))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**32 - 1))
 def test_contents_names_and_tables_survive_any_limits(seed: int) -> None:

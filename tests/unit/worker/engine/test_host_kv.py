@@ -72,6 +72,7 @@ def test_blocks_are_gathered_and_sent_as_on_a_gpu(count: int) -> None:
     assert host.measure_copy_s() > 0
 
 
+@pytest.mark.slow
 def test_the_runner_says_how_much_host_memory_there_is(runner: ModelRunner) -> None:
     host = runner.capacity.host
     assert host is not None
@@ -147,6 +148,7 @@ def texts(num_blocks: int) -> tuple[dict[int, list[int]], EngineStats]:
     return said, take_stats(engine)
 
 
+@pytest.mark.slow
 def test_a_model_says_the_same_whether_its_kv_was_on_the_host_or_not() -> None:
     """Six of up to 74 tokens, 5 blocks each, in 12 blocks: most of them are away for a while."""
     swapped, stats = texts(12)
@@ -171,6 +173,7 @@ def delayed(copy: Callable[..., None], random: np.random.Generator, *, spoils: b
     return late
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 async def test_texts_are_the_same_when_copies_run_beside_the_steps(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: a thread each way, each copy some steps late. What is on its way has no numbers meanwhile."""

@@ -12,7 +12,7 @@ from tests.support.checkpoints import CheckpointShape
 from tests.support.runner_driver import Driver
 from tests.support.runners import open_runner
 
-pytestmark = pytest.mark.kernels
+pytestmark = [pytest.mark.kernels, pytest.mark.slow]
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ CASES = sorted(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype", "kernels"), CASES)
 def test_stages_and_the_whole_say_the_same_after_every_change(
     model_of: ModelOf, name: str, dtype: str, kernels: str

@@ -20,6 +20,7 @@ from tests.support.live_groups import PAGE, SHAPES, ranges_of, spoil
 from tests.support.loading_gate import LoadingGate, byte_ranges, wait_until_loaded
 from tests.support.model_bits import calm_logits, logits_of, parameters_of
 from tests.support.runners import KERNELS
+from tests.support.seeds import first_of
 from tests.unit.worker.executor.conftest import ModelOf
 
 pytestmark = pytest.mark.kernels
@@ -75,6 +76,7 @@ def loaded(model: ElasticModel, gate: LoadingGate) -> bool:
     return model.loaded_ratio == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype", "kernels"), CASES)
 @pytest.mark.parametrize("ends", [(2, 4), (1, 2, 4)])
 def test_stages_say_the_same_while_layers_load_beside_them(
@@ -388,7 +390,7 @@ class Life:
         assert all(map(torch.equal, parameters_of(self.model), self.parameters))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", first_of(range(12), 3))
 def test_random_lives_lose_no_page_and_no_parameter(model_of: ModelOf, seed: int, gate: LoadingGate) -> None:
     name, rng = list(SHAPES)[seed % len(SHAPES)], np.random.default_rng(seed)
     model = model_of(name, page_bytes=PAGE * int(rng.integers(1, 4)), block_size=int(rng.integers(3, 20)))

@@ -58,6 +58,7 @@ def first_difference(a: list[int], b: list[int]) -> int | None:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["torch", KERNELS] if KERNELS != "torch" else ["torch"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_batch_flips_a_choice_only_where_two_logits_nearly_tie(

@@ -159,6 +159,7 @@ WIDE = CheckpointShape(vocab_size=931, hidden_size=128, intermediate_size=1024, 
 WINDOWS = {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [WIDE, replace(WIDE, family="qwen2", extra=WINDOWS)], ids=["llama", "qwen2, window"])
 @pytest.mark.parametrize(("kernels", "chunks"), [("torch", 4), ("auto", 12)])
 def test_the_reserve_covers_the_peak_of_a_full_batch(shape: CheckpointShape, kernels: str, chunks: int) -> None:

@@ -48,6 +48,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         yield KERNELS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", [KINDS[:2], KINDS[:3], KINDS])
 async def test_answers_are_those_of_steps_one_after_the_other(kernels: str, kinds: tuple[str, ...]) -> None:
     """Greedy and drawn rows are chosen on the device; others need the host, which ends their steps at once."""

@@ -56,6 +56,7 @@ def random_prompts(seed: int, count: int) -> list[list[int]]:
     return [random.integers(3, SHAPE.vocab_size, int(random.integers(1, 40))).tolist() for _ in range(count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_logits_are_those_of_computed_steps_whatever_decodes_together(seed: int, recorder: ReplayRecorder) -> None:
     """Random subsets decode, prompts come in between, blocks lie anywhere; every step of decodes only is a graph."""
@@ -131,6 +132,7 @@ def test_rows_that_are_not_sampled_from_are_left_out_of_the_logits(recorder: Rep
     assert recorder.num_starts == 1
 
 
+@pytest.mark.slow
 def test_recorded_steps_take_their_tokens_from_those_before_that_have_not_ended(
     recorder: ReplayRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +152,7 @@ def test_recorded_steps_take_their_tokens_from_those_before_that_have_not_ended(
     assert len({tuple(text) for text in texts[0]}) == 5
 
 
+@pytest.mark.slow
 def test_layers_that_were_dropped_and_came_back_are_computed_by_the_same_graphs(recorder: ReplayRecorder) -> None:
     """A stage computes each step anew: it has other layers."""
     folder = stored_checkpoint(SHAPE)[0]

@@ -188,6 +188,7 @@ def torch_choice(logits: torch.Tensor, sampling: RowSampling, points: np.ndarray
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", [7, 384, 9000])
 @pytest.mark.parametrize("seed", range(3))
 def test_tokens_are_drawn_as_torch_draws_them(vocab_size: int, seed: int) -> None:
@@ -246,6 +247,7 @@ def test_a_draw_never_leaves_the_vocabulary_whatever_the_logits_are() -> None:
             assert ((found >= 0) & (found < 300)).all()
 
 
+@pytest.mark.slow
 def test_the_trial_accepts_them() -> None:
     for name in SHAPES:
         for dtype in DTYPES:

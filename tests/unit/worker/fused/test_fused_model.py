@@ -30,7 +30,7 @@ from tests.support.replay import record_with
 from tests.support.runner_driver import Driver
 from tests.support.runners import load, soil
 
-pytestmark = pytest.mark.kernels
+pytestmark = [pytest.mark.kernels, pytest.mark.slow]
 
 PARTIAL = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.8}
 SHAPES = {

@@ -65,6 +65,7 @@ def planned(facts: ElasticFacts, layers: LayerRange) -> int:
     return CapacityRule(ModelFacts(**sizes, block_size=16)).blocks(layers, facts.num_pages, facts.max_blocks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype", "kernels"), CASES)
 async def test_workers_form_groups_part_and_form_others_and_always_say_the_same(
     name: str, dtype: str, kernels: str

@@ -111,6 +111,7 @@ async def exchange_by_price(
     return len(led.arrivals.spans), {name: list(text) for name, text in first.texts.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("link_bytes_per_s", "step_s", "names", "modes"),
     [
@@ -157,6 +158,7 @@ def remotes(devices: Sequence[TorchGroupDevice]) -> list[RemoteAttention]:
     return [remote for remote in found if remote is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranges", [HALVES, ranges_of(1, 3, 4)], ids=str)
 @pytest.mark.parametrize(("name", "dtype", "kernels"), CASES)
 async def test_sequences_go_on_before_their_kv_has_moved(
@@ -298,6 +300,7 @@ def replace_at(body: bytes, at: int, value: int) -> bytes:
     return body[:at] + value.to_bytes(4, "little", signed=True) + body[at + 4 :]
 
 
+@pytest.mark.slow
 async def test_stages_that_ask_each_other_at_once_wait_for_nothing_but_answers() -> None:
     """More than the connection's buffers hold goes both ways at the same time."""
     ends = socket.socketpair()

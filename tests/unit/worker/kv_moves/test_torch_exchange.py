@@ -67,6 +67,7 @@ def _spoiled(monkeypatch: pytest.MonkeyPatch) -> None:
 CASES = sorted({("llama", "float32", KERNELS), ("llama", "float32", "torch"), ("tied", "bfloat16", KERNELS)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype", "kernels"), CASES)
 @pytest.mark.parametrize("ranges", [HALVES, ranges_of(1, 3, 4)], ids=str)
 @pytest.mark.parametrize("by_pages", [False, True])
@@ -341,6 +342,7 @@ def spoil_blocks(device: TorchGroupDevice, ids: I32, rng: np.random.Generator) -
             pool[ids] = float(rng.random())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("by_pages", [False, True])

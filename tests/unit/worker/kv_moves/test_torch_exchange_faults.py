@@ -98,6 +98,7 @@ def damaged(kind: str) -> object:
     return send
 
 
+@pytest.mark.slow
 async def test_damage_costs_the_kv_and_not_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one chunk, early or late, of any part of it; of what the leader says to all; and no memory for copies."""
     async with live_devices(3) as devices:

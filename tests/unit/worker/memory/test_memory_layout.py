@@ -62,6 +62,7 @@ def fitting(layout: MemoryLayout, holding: PageHolding, usable: Spans) -> list[i
     return [count for count in counts if layout.num_pages(kept[count]) <= layout.facts.num_pages]
 
 
+@pytest.mark.slow
 @given(layouts(), st.data())
 def test_blocks_and_pages_are_those_that_bytes_say(layout: MemoryLayout, data: st.DataObject) -> None:
     facts = layout.facts
@@ -186,6 +187,7 @@ def test_room_beside_parameters_is_what_their_pages_leave(layout: MemoryLayout, 
     assert holdings.room(layout, layers, resident) == expected
 
 
+@pytest.mark.slow
 @given(layouts(), st.data())
 def test_plans_lead_from_one_holding_to_another(layout: MemoryLayout, data: st.DataObject) -> None:
     """Whatever both have stays in its pages; the ledger does not tell any other story."""

@@ -214,6 +214,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, after: in
     monkeypatch.setattr(owner, name, failing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [2, 3])
 def test_whoever_dies_and_whenever_the_others_agree(num: int) -> None:
     """A process ends before each of its packets: the others have all handed over, or none; or do not go on.

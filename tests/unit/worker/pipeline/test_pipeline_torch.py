@@ -78,6 +78,7 @@ class Chain:
         return self.stages[-1]._runner.logits(batch, hidden)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "sizes", "dtype", "kernels"), sorted(SPLITS))
 def test_logits_of_a_split_model_are_those_of_the_whole_to_the_bit(
     name: str, sizes: tuple[int, ...], dtype: str, kernels: str

@@ -77,6 +77,7 @@ class _Watched:
         self._step.free()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_stages", "more"), [(2, 0), (2, 2), (3, 0), (3, 3)])
 async def test_a_pipeline_beside_the_host_says_what_the_whole_model_says(
     monkeypatch: pytest.MonkeyPatch, num_stages: int, more: int
@@ -98,6 +99,7 @@ async def test_a_pipeline_beside_the_host_says_what_the_whole_model_says(
     assert whats_open() == before
 
 
+@pytest.mark.slow
 async def test_on_the_host_itself_every_step_is_done_when_it_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     under_way = UnderWay(monkeypatch)
     pipeline = wire_up(stages_of("llama", even_split(4, 2), "float32", "torch"), asyncio.get_running_loop())
@@ -107,6 +109,7 @@ async def test_on_the_host_itself_every_step_is_done_when_it_is_launched(monkeyp
     assert under_way.num_at_once > 20
 
 
+@pytest.mark.slow
 async def test_groups_of_devices_beside_the_host_form_serve_and_part(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = await calm_texts("llama", "float32", "torch")
     be_beside(monkeypatch, seed=1)

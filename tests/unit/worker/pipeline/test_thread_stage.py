@@ -108,6 +108,7 @@ async def serve_undisturbed(
         assert texts[each.stream] == expected_outputs(prompt, prompt[:0], max_tokens, 0, DRAW).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 async def test_texts_survive_failed_steps_and_failed_copies(num_stages: int) -> None:
     random, engine = np.random.default_rng(num_stages), make_pipeline_engine(num_stages)

@@ -73,6 +73,7 @@ async def loaded(devices: Sequence[TorchGroupDevice]) -> None:
         await asyncio.to_thread(wait_until_loaded, device._model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype", "kernels"), CASES)
 async def test_the_text_is_the_same_beside_a_loading_after_it_and_after_the_restore(
     name: str, dtype: str, kernels: str, gate: LoadingGate
@@ -139,6 +140,7 @@ async def test_a_group_that_breaks_while_layers_load_becomes_whole_instances(gui
         assert len(gate.read) <= lacking
 
 
+@pytest.mark.slow
 async def test_a_stage_of_a_larger_group_gives_up_what_lies_beside(gate: LoadingGate) -> None:
     """While it is being loaded, in two groups of two that become one of three and a whole worker."""
     async with live_devices(4) as devices:
@@ -397,6 +399,7 @@ class Life:
         await self.end(members, group)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 async def test_random_lives_of_workers_end_with_whole_ones(seed: int, gate: LoadingGate) -> None:
     async with live_devices(4) as devices:

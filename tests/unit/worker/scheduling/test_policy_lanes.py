@@ -28,6 +28,7 @@ PLAIN = sorted(set(SCHEDULERS) - {"lookahead"})
 """Those that share decodes evenly; `lookahead` forms microbatches by cost."""
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=400)
 @given(st.sampled_from(PLAIN), SEEDS, st.integers(1, 5), st.booleans())
 def test_every_answer_keeps_the_contract_and_its_share(scheduler: str, seed: int, num_lanes: int, swaps: bool) -> None:
@@ -66,6 +67,7 @@ def test_a_step_takes_its_share_and_first_who_has_waited_longest(scheduler: str)
         assert decide(scheduler, in_lanes(view, 2, list(range(num_away)))).rows.size == share
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(SEEDS, st.integers(2, 4), st.integers(1, 40))
 def test_everybody_goes_on_about_equally_fast_whatever_lane_comes_back(seed: int, num_lanes: int, count: int) -> None:

@@ -33,6 +33,7 @@ from tests.support.engine_views import (
     random_flights,
     random_view,
 )
+from tests.support.seeds import first_of
 from tests.support.toy_pipeline import ToyPipeline
 
 COST = load_profile("qwen2.5-14b-tp1-a800").cost
@@ -52,6 +53,7 @@ def test_with_one_lane_it_is_chunked(seed: int, swaps: bool) -> None:
     assert same(LookaheadScheduler().schedule(view), make_scheduler("chunked").schedule(view))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=400)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 4), st.booleans())
 def test_with_several_lanes_every_answer_keeps_the_contract(
@@ -179,6 +181,7 @@ def formed_ahead(prompts: list[int], limits: Limits) -> list[list[tuple[int, int
     return formed
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 4))
 def test_an_engine_hands_out_what_was_formed_ahead(seed: int, num_lanes: int) -> None:
@@ -220,7 +223,7 @@ def test_under_queueing_the_stages_stand_idle_for_less_than_a_fiftieth(num_lanes
     assert tokens > tokens_by_count
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", first_of(range(6), 2))
 @pytest.mark.parametrize("num_lanes", [2, 3])
 @pytest.mark.parametrize("num_host_blocks", [0, 12])
 def test_texts_survive_any_order_of_operations(seed: int, num_lanes: int, num_host_blocks: int) -> None:

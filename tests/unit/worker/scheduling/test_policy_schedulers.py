@@ -32,6 +32,7 @@ from tests.support.engine_views import (
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=400)
 @given(st.sampled_from(sorted(SCHEDULERS)), st.integers(0, 2**32 - 1))
 def test_every_answer_keeps_the_contract(scheduler: str, seed: int) -> None:

@@ -83,6 +83,7 @@ def test_nobody_moves_where_nothing_says_that_computing_again_is_dear() -> None:
 # What a step does
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=500)
 @given(st.sampled_from(SWAPPING), st.integers(0, 2**32 - 1))
 def test_every_answer_keeps_the_contract(scheduler: str, seed: int) -> None:
