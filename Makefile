@@ -17,6 +17,9 @@ SEED ?= 0
 GPU_PYTHON ?= $(BIN)/python
 GPU_MODEL ?= /tmp/sluice-llama3-8b
 
+# many processes start here, and each would compile all that it imports
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-slow test-faults test-pauses test-torch-kernels test-compose gpu-check gpu-figures mutation check format clean
 

@@ -66,6 +66,7 @@ async def test_one_connection_too_many_in_all_is_a_503(serve: Serve) -> None:
         writer.close()
 
 
+@pytest.mark.slow
 async def test_hundreds_of_idle_connections_do_not_keep_a_stream_from_its_text(serve: Serve) -> None:
     """They are there before it and after it, and closed when they have been idle for long enough."""
     async with serve(TEXT, idle_limit_s=6.0) as running, idle_connections(running, NUM_IDLE):

@@ -364,6 +364,7 @@ async def test_parameters_and_kv_and_free_pages_are_the_budget_at_every_step(
     await live(seed, monkeypatch)
 
 
+@pytest.mark.slow
 async def test_lives_meet_every_kind_of_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """The seeds together; the test above would say little otherwise."""
     total: Counter[str] = Counter()

@@ -197,6 +197,7 @@ def test_without_a_way_to_measure_the_reserve_is_estimated(monkeypatch: pytest.M
     assert measured <= open_runner(SHAPE, memory_bytes=512 * MIB).info.reserve_bytes < 320 * MIB
 
 
+@pytest.mark.slow
 def test_a_context_that_was_not_asked_for_is_lowered_to_what_fits() -> None:
     """The model's own 100 000 positions would take 49 MiB of KV."""
     shape = CheckpointShape(max_positions=100_000, seed=7)
@@ -243,6 +244,7 @@ def test_settings_that_cannot_be_met_are_refused(changes: dict[str, object], mes
         load_runner(settings, lambda _done, _what: None)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
 def test_runners_that_come_and_go_leave_no_file_and_no_mapping() -> None:
     def use_and_close() -> tuple[int, int]:

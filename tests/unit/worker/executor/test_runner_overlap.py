@@ -86,6 +86,7 @@ def test_a_step_takes_its_tokens_from_the_one_before_in_any_order_of_rows(kernel
     assert len({tuple(text) for text in ahead}) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"repetition_penalty": 1.8, "frequency_penalty": 1.0}])
 def test_a_step_that_begins_with_what_a_failed_one_was_to_sample_fails_and_what_it_says_of_rows_counts(
     monkeypatch: pytest.MonkeyPatch, kernels: str, changes: dict[str, Any]

@@ -233,6 +233,7 @@ async def goes_on_alone(server: Server, devices: Sequence[TorchGroupDevice], hel
     check(devices)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what", ["the link is cut", "the exchange is cut", "bits flip", "nothing is known of the rows"]
 )

@@ -98,6 +98,7 @@ def test_logits_of_a_split_model_are_those_of_the_whole_to_the_bit(
     assert torch.equal(logits[0].view(torch.int32), logits[1].view(torch.int32))
 
 
+@pytest.mark.slow
 def test_stages_hold_their_own_parameters_and_kv_and_no_others() -> None:
     model = whole("llama", "float32", "auto")
     stages = stages_of("llama", even_split(4, 3), "float32", "auto")
@@ -128,6 +129,7 @@ def test_bfloat16_travels_as_its_bits() -> None:
 # Over sockets, with the engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 async def test_a_pipeline_of_threads_over_sockets_says_what_the_whole_model_says(num_stages: int) -> None:
     loop, dtype = asyncio.get_running_loop(), "bfloat16" if num_stages == 2 else "float32"
@@ -168,6 +170,7 @@ class Limits:
             self._is_limited = False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_stages", [1, 2])
 async def test_moved_blocks_do_not_change_the_text(num_stages: int) -> None:
     loop = asyncio.get_running_loop()

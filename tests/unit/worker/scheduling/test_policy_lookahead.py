@@ -223,7 +223,7 @@ def test_under_queueing_the_stages_stand_idle_for_less_than_a_fiftieth(num_lanes
     assert tokens > tokens_by_count
 
 
-@pytest.mark.parametrize("seed", first_of(range(6), 2))
+@pytest.mark.parametrize("seed", first_of(range(6), 1))
 @pytest.mark.parametrize("num_lanes", [2, 3])
 @pytest.mark.parametrize("num_host_blocks", [0, 12])
 def test_texts_survive_any_order_of_operations(seed: int, num_lanes: int, num_host_blocks: int) -> None:
