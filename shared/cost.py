@@ -1,9 +1,10 @@
-"""How long a step takes on hardware that is not here: a fitted formula, and its coefficients per model and GPU.
+"""How long a step takes: a formula, and its coefficients per model and GPU, for hardware that is not here.
 
     T = max(g0 + b0·N, g1 + b1·N) + d·KVdec + a·P + era
 
 The first branch of the maximum is bound by reading the weights, the second by computing; decode attention reads KV,
-prefill attention computes pairs. Files hold milliseconds, this module seconds.
+prefill attention computes pairs. A worker that computes fits the same formula to its own steps
+(`services/worker/cost/`). Files hold milliseconds, this module seconds.
 
 Source: fitted on 400 random mixed batches that were composed from AIConfigurator's public per-operator measurements
 (Apache-2.0). Deviations: none.

@@ -154,18 +154,18 @@ class Monitor:
     async def _run(self) -> None:
         while True:
             self._wake.clear()
-            await self._turn()
+            await self._tick()
             try:
-                async with asyncio.timeout_at(self._next_turn_s()):
+                async with asyncio.timeout_at(self._next_tick_s()):
                     await self._wake.wait()
             except TimeoutError:
                 continue
 
-    def _next_turn_s(self) -> float:
+    def _next_tick_s(self) -> float:
         judgement_s = self._state.next_judgement_s(self._now())
         return self._next_view_s if judgement_s is None else min(judgement_s, self._next_view_s)
 
-    async def _turn(self) -> None:
+    async def _tick(self) -> None:
         """Judge; write the view when something changed or its period is over."""
         now_s = self._now()
         if self._was_deaf(now_s):

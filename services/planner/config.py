@@ -13,7 +13,7 @@ from services.planner.policy.levers.drop_lever import DropLever
 from services.planner.policy.levers.ladder import LadderParams, Lever
 from services.planner.policy.levers.pipeline_lever import PipelineLever
 from services.planner.policy.observe import ObserveParams, linear_profile
-from services.planner.policy.pacing import PacingParams, RestoreBy
+from services.planner.policy.patience import PatienceParams, RestoreBy
 from services.planner.policy.plans.drop import DropStrategy
 from services.planner.policy.plans.drop_facts import DropParams, KvFate
 from services.planner.policy.scale_signal import ScaleParams
@@ -118,7 +118,7 @@ class PlannerSettings(ServiceSettings):
     @model_validator(mode="after")
     def _check_limits(self) -> Self:
         self.execution()
-        self.pacing()
+        self.patience()
         self.observation()
         return self
 
@@ -131,9 +131,9 @@ class PlannerSettings(ServiceSettings):
             commit_limit_s=self.commit_limit_s,
         )
 
-    def pacing(self) -> PacingParams:
+    def patience(self) -> PatienceParams:
         """Return how much patience there is."""
-        return PacingParams(**{field.name: getattr(self, field.name) for field in fields(PacingParams)})
+        return PatienceParams(**{field.name: getattr(self, field.name) for field in fields(PatienceParams)})
 
     def observation(self) -> ObserveParams:
         """Return what is known of groups besides what workers report.
@@ -157,7 +157,7 @@ class PlannerSettings(ServiceSettings):
         return DeciderParams(
             ladder=LadderParams(self.max_view_age_s, self.pressure_ratio),
             observation=self.observation(),
-            pacing=self.pacing(),
+            patience=self.patience(),
             drop=self.drop(),
             scaling=ScaleParams(self.max_instances, self.scale_wait_s, self.scale_window_s, self.scale_hold_s),
             settle_limit_s=self.settle_limit_s,

@@ -2,7 +2,7 @@
 
 Every message passes one queue of the broker, ordered by (time of arrival, sequence number), so a run in virtual time
 has one trace. A message takes `latency_s` from publisher to subscriber; who receives it is decided on arrival, as a
-broker does it. Of a queue group the members take turns (a real broker draws one by chance).
+broker does it. Of a queue group one member after the other hears (a real broker draws one by chance).
 
 A `deliver` policy may lose, delay or double each delivery; it is asked once per message and receiver, in order. Writes
 to a key-value bucket and their watches are not subject to it: the live ones are acknowledged and made good. Each

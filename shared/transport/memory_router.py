@@ -167,7 +167,7 @@ class Router:
         self._exact: dict[str, list[Subscriber]] = {}
         self._wild: list[tuple[list[str], Subscriber]] = []
         self._wanting: dict[str, list[Subscriber]] = {}  # found before, by subject; emptied when it may be wrong
-        self._turns: dict[str, int] = {}
+        self._next_members: dict[str, int] = {}
         self._on_the_way: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -272,9 +272,9 @@ class Router:
             return found
         chosen = [subscriber for subscriber in found if not subscriber.queue]
         for queue, members in groups.items():
-            turn = self._turns.get(queue, 0)
-            self._turns[queue] = turn + 1
-            chosen.append(members[turn % len(members)])
+            index = self._next_members.get(queue, 0)
+            self._next_members[queue] = index + 1
+            chosen.append(members[index % len(members)])
         return chosen
 
     def _find_wanting(self, subject: str) -> list[Subscriber]:

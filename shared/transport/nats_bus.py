@@ -179,7 +179,7 @@ class NatsBus:
         return int(self._client.max_payload)
 
     async def publish(self, subject: str, data: bytes, *, reply: str = "") -> None:
-        """See `Bus.publish`. Appends to a buffer; the socket is written once per turn of the loop."""
+        """See `Bus.publish`. Appends to a buffer; the socket is written once per iteration of the loop."""
         await self._publish(check_subject(subject), data, reply, None)
 
     async def request(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:

@@ -172,11 +172,11 @@ class Exchange:
                     yield stage, holder
 
     def _schedule(self) -> list[tuple[float, _Piece]]:
-        """Let every worker send and receive one thing at a time, the lots taking turns; return who arrives when."""
+        """Let workers send and receive one thing at a time, a piece of each lot in rotation; return each arrival."""
         sends_at_s, takes_at_s = [0.0] * len(self._stages), [0.0] * len(self._stages)
         found: list[tuple[float, _Piece]] = []
-        for turn in zip_longest(*(self._pieces(lot) for lot in self._table.lots)):
-            for piece in turn:
+        for pieces in zip_longest(*(self._pieces(lot) for lot in self._table.lots)):
+            for piece in pieces:
                 if piece is None:
                     continue
                 arrived_s = 0.0

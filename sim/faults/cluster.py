@@ -30,7 +30,7 @@ from sim.worker import MODEL_NAME, NO_FOLDER
 EXCHANGE_LIMIT_S = 3.0
 MEET_LIMIT_S = 1.5
 """How long stages wait for each other when a group forms."""
-MAX_TURNS = 8
+MAX_TRIES = 8
 """Times that a client asks before it gives up."""
 RETRY_S = 1.5
 """Pause before it asks again."""
@@ -135,19 +135,19 @@ class FaultCluster:
         """Be the client: ask, ask again elsewhere after a refusal or a lost connection, and perhaps leave."""
         try:
             async with asyncio.timeout(ask.leaves_s):
-                for turn in range(MAX_TURNS):
-                    node = self.dispatchers[(ask.first_dispatcher + turn) % len(self.dispatchers)]
-                    if await self._call(ask, turn, node):
+                for index in range(MAX_TRIES):
+                    node = self.dispatchers[(ask.first_dispatcher + index) % len(self.dispatchers)]
+                    if await self._call(ask, index, node):
                         return
                     await asyncio.sleep(RETRY_S)
         except TimeoutError:
             self.trace.say(f"client   {ask.request.request_id} leaves")
 
-    async def _call(self, ask: Ask, turn: int, node: DispatcherNode) -> bool:
+    async def _call(self, ask: Ask, index: int, node: DispatcherNode) -> bool:
         """Ask once; return whether the client is content, or would not ask again."""
         request = ask.request
         if not request.is_resumable:
-            request = replace(request, request_id=f"{request.request_id}-turn{turn}")
+            request = replace(request, request_id=f"{request.request_id}-try{index}")
         now_s = self._loop.time()
         call = ClientCall(ask, node.name, now_s, new_answers(request, ask.num_choices, now_s))
         self.calls.append(call)

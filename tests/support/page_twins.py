@@ -147,7 +147,7 @@ class PageWatch:
         beyond = (blocks.refcount[backed:] > 0) | (blocks.pins[backed:] > 0)
         assert not beyond.any(), f"{leader.params.worker_id} uses blocks without memory"
         assert engine.capacity_blocks <= backed <= min(rooms), f"{leader.params.worker_id} believes in more room"
-        is_changing = agent._turn is not None or keeper.arriving.is_under_way or keeper.limit._kept is not None
+        is_changing = agent._in_hand is not None or keeper.arriving.is_under_way or keeper.limit._kept is not None
         assert engine.capacity_blocks == backed or is_changing, f"{leader.params.worker_id} has other room"
         self.done["serves with less"] += backed < min(rooms)
         self.done["led"] += 1
@@ -168,7 +168,7 @@ class PageWatch:
         assert blocks.num_used + blocks.num_free == blocks.num_usable, f"{node.name} has lost blocks"
         agent = service.agent
         assert agent is not None
-        if agent.role.num_stages == 1 and agent._turn is None and device._place is None:
+        if agent.role.num_stages == 1 and agent._in_hand is None and device._place is None:
             assert service.engine.capacity_blocks == seen.memory.num_blocks, f"{node.name} serves with other room"
 
     def close(self) -> None:

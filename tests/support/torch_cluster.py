@@ -292,7 +292,7 @@ class TorchCluster:
 
 def is_changing(agent: OrderAgent) -> bool:
     """Whether a plan has its turn, or a group that is over is being left."""
-    return agent._turn is not None or isinstance(agent.keeper.state, Broken | Changing)
+    return agent._in_hand is not None or isinstance(agent.keeper.state, Broken | Changing)
 
 
 def check_pages(memory: ElasticMemory) -> None:

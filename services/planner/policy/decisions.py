@@ -24,7 +24,7 @@ from services.planner.policy.levers.ladder import (
     decide,
 )
 from services.planner.policy.observe import Observation, ObserveParams, can_work, observe
-from services.planner.policy.pacing import Backoff, Cooldown, PacingParams
+from services.planner.policy.patience import Backoff, Cooldown, PatienceParams
 from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams
 from services.planner.policy.plans.drop_plan import DropPlan
 from services.planner.policy.plans.intent import LOAD, RESTORE, UNLOAD, Intent, Order, PlanOutcome, intent_of
@@ -57,7 +57,7 @@ class DeciderParams:
 
     ladder: LadderParams
     observation: ObserveParams
-    pacing: PacingParams
+    patience: PatienceParams
     drop: DropParams
     scaling: ScaleParams
     settle_limit_s: float
@@ -70,9 +70,9 @@ class Decider:
     def __init__(self, params: DeciderParams, levers: Sequence[Lever]) -> None:
         self._params = params
         self._levers = tuple(levers)
-        self._backoff = Backoff(params.pacing)
-        self._cooldown = Cooldown(params.pacing)
-        self._way_back = WayBack(params.pacing, params.drop)
+        self._backoff = Backoff(params.patience)
+        self._cooldown = Cooldown(params.patience)
+        self._way_back = WayBack(params.patience, params.drop)
         self._scale = ScaleSignal(params.scaling)
         self._groups_stay = any(lever.is_standing for lever in self._levers)
         self._unsettled: PlanOutcome | None = None

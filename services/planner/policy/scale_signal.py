@@ -26,7 +26,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from services.planner.policy.levers.ladder import Decision, Situation
-from services.planner.policy.pacing import ROUNDING_S
+from services.planner.policy.patience import ROUNDING_S
 from services.planner.policy.plans.capacity import CapacityRule
 from services.planner.policy.plans.drop import tokens_short
 from services.planner.policy.plans.drop_facts import (

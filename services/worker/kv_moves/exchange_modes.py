@@ -2,7 +2,7 @@
 
 offers ──────────────────────────────────────────► table_to_form ──► KvTable
 KvExchange ──► none_live | all_live | by_price ──────┘ are_live
-               └─ facts of links and layers ──► kv_moves/exchange_mode.py
+               └─ facts of links and layers ──► kv_moves/exchange_price.py
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from services.worker.contract.remote import SPLIT_KEYS
-from services.worker.kv_moves.exchange_mode import LotWork, Pace, choose_live
+from services.worker.kv_moves.exchange_price import LotWork, Pace, choose_live
 from services.worker.kv_moves.kv_table import AreLive, KvOffer, KvTable, MovingKv, none_live, table_to_form
 from services.worker.kv_moves.link_layers import link_layers
 from shared.cost import CostModel
@@ -76,7 +76,7 @@ def modes_of(
 def by_price(
     offers: Sequence[KvOffer], wanted: Sequence[LayerRange], costs: ExchangeCosts, lots: Sequence[MovingKv]
 ) -> Sequence[bool]:
-    """Let those sequences go on for whom that is cheaper; see `kv_moves/exchange_mode.py`."""
+    """Let those sequences go on for whom that is cheaper; see `kv_moves/exchange_price.py`."""
     again_s = 0.0 if costs.cost is None else costs.cost.token_s * costs.block_size / len(offers)
     pace = Pace(max(offer.step_s for offer in offers), costs.limit_s, again_s)
     return choose_live([work_of(lot, offers, wanted, costs) for lot in lots], pace)

@@ -35,7 +35,7 @@ _log = get_logger()
 
 
 class OrderAgent:
-    """Hears planners; one change at a time has its turn.
+    """Hears planners; one change at a time is in hand.
 
     Args:
         keeper: of this worker's role.
@@ -51,7 +51,7 @@ class OrderAgent:
         any_message = Annotated[Union[messages], Field(discriminator="kind")]  # type: ignore[valid-type]  # noqa: UP007
         self._messages: TypeAdapter[Any] = TypeAdapter(any_message)
         self._newest_epoch = 0
-        self._turn: PlanInHand | None = None
+        self._in_hand: PlanInHand | None = None
         self._last = ChangeOutcome(0, PlanState.DONE)
 
     @property
@@ -99,35 +99,35 @@ class OrderAgent:
 
     async def _prepare(self, asked: PreparePlan) -> ChangeOutcome:
         plan_id = asked.plan_id
-        while self._turn is not None and self._turn.ask.plan_id != plan_id:
-            self._turn.decide(commit=False)  # its planner has gone on to another one
-            await asyncio.shield(self._turn.outcome)
-        if self._turn is None:
+        while self._in_hand is not None and self._in_hand.ask.plan_id != plan_id:
+            self._in_hand.decide(commit=False)  # its planner has gone on to another one
+            await asyncio.shield(self._in_hand.outcome)
+        if self._in_hand is None:
             if plan_id <= self._last.plan_id:
                 return self._past(plan_id)
             change = self._changes[type(asked.step)](asked.step, self.keeper)
             reason = change.refusal()
             if reason is not None:
                 return ChangeOutcome(plan_id, PlanState.REFUSED, reason)
-            self._turn = PlanInHand(asked, change, self.keeper.now() + asked.limit_s)
-            self.keeper.tasks.start(self._carry_out(self._turn), name=f"plan-{plan_id}")
-        turn = self._turn
-        if await asyncio.shield(turn.is_ready):
+            self._in_hand = PlanInHand(asked, change, self.keeper.now() + asked.limit_s)
+            self.keeper.tasks.start(self._carry_out(self._in_hand), name=f"plan-{plan_id}")
+        in_hand = self._in_hand
+        if await asyncio.shield(in_hand.is_ready):
             return ChangeOutcome(plan_id, PlanState.PREPARED)
-        return await asyncio.shield(turn.outcome)
+        return await asyncio.shield(in_hand.outcome)
 
     async def _commit(self, asked: CommitPlan) -> ChangeOutcome:
-        turn = self._turn
-        if turn is None or turn.ask.plan_id != asked.plan_id:
+        in_hand = self._in_hand
+        if in_hand is None or in_hand.ask.plan_id != asked.plan_id:
             return self._past(asked.plan_id)
-        turn.decide(commit=True)
-        return await asyncio.shield(turn.outcome)
+        in_hand.decide(commit=True)
+        return await asyncio.shield(in_hand.outcome)
 
     async def _abort(self, asked: AbortPlan) -> ChangeOutcome:
-        turn = self._turn
-        if turn is not None and turn.ask.plan_id == asked.plan_id:
-            turn.decide(commit=False)
-            return await asyncio.shield(turn.outcome)
+        in_hand = self._in_hand
+        if in_hand is not None and in_hand.ask.plan_id == asked.plan_id:
+            in_hand.decide(commit=False)
+            return await asyncio.shield(in_hand.outcome)
         if asked.plan_id > self._last.plan_id:  # its prepare may still be on its way
             self._last = ChangeOutcome(asked.plan_id, PlanState.ABORTED, "it was abandoned before it was prepared")
         return self._past(asked.plan_id)
@@ -138,23 +138,23 @@ class OrderAgent:
             return self._last
         return ChangeOutcome(plan_id, PlanState.REFUSED, f"plan {plan_id} is not prepared here, or no longer")
 
-    # Turns
+    # One after the other
 
-    async def _carry_out(self, turn: PlanInHand) -> None:
+    async def _carry_out(self, in_hand: PlanInHand) -> None:
         """Hold the gate from prepare to the outcome."""
-        keeper, ask, change = self.keeper, turn.ask, turn.change
+        keeper, ask, change = self.keeper, in_hand.ask, in_hand.change
         outcome, busy_with = None, "KV of the last change was on its way"
         try:
-            async with asyncio.timeout_at(turn.until_s) as limit:
-                await keeper.arriving.over(turn.decision)  # the rest would have to be computed again
+            async with asyncio.timeout_at(in_hand.until_s) as limit:
+                await keeper.arriving.over(in_hand.decision)  # the rest would have to be computed again
                 busy_with = change.readying
-                if await change.make_ready(ask.limit_s, turn.decision):
-                    turn.until_s = keeper.now() + ask.limit_s  # it has served so far
-                    limit.reschedule(turn.until_s)
+                if await change.make_ready(ask.limit_s, in_hand.decision):
+                    in_hand.until_s = keeper.now() + ask.limit_s  # it has served so far
+                    limit.reschedule(in_hand.until_s)
                 busy_with = "a step, or a copy to the host, was under way"
                 async with keeper.machine.gate.exclusive():
                     limit.reschedule(None)
-                    outcome = await self._hear_word(turn)
+                    outcome = await self._hear_word(in_hand)
         except GateClosedError:
             outcome = ChangeOutcome(ask.plan_id, PlanState.REFUSED, "it is about to stop")
         except BlocksNeededError as error:
@@ -163,30 +163,30 @@ class OrderAgent:
             outcome = ChangeOutcome(ask.plan_id, PlanState.ABORTED, f"{busy_with} for {ask.limit_s:g} s")
         finally:
             change.go_back()
-            self._settle(turn, outcome)
+            self._settle(in_hand, outcome)
         if outcome is not None and outcome.state is PlanState.ABORTED:
             await keeper.reporter.announce("plan_refused", f"plan {ask.plan_id}: {outcome.reason}")
 
-    async def _hear_word(self, turn: PlanInHand) -> ChangeOutcome | None:
+    async def _hear_word(self, in_hand: PlanInHand) -> ChangeOutcome | None:
         """Be ready, wait for the planner's word, and take the part; the gate is held. None: it is not to be done."""
-        reason = turn.change.refusal_at_gate()
+        reason = in_hand.change.refusal_at_gate()
         if reason is not None:
-            return ChangeOutcome(turn.ask.plan_id, PlanState.REFUSED, reason)
-        turn.is_ready.set_result(True)
-        await asyncio.wait([turn.decision], timeout=max(turn.until_s - self.keeper.now(), 0.0))
-        return await self._change(turn) if turn.is_to_be_done else None
+            return ChangeOutcome(in_hand.ask.plan_id, PlanState.REFUSED, reason)
+        in_hand.is_ready.set_result(True)
+        await asyncio.wait([in_hand.decision], timeout=max(in_hand.until_s - self.keeper.now(), 0.0))
+        return await self._change(in_hand) if in_hand.is_to_be_done else None
 
-    async def _change(self, turn: PlanInHand) -> ChangeOutcome:
-        keeper, plan_id = self.keeper, turn.ask.plan_id
+    async def _change(self, in_hand: PlanInHand) -> ChangeOutcome:
+        keeper, plan_id = self.keeper, in_hand.ask.plan_id
         before, began_s = keeper.role, keeper.now()
         num_prefills, num_decodes = num_struck(keeper.machine.engine)
         try:
-            num_blocks = await turn.change.carry_out(turn.ask)
+            num_blocks = await in_hand.change.carry_out(in_hand.ask)
         except GroupFailedError as error:
             return ChangeOutcome(plan_id, PlanState.FAILED, str(error), await keeper.stand_alone(plan_id))
         role = keeper.role
         _log.info(
-            turn.change.done_event,
+            in_hand.change.done_event,
             plan=plan_id,
             layers=str(role.layers),
             before=str(before.layers),
@@ -200,16 +200,16 @@ class OrderAgent:
         )
         return ChangeOutcome(plan_id, PlanState.DONE, num_blocks=num_blocks)
 
-    def _settle(self, turn: PlanInHand, outcome: ChangeOutcome | None) -> None:
-        if outcome is None and turn.is_to_be_done:
-            outcome = ChangeOutcome(turn.ask.plan_id, PlanState.FAILED, "the change broke off")
+    def _settle(self, in_hand: PlanInHand, outcome: ChangeOutcome | None) -> None:
+        if outcome is None and in_hand.is_to_be_done:
+            outcome = ChangeOutcome(in_hand.ask.plan_id, PlanState.FAILED, "the change broke off")
         elif outcome is None:
-            reason = "" if turn.decision.done() else f"nothing was heard for {turn.ask.limit_s:g} s"
-            outcome = ChangeOutcome(turn.ask.plan_id, PlanState.ABORTED, reason)
-        self._turn, self._last = None, outcome
-        if not turn.is_ready.done():
-            turn.is_ready.set_result(False)
-        turn.outcome.set_result(outcome)
+            reason = "" if in_hand.decision.done() else f"nothing was heard for {in_hand.ask.limit_s:g} s"
+            outcome = ChangeOutcome(in_hand.ask.plan_id, PlanState.ABORTED, reason)
+        self._in_hand, self._last = None, outcome
+        if not in_hand.is_ready.done():
+            in_hand.is_ready.set_result(False)
+        in_hand.outcome.set_result(outcome)
         if outcome.state is not PlanState.DONE:
             _log.warning("plan_not_done", plan=outcome.plan_id, state=outcome.state.value, reason=outcome.reason)
         self.keeper.machine.loop.wake()

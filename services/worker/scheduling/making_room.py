@@ -1,10 +1,9 @@
 """The running rows of a step in the making, and who of them gives way.
 
 They stand in the policy's order: when blocks run out the last ones go, as many as needed and no more; the first never
-does. Where there is host
-memory, a row that goes is copied there if that wastes less than computing it again (`giving_way.py`). Such a row frees
-its blocks only when the copy is done, so it is sent one step before the blocks run out; a row that lacks one meanwhile
-sits that step out.
+does. Where there is host memory, a row that goes is copied there if that wastes less than computing it again
+(`recompute_or_swap.py`). Such a row frees its blocks only when the copy is done, so it is sent one step before the
+blocks run out; a row that lacks one meanwhile sits that step out.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from services.worker.scheduling.blocks_math import Places, missing_blocks, num_kept, num_known
-from services.worker.scheduling.giving_way import Leaving
+from services.worker.scheduling.recompute_or_swap import Leaving
 from services.worker.scheduling.view import EMPTY_ROWS, I32, NO_WAYS, U8, PreemptHow, SchedulerView
 
 

@@ -1,4 +1,4 @@
-"""Which dispatchers still want their sequences: one lease per dispatcher process, renewed by whatever it sends.
+"""Which dispatchers still want their sequences: one lease per dispatcher process, which it renews, also by submitting.
 
     heard ──lease_s──► paused: nothing of it is generated, sequences and tokens are kept ──orphan_s──► ended
       ▲                  │

@@ -15,13 +15,14 @@ from services.planner.config import PlannerSettings
 from services.planner.policy.decisions import Decider
 from services.planner.policy.levers.ladder import ClusterSnapshot, MemoryLoad, Offer, Situation
 from services.planner.policy.observe import ObserveParams, find_loss, linear_profile, observe
-from services.planner.policy.pacing import Backoff, Cooldown, PacingParams, RestoreWatch
+from services.planner.policy.patience import Backoff, Cooldown, PatienceParams
 from services.planner.policy.plans.chosen import plan_chosen
 from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams, InstanceFacts
 from services.planner.policy.plans.drop_plan import DropPlan, DropRefusal
 from services.planner.policy.plans.intent import RESTORE, Order, PlanOutcome, intent_of
 from services.planner.policy.restoring.residence import plan_unload
 from services.planner.policy.restoring.restore import RestorePlan, RestoreRefusal, plan_restore
+from services.planner.policy.restoring.restore_ratio import RestoreWatch
 from shared.ids import Incarnation, WorkerId
 from shared.layers import LayerRange
 from shared.messages.plan import FormGroup, PlannedWorker, RestoreInstance
@@ -38,7 +39,7 @@ from tests.support.drop_builders import (
 from tests.support.kinds import of_kind, some
 from tests.support.statuses import make_status, make_view
 
-PACING = PacingParams(restore_ratio=0.5, restore_hold_s=10.0, cooldown_s=5.0, retry_s=2.0, max_retry_s=20.0)
+PATIENCE = PatienceParams(restore_ratio=0.5, restore_hold_s=10.0, cooldown_s=5.0, retry_s=2.0, max_retry_s=20.0)
 OBSERVE = ObserveParams((1.0, 1.8), horizon_s=2.0)
 ELASTIC = make_elastic(make_model(), num_pages=64, max_blocks=50)
 
@@ -199,7 +200,7 @@ def test_a_linear_profile_is_concave_and_positive_or_refused(size: int, loss: fl
 
 
 def test_pauses_double_up_to_a_limit_and_a_success_forgets_them() -> None:
-    backoff = Backoff(PACING)
+    backoff = Backoff(PATIENCE)
     assert backoff.left_s(0.0) == 0.0
     assert [backoff.failed(100.0) for _ in range(6)] == [2, 4, 8, 16, 20, 20]
     assert (backoff.left_s(100.0), backoff.left_s(119.0), backoff.left_s(121.0)) == (20.0, 1.0, 0.0)
@@ -229,7 +230,7 @@ def group_of(used: int, demanded: int = 0, **fields: Any) -> list[InstanceFacts]
 def test_a_group_is_due_after_its_use_was_below_half_of_what_its_members_have_alone(
     members: list[InstanceFacts], is_idle: bool
 ) -> None:
-    watch = RestoreWatch(PACING)
+    watch = RestoreWatch(PATIENCE)
     facts = make_facts(members)
     assert [watch.apply(facts, at_s) for at_s in (0.0, 5.0, 9.9)] == [(), (), ()]
     assert watch.apply(facts, 10.0) == (("w00000",) if is_idle else ())
@@ -238,7 +239,7 @@ def test_a_group_is_due_after_its_use_was_below_half_of_what_its_members_have_al
 
 
 def test_every_break_begins_the_wait_anew_for_that_group_only() -> None:
-    watch = RestoreWatch(PACING)
+    watch = RestoreWatch(PATIENCE)
     other = make_pair("x")
     for at_s in range(10):
         used = 60 if at_s == 4 else 0
@@ -255,7 +256,7 @@ def loads(**throttled: bool) -> list[MemoryLoad]:
 
 
 def test_after_a_restore_a_worker_counts_once_it_was_calm() -> None:
-    cooldown = Cooldown(PACING)
+    cooldown = Cooldown(PATIENCE)
     assert cooldown.apply(loads(a=True), 0.0) == ""
     cooldown.restored(10.0)
     assert "4.0 s are given to it" in cooldown.apply(loads(a=True, b=True), 11.0)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.planner.policy.pacing import PacingParams, RestoreWatch
+from services.planner.policy.patience import PatienceParams
 from services.planner.policy.plans.capacity import CapacityRule
 from services.planner.policy.plans.drop_facts import (
     ClusterFacts,
@@ -35,6 +35,7 @@ from services.planner.policy.restoring.residence import (
 )
 from services.planner.policy.restoring.residence_watch import MAX_LOADS, Due, ResidenceWatch
 from services.planner.policy.restoring.restore import RestorePlan, RestoreRefusal, plan_restore
+from services.planner.policy.restoring.restore_ratio import RestoreWatch
 from shared.ids import WorkerId
 from shared.layers import LayerRange
 from tests.support.drop_builders import (
@@ -50,8 +51,8 @@ from tests.support.drop_builders import (
 from tests.support.kinds import of_kind
 from tests.support.seeds import first_of
 
-PACING = PacingParams(restore_hold_s=10.0, retry_s=2.0, max_retry_s=20.0, load_stall_s=30.0)
-WIDE = replace(PACING, restore_ratio=0.7)
+PATIENCE = PatienceParams(restore_hold_s=10.0, retry_s=2.0, max_retry_s=20.0, load_stall_s=30.0)
+WIDE = replace(PATIENCE, restore_ratio=0.7)
 """A group is due with more than what can move ahead."""
 WHOLE = LayerRange(0, 8)
 GROUP = "w00000"
@@ -243,7 +244,7 @@ def test_what_a_group_has_beside_is_what_each_of_its_members_has(
 
 
 def due(facts: ClusterFacts, now_s: float = 0.0, watch: ResidenceWatch | None = None, *, is_idle: bool = True) -> Due:
-    return (watch or ResidenceWatch(PACING)).apply(facts, (GROUP,) if is_idle else (), now_s)
+    return (watch or ResidenceWatch(PATIENCE)).apply(facts, (GROUP,) if is_idle else (), now_s)
 
 
 NOTHING, LOAD, RESTORE = Due(), Due(load=(GROUP,)), Due(restore=(GROUP,))
@@ -274,7 +275,7 @@ def test_of_a_group_that_lost_a_member_nothing_is_due() -> None:
 
 
 def test_without_loads_beside_groups_are_restored_in_one_step_from_wherever_they_are() -> None:
-    watch = ResidenceWatch(replace(PACING, restore_beside=False))
+    watch = ResidenceWatch(replace(PATIENCE, restore_beside=False))
     for facts in (group_of(), beside(group_of(), 0.5), beside(group_of())):
         assert due(facts, watch=watch) == RESTORE
     assert due(beside(group_of(), 0.5), watch=watch, is_idle=False) == NOTHING
@@ -322,7 +323,7 @@ def test_who_cannot_load_beside_is_restored_in_one_step() -> None:
 
 
 def test_a_load_that_makes_no_progress_is_given_up_after_the_limit() -> None:
-    watch = ResidenceWatch(PACING)
+    watch = ResidenceWatch(PATIENCE)
     for at_s, ratio in [(0.0, 0.5), (29.0, 0.5), (30.0, 0.6), (59.9, 0.6)]:
         assert due(beside(group_of(), ratio), at_s, watch) == NOTHING
     expected = ((GROUP, "w00000: nothing has been loaded for 30 s"),)
@@ -332,7 +333,7 @@ def test_a_load_that_makes_no_progress_is_given_up_after_the_limit() -> None:
 
 
 def test_pauses_between_loads_that_fail_double_and_the_last_one_is_followed_by_a_restore_in_one_step() -> None:
-    watch, now_s = ResidenceWatch(PACING), 0.0
+    watch, now_s = ResidenceWatch(PATIENCE), 0.0
     for number in range(MAX_LOADS):
         assert due(group_of(), now_s, watch) == LOAD
         watch.loaded([GROUP], now_s, is_done=False)
@@ -348,7 +349,7 @@ def test_pauses_between_loads_that_fail_double_and_the_last_one_is_followed_by_a
 def test_an_unload_that_was_refused_is_tried_again_alone_after_a_pause() -> None:
     facts = make_facts([*make_pair(), *make_pair("x")])
     facts = beside(replace(facts, instances=tuple(replace(each, throttled=True) for each in facts.instances)))
-    watch = ResidenceWatch(PACING)
+    watch = ResidenceWatch(PATIENCE)
     assert [name for name, _ in due(facts, 0.0, watch).unload] == [GROUP, "x0"]
     watch.unloaded([GROUP, "x0"], 0.0, is_done=False)
     assert due(facts, 1.9, watch).unload == ()
@@ -363,13 +364,13 @@ def test_what_has_all_is_restored_before_those_that_stop_to_load() -> None:
     """One plan of both would keep the planner busy until the last has loaded."""
     slow = make_pair("x")
     facts = make_facts([*beside(group_of()).instances, *slow])
-    watch = ResidenceWatch(PACING)
+    watch = ResidenceWatch(PATIENCE)
     assert watch.apply(facts, (GROUP, "x0"), 0.0) == RESTORE
     assert watch.apply(make_facts(slow), ("x0",), 0.0) == Due(restore=("x0",))
 
 
 def test_a_load_that_came_to_its_end_makes_up_for_those_that_failed() -> None:
-    watch = ResidenceWatch(PACING)
+    watch = ResidenceWatch(PATIENCE)
     watch.loaded([GROUP], 0.0, is_done=False)
     watch.loaded([GROUP], 2.0, is_done=False)
     assert due(beside(group_of(60)), 10.0, watch) == NOTHING, "all is there"
@@ -384,8 +385,8 @@ def test_a_load_that_came_to_its_end_makes_up_for_those_that_failed() -> None:
 class World:
     """One group, a planner that does at once what is due, and loads that take 3 ticks of half a second."""
 
-    watch: ResidenceWatch = field(default_factory=lambda: ResidenceWatch(PACING))
-    restores: RestoreWatch = field(default_factory=lambda: RestoreWatch(PACING))
+    watch: ResidenceWatch = field(default_factory=lambda: ResidenceWatch(PATIENCE))
+    restores: RestoreWatch = field(default_factory=lambda: RestoreWatch(PATIENCE))
     resident: LayerRange | None = None
     ratio: float = 1.0
     now_s: float = 0.0
@@ -440,7 +441,7 @@ def test_however_the_load_changes_a_group_loads_once_per_hold_and_calm_makes_it_
     gaps = np.diff(world.loads_s)
     assert (gaps >= 2.0).all()
     if not any(fails for *_, fails in ticks):
-        assert (gaps >= PACING.restore_hold_s).all()
+        assert (gaps >= PATIENCE.restore_hold_s).all()
     for _ in range(2 * 60):
         world.tick(0, throttled=False, fails=False)
     assert world.restored_s is not None

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.planner.policy.pacing import PacingParams, RestoreBy, fits_alone, largest_request_tokens
+from services.planner.policy.patience import PatienceParams, RestoreBy
 from services.planner.policy.plans.capacity import CapacityRule
 from services.planner.policy.plans.drop import plan_drop
 from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams, KvFate, expected_tokens
 from services.planner.policy.plans.drop_plan import DropPlan
 from services.planner.policy.restoring.residence_watch import Due, ResidenceWatch
 from services.planner.policy.restoring.restore_benefit import MAX_FACTOR, BenefitWatch, rent_per_s, restore_price
+from services.planner.policy.restoring.restore_ratio import fits_alone, largest_request_tokens
 from shared.ids import WorkerId
 from shared.layers import LayerRange
 from tests.support.drop_builders import make_facts, make_group, make_instance
@@ -24,7 +25,7 @@ from tests.support.kinds import of_kind
 from tests.support.plan_cluster import clustered, settings
 from tests.support.plan_workers import PlanCluster
 
-PARAMS = PacingParams(
+PARAMS = PatienceParams(
     restore_by=RestoreBy.BENEFIT,
     restore_max_ratio=0.8,
     restore_horizon_s=10.0,

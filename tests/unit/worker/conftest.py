@@ -1,4 +1,4 @@
-"""What tests of the worker's rooms share."""
+"""What tests of the worker's packages share."""
 
 from __future__ import annotations
 

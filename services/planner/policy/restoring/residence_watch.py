@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from services.planner.policy.pacing import ROUNDING_S, Backoff, PacingParams, fits_alone
+from services.planner.policy.patience import ROUNDING_S, Backoff, PatienceParams
 from services.planner.policy.plans.capacity import CapacityRule
 from services.planner.policy.plans.drop_facts import ClusterFacts, InstanceFacts, groups_of, wanted_tokens
 from services.planner.policy.restoring.residence import (
@@ -33,6 +33,7 @@ from services.planner.policy.restoring.residence import (
     room_beside,
     why_not_loaded,
 )
+from services.planner.policy.restoring.restore_ratio import fits_alone
 
 MAX_LOADS = 3
 """Loads of one group that may fail before it is restored in one step."""
@@ -59,7 +60,7 @@ class _Progress:
 class ResidenceWatch:
     """Follows what groups have beside the layers that they compute with, and what became of their loads."""
 
-    def __init__(self, params: PacingParams) -> None:
+    def __init__(self, params: PatienceParams) -> None:
         self._params = params
         self._progress: dict[str, _Progress] = {}
         self._loads = defaultdict[str, Backoff](lambda: Backoff(params))

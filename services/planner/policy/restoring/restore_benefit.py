@@ -46,11 +46,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.planner.policy.levers.price import Merges, kv_times_s, prices_s
-from services.planner.policy.pacing import ROUNDING_S, PacingParams, may_part
+from services.planner.policy.patience import ROUNDING_S, PatienceParams
 from services.planner.policy.plans.capacity import CapacityRule
 from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams, InstanceFacts, expected_tokens, groups_of
 from services.planner.policy.restoring.residence import can_load
 from services.planner.policy.restoring.restore import missing_bytes
+from services.planner.policy.restoring.restore_ratio import may_part
 from shared.ids import WorkerId
 
 MAX_FACTOR = 64.0
@@ -169,7 +170,7 @@ class _Past:
 class BenefitWatch:
     """Follows what groups cost that fit their members without drop."""
 
-    def __init__(self, params: PacingParams, drop: DropParams) -> None:
+    def __init__(self, params: PatienceParams, drop: DropParams) -> None:
         self._params = params
         self._drop = drop
         self._accounts: dict[str, _Account] = {}

@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from services.planner.policy.pacing import PacingParams, RestoreBy, RestoreWatch
+from services.planner.policy.patience import PatienceParams, RestoreBy
 from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams
 from services.planner.policy.plans.intent import DROP, LOAD, RESTORE, UNLOAD, Intent, PlanOutcome, intent_of
 from services.planner.policy.restoring.residence import plan_load, plan_unload
 from services.planner.policy.restoring.residence_watch import Due, ResidenceWatch
 from services.planner.policy.restoring.restore import RestorePlan, RestoreRefusal, plan_restore
 from services.planner.policy.restoring.restore_benefit import BenefitWatch
+from services.planner.policy.restoring.restore_ratio import RestoreWatch
 from shared.messages.report import ClusterView
 
 MAX_REASONS = 4
@@ -28,7 +29,7 @@ MAX_REASONS = 4
 class WayBack:
     """Decides what groups do next on their way back, and learns from what becomes of it."""
 
-    def __init__(self, params: PacingParams, drop: DropParams) -> None:
+    def __init__(self, params: PatienceParams, drop: DropParams) -> None:
         by_benefit = params.restore_by is RestoreBy.BENEFIT
         self._params = params
         self._idle: RestoreWatch | BenefitWatch = BenefitWatch(params, drop) if by_benefit else RestoreWatch(params)
@@ -90,7 +91,7 @@ class WayBack:
         """Return what restores the groups that are due, as many as can be.
 
         Whether each request finds a whole instance is not asked again: reports do not say how large the largest one
-        is. By benefit the watch has asked it with a bound (`pacing.largest_request_tokens`).
+        is. By benefit the watch has asked it with a bound (`restore_ratio.largest_request_tokens`).
         """
         if not due:
             return None, ()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.scheduling.giving_way import Leaving
+from services.worker.scheduling.recompute_or_swap import Leaving
 from services.worker.scheduling.view import HostView, PreemptHow
 from tests.support.engine_builders import per_token
 from tests.support.engine_views import (

@@ -13,20 +13,11 @@ project's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from services.planner.policy.levers.ladder import MemoryLoad
-from services.planner.policy.plans.capacity import CapacityRule
-from services.planner.policy.plans.drop_facts import (
-    ClusterFacts,
-    InstanceFacts,
-    expected_tokens,
-    groups_of,
-    missing_layers,
-)
-from services.planner.policy.restoring.restore import why_no_room
 from shared.ids import WorkerId
 
 ROUNDING_S = 1e-6
@@ -41,7 +32,7 @@ class RestoreBy(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class PacingParams:
+class PatienceParams:
     """How much patience there is."""
 
     restore_by: RestoreBy = RestoreBy.RATIO
@@ -89,7 +80,7 @@ class PacingParams:
 class Backoff:
     """Counts failures in a row."""
 
-    def __init__(self, params: PacingParams) -> None:
+    def __init__(self, params: PatienceParams) -> None:
         self._params = params
         self._num_failures = 0
         self._until_s = 0.0
@@ -116,89 +107,10 @@ class Backoff:
         return max(self._until_s - now_s, 0.0) if self._num_failures else 0.0
 
 
-class RestoreWatch:
-    """Follows which groups are used little."""
-
-    def __init__(self, params: PacingParams) -> None:
-        self._params = params
-        self._since_s: dict[str, float] = {}
-        self._why: dict[str, str] = {}
-
-    def apply(self, facts: ClusterFacts, now_s: float) -> tuple[str, ...]:
-        """Take the facts of this moment; return the groups that are due for a restore, sorted.
-
-        A group that lacks layers is none of them: its members become whole by themselves.
-        """
-        since_s, self._since_s = self._since_s, {}
-        rule = CapacityRule(facts.model)
-        groups = groups_of(facts)
-        for name, members in groups.items():
-            if may_part(self._params, rule, members):
-                self._since_s[name] = since_s.get(name, now_s)
-        hold_s = self._params.restore_hold_s - ROUNDING_S
-        due = sorted(name for name, began_s in self._since_s.items() if now_s - began_s >= hold_s)
-        self._why = {name: self._reason(rule, groups[name], now_s - self._since_s[name]) for name in due}
-        return tuple(due)
-
-    def forget(self, group_ids: Iterable[str] | None = None) -> None:
-        """Begin anew with these groups, None: with all: what was seen so far does not count."""
-        for name in list(self._since_s) if group_ids is None else group_ids:
-            self._since_s.pop(name, None)
-
-    def _reason(self, rule: CapacityRule, members: Sequence[InstanceFacts], for_s: float) -> str:
-        wanted, room = expected_tokens(members, 0.0), rule.tokens(rule.whole_blocks(members))
-        ratio = self._params.restore_ratio
-        return f"by ratio: it wants {wanted} tokens, and for {for_s:.1f} s less than {ratio:.0%} of {room} without drop"
-
-    def why(self, group_id: str) -> str:
-        """Return in words why this group was due when `apply` returned last; empty: it was not."""
-        return self._why.get(group_id, "")
-
-    def note_drop(self, worker_ids: Iterable[WorkerId], now_s: float) -> None:
-        """Take notice of a drop; this rule learns nothing from it."""
-
-    def note_restore(self, worker_ids: Iterable[WorkerId], now_s: float) -> None:
-        """Take notice of a restore; this rule learns nothing from it."""
-
-
-def may_part(params: PacingParams, rule: CapacityRule, members: Sequence[InstanceFacts]) -> bool:
-    """Return whether these members are a group, none is throttled, and what it wants fits them without drop."""
-    if len(members) < 2 or missing_layers(rule.model, members) is not None:
-        return False
-    return not any(member.throttled for member in members) and fits_alone(params, rule, members)
-
-
-def fits_alone(params: PacingParams, rule: CapacityRule, members: Sequence[InstanceFacts]) -> bool:
-    """Return whether a group wants less than the share of what its members would have alone that the rule leaves it.
-
-    By benefit each of its requests, too, surely finds a member that takes all of it (`restore`), none being larger than
-    `largest_request_tokens` says.
-    """
-    if expected_tokens(members, params.fit_horizon_s) >= params.fit_ratio * rule.tokens(rule.whole_blocks(members)):
-        return False
-    if params.restore_by is RestoreBy.RATIO:
-        return True
-    return why_no_room(rule, members[0].group, members, largest_request_tokens(rule, members)) is None
-
-
-def largest_request_tokens(rule: CapacityRule, members: Iterable[InstanceFacts]) -> int:
-    """Return what no running request of a group has more of, tokens of KV; at least 1.
-
-    Reports do not say how large the largest one is: it is no longer than the model is served with, and leaves at least
-    a block to each of the others.
-    """
-    largest = 1
-    for member in members:
-        others_tokens = max(member.num_running - 1, 0) * rule.model.block_size
-        bound = max(member.used_tokens - others_tokens, 1)
-        largest = max(largest, min(bound, member.max_request_tokens or bound))
-    return largest
-
-
 class Cooldown:
     """Which workers' shortage counts after a restore."""
 
-    def __init__(self, params: PacingParams) -> None:
+    def __init__(self, params: PatienceParams) -> None:
         self._params = params
         self._until_s = 0.0
         self._was_calm: dict[WorkerId, None] = {}

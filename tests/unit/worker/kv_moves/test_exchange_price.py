@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from services.worker.contract.kept_kv import KeptKv
 from services.worker.contract.remote import SPLIT_KEYS
-from services.worker.kv_moves.exchange_mode import LotWork, Pace, Prices, choose_live
 from services.worker.kv_moves.exchange_modes import ExchangeCosts, all_live, modes_of, usable, work_of
+from services.worker.kv_moves.exchange_price import LotWork, Pace, Prices, choose_live
 from services.worker.kv_moves.kv_table import KvOffer, MovingKv, none_live
 from shared.layers import LayerRange, even_split
 from shared.systems import KvExchange
