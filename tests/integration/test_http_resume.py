@@ -72,6 +72,7 @@ def last_of(events: Sequence[SseEvent]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "body"),
     [

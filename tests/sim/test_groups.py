@@ -145,6 +145,7 @@ async def test_kv_goes_along_so_that_little_is_computed_again(room: Room) -> Non
     await room.check()
 
 
+@pytest.mark.slow
 @pytest.mark.virtual_time
 @pytest.mark.parametrize(("num_pages", "is_full"), [(900, False), (690, True)], ids=["roomy", "full"])
 async def test_kv_comes_while_the_group_serves_the_reader_first_who_runs_out_first(

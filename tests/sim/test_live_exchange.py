@@ -20,8 +20,8 @@ from shared.systems import KvExchange
 from sim.faults.campaign import SeedReport, run_scenario
 from sim.faults.cluster import FaultCluster
 from sim.faults.scenario import BLOCK_SIZE, FaultScenario, draw_group_scenario
-from tests.support.seeds import first_of
 
+pytestmark = pytest.mark.slow
 SEEDS = (*range(56), 137, 152, 159, 163)
 """The last ones lose a group while KV is on its way."""
 
@@ -51,7 +51,6 @@ def run_watched(scenario: FaultScenario) -> tuple[SeedReport, int]:
     return report, seen[0].network.num_remote_steps
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 24, 6))
 def test_lots_of_both_modes_move_in_one_exchange(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange_modes, "modes_of", mixed)
@@ -60,7 +59,6 @@ def test_lots_of_both_modes_move_in_one_exchange(first: int, monkeypatch: pytest
     assert any(report.coverage["log kv_arrived"] for report in found)
 
 
-@pytest.mark.slow
 def test_by_price_a_link_that_costs_little_is_asked_over() -> None:
     check_attended(replace(live_scenario(seed), kv_exchange=KvExchange.BY_PRICE) for seed in range(6))
 
@@ -85,12 +83,11 @@ def lived(seed: int) -> tuple[SeedReport, int]:
     return run_watched(live_scenario(seed))
 
 
-@pytest.mark.parametrize("seed", first_of(SEEDS, 6))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_the_invariants_hold_while_kv_is_attended_where_it_lies(seed: int) -> None:
     check_none_violated([lived(seed)[0]])
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)  # by itself it runs all seeds
 def test_seeds_attend_elsewhere_and_lose_what_they_attend() -> None:
     found = [lived(seed) for seed in SEEDS]
@@ -104,7 +101,6 @@ def test_one_seed_gives_one_trace() -> None:
     assert run_scenario(live_scenario(4)).digest == lived(4)[0].digest
 
 
-@pytest.mark.slow
 def test_keys_that_are_read_in_the_wrong_place_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof that texts depend on what lies elsewhere: read here, other words are said."""
     monkeypatch.setattr(ShadowKv, "attend_elsewhere", lambda *_: None)

@@ -193,6 +193,7 @@ async def serve(num_stages: int, num_lanes: int, scheduler: str = "chunked") -> 
     return live
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 @pytest.mark.parametrize("scheduler", ["chunked", "fcfs"])
 async def test_decodes_spread_over_lanes_leave_few_bubbles(scheduler: str, num_stages: int) -> None:

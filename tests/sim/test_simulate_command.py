@@ -93,6 +93,7 @@ def test_another_seed_draws_another_load(scenario: str, tmp_path: Path) -> None:
     assert one["systems"] != two["systems"]
 
 
+@pytest.mark.slow
 def test_simulate_is_a_comparison_of_one(scenario: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     both = compared(scenario, tmp_path / "both.json", "--jobs", "1", "--duration", "2")
     capsys.readouterr()

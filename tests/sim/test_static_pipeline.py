@@ -57,6 +57,7 @@ async def test_the_text_is_that_of_an_undisturbed_sequence() -> None:
         cluster.check_idle()
 
 
+@pytest.mark.slow
 @pytest.mark.virtual_time
 async def test_instances_that_join_by_a_plan_are_pairs_for_good_and_say_what_they_say_alone() -> None:
     """As live: whole instances drop half of their layers at the start; `build_cluster` makes the stages at once."""

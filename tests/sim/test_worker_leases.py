@@ -29,6 +29,7 @@ async def begin(lone: LoneWorker, max_tokens: int, name: str = "r", *, of: int =
     return await lone.accepted(submit, dispatcher)
 
 
+@pytest.mark.slow
 async def test_a_silent_dispatchers_sequences_pause_and_go_on_with_the_same_text_when_it_speaks() -> None:
     async with worker_and("quiet", "talker") as lone:
         quiet, talker = lone.dispatchers

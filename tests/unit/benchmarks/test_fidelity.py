@@ -99,6 +99,7 @@ def test_each_part_names_its_cause() -> None:
     assert by["formula"].formula == pytest.approx(-0.2)
 
 
+@pytest.mark.slow
 @given(STEPS)
 def test_residuals_cover_all_steps_and_agree_with_the_whole(steps: list[StepRecord]) -> None:
     found = residuals(COST, steps)

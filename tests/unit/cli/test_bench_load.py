@@ -70,6 +70,7 @@ def test_the_first_requests_of_a_trace_begin_at_0() -> None:
     ]
 
 
+@pytest.mark.slow
 @given(st.integers(2, 300), st.integers(1, 1000), st.integers(1, 1000))
 def test_what_is_cut_to_the_context_fits(context: int, num_input: int, num_output: int) -> None:
     fitted, num_cut = fit_context([Planned(0.0, num_input, num_output)], context)

@@ -94,6 +94,7 @@ def test_a_file_without_keys_or_with_a_key_twice_or_no_file_is_refused(tmp_path:
         read_keys(tmp_path / "nowhere")
 
 
+@pytest.mark.slow
 @given(st.lists(st.text(max_size=20), unique=True, max_size=20), st.text(max_size=20))
 def test_a_ring_finds_exactly_its_own_keys(keys: list[str], other: str) -> None:
     grants = {hash_key(key): grant_of_tenant(Tenant(f"t{index}"), frozenset()) for index, key in enumerate(keys)}

@@ -39,6 +39,7 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
     return [text[start:stop] for start, stop in pairwise(borders)]
 
 
+@pytest.mark.slow
 @given(LETTERS, STOPS, st.lists(st.integers(0, 30)))
 @settings(max_examples=500, deadline=None)
 def test_the_text_ends_before_the_stop_string_that_is_complete_first(

@@ -37,6 +37,7 @@ def draw_merges(seed: int) -> tuple[Merger, int]:
     return merger, count
 
 
+@pytest.mark.slow
 def test_a_node_has_the_sizes_of_its_groups_and_the_place_of_the_first_of_them() -> None:
     total = 0
     for seed in SEEDS:

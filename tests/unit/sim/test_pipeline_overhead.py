@@ -51,6 +51,7 @@ def test_a_request_alone_takes_as_long_as_in_one_instance_and_the_ways_between_t
     assert extra_s == pytest.approx((num_stages - 1) * way_s + 50e-6, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_memory_holds_every_request_at_once() -> None:
     scenario = validated({**SCENARIO.model_dump(), "instances": 1, "max_batch_rows": 256}, "at once")
     workload = plain_workload(np.zeros(200).tolist(), 37, 100)

@@ -6,10 +6,13 @@ import ast
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 PRODUCT = ("cli", "client/sluice_client", "services", "shared", "sim")
 
 
+@pytest.mark.slow
 def test_no_two_public_classes_have_one_name() -> None:
     """The simulator may import every service, so a name stands for one class in all of them."""
     homes: dict[str, list[str]] = defaultdict(list)

@@ -107,6 +107,7 @@ def test_few_rows_with_long_contexts_whose_splits_are_computed_side_by_side(thre
         assert torch.equal(found, whole(case, 0, maker)[tokens])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_different_attentions_can_compute_the_parts(dtype: torch.dtype) -> None:
     """Close to the whole: their sums have other orders."""

@@ -90,6 +90,7 @@ def among_others(runner: ModelRunner, tokens: list[int], seed: int) -> bytes:
     return bits(sequence.logits[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_are_the_same_bits_alone_in_chunks_among_others_and_after_recompute(name: str, dtype: str) -> None:
@@ -102,6 +103,7 @@ def test_logits_are_the_same_bits_alone_in_chunks_among_others_and_after_recompu
         assert among_others(runner, tokens, seed) == expected
 
 
+@pytest.mark.slow
 def test_the_fast_path_does_not_promise_equal_bits() -> None:
     """Shows that the test above can tell: the same procedure without fixed shapes gives other bits."""
     runner = open_runner(SHAPES["group of 2"], kernels="torch")
@@ -109,6 +111,7 @@ def test_the_fast_path_does_not_promise_equal_bits() -> None:
     assert any(among_others(runner, tokens, seed) != alone(runner, tokens) for seed in (1, 2, 3))
 
 
+@pytest.mark.slow
 def test_a_platform_whose_products_depend_on_the_batch_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """A product that lets the number of non-zero rows of its tile leak into the result stands for such a platform."""
     runner = open_runner(SHAPES["group of 2"], deterministic=True, kernels="torch")

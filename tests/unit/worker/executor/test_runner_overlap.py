@@ -74,6 +74,7 @@ def decoding(kernels: str, num_rows: int, **changes: Any) -> Driver:
     return driver
 
 
+@pytest.mark.slow
 def test_a_step_takes_its_tokens_from_the_one_before_in_any_order_of_rows(kernels: str) -> None:
     is_beside = "cpu" in host_link.BESIDE
 
@@ -110,6 +111,7 @@ def test_a_step_that_begins_with_what_a_failed_one_was_to_sample_fails_and_what_
         assert runner.launch(again).end().tokens.tolist() == [text[index] for text in texts]
 
 
+@pytest.mark.slow
 def test_what_a_row_said_for_another_sequence_is_forgotten(kernels: str) -> None:
     driver = decoding(kernels, 2)
     old = driver.sequences[0]
@@ -122,6 +124,7 @@ def test_what_a_row_said_for_another_sequence_is_forgotten(kernels: str) -> None
         driver.runner.launch(replace(ahead, tokens=np.full(1, OWN_SAMPLE, dtype=np.int32))).end()
 
 
+@pytest.mark.slow
 def test_numbers_that_are_none_are_found_when_the_step_ends_and_the_step_behind_reads_no_row_that_is_none(
     kernels: str,
 ) -> None:
@@ -157,6 +160,7 @@ def kept_by(thing: object) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "needs_host"),
     [("greedy", False), ("drawn", False), ("filtered", True), ("bias", True), ("counted", True), ("logprobs", True)],

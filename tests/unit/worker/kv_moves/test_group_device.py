@@ -99,6 +99,7 @@ async def test_workers_form_groups_part_and_form_others_and_always_say_the_same(
             check(devices)
 
 
+@pytest.mark.slow
 async def test_a_group_can_become_another_without_loading_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of two stages become one of three and a whole one: three keep a part of what they hold."""
     async with live_devices(4) as devices:

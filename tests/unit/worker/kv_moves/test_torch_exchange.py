@@ -126,6 +126,7 @@ async def test_sequences_go_on_in_a_group_and_apart_again_without_computing_anyt
         check(devices)
 
 
+@pytest.mark.slow
 async def test_a_group_serves_others_while_kv_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody computes what comes; who needs nothing of it is served to the end before the first byte moves."""
     expected = await calm()

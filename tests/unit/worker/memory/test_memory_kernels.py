@@ -103,6 +103,7 @@ def open_elastic_runner(shape: CheckpointShape, **changes: object) -> ModelRunne
     return open_runner(shape, **{"page_bytes": PAGE, "memory_bytes": 16 * MIB, **changes})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", sorted({KERNELS, "torch"}))
 def test_a_model_says_the_same_whose_layers_came_and_went(kernels: str) -> None:
     plain = open_runner(SHAPE, deterministic=True, kernels=kernels)

@@ -116,6 +116,7 @@ DETERMINISTIC = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "deterministic"), FAST + DETERMINISTIC)
 def test_greedy_text_equals_the_references(name: str, deterministic: bool) -> None:
     shape = SHAPES[name]

@@ -288,6 +288,7 @@ async def test_a_step_that_fails_at_its_end_fails_alone(error: Exception, where:
     await pipeline.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 @pytest.mark.parametrize("more", [0, 3])
 async def test_texts_survive_steps_that_end_late_and_fail_at_launch_or_at_the_end(

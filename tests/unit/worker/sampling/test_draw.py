@@ -131,6 +131,7 @@ ROW = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @REPEATABLE
 @given(st.lists(ROW, min_size=1, max_size=6), st.integers(0, 2**30), st.sampled_from([0.0, 1.0, 6.0]), st.booleans())
 def test_looking_at_the_largest_weights_first_changes_nothing(

@@ -33,7 +33,6 @@ from tests.support.engine_views import (
     random_flights,
     random_view,
 )
-from tests.support.seeds import first_of
 from tests.support.toy_pipeline import ToyPipeline
 
 COST = load_profile("qwen2.5-14b-tp1-a800").cost
@@ -213,6 +212,7 @@ def bubbles(scheduler: Scheduler, num_lanes: int, lengths: str, rate_per_s: floa
     return pipeline.idle_ratio(8, 24), sum(int(batch.num_tokens.sum()) for batch in pipeline.batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_lanes", "rate_per_s"), [(2, 4.0), (4, 8.0)])
 def test_under_queueing_the_stages_stand_idle_for_less_than_a_fiftieth(num_lanes: int, rate_per_s: float) -> None:
     """Long documents: by token count several times as much, and so fewer tokens."""
@@ -223,7 +223,8 @@ def test_under_queueing_the_stages_stand_idle_for_less_than_a_fiftieth(num_lanes
     assert tokens > tokens_by_count
 
 
-@pytest.mark.parametrize("seed", first_of(range(6), 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("num_lanes", [2, 3])
 @pytest.mark.parametrize("num_host_blocks", [0, 12])
 def test_texts_survive_any_order_of_operations(seed: int, num_lanes: int, num_host_blocks: int) -> None:
