@@ -1,9 +1,9 @@
-"""The token pacer: decides when text that has arrived is shown. Two modes of one machine.
+"""The token pacer, made here by its mode: when text that has arrived is shown. Two modes of one machine.
 
-- `strict`: token i is shown exactly at displayed[i] of `qoe.py` (the paper's pacer; tests, benchmarks, and what a
-  server assumes of a reader).
-- `human`: for people. The first text at once; then word by word, as fast as text arrives, behind a small reserve that
-  hides pauses; code and JSON as they come; nothing is held back once the answer has ended.
+- `strict` (`pacer_base.py`): token i is shown exactly at displayed[i] of `qoe.py` (the paper's pacer; tests,
+  benchmarks, and what a server assumes of a reader).
+- `human` (`human_pacer.py`): for people. The first text at once; then word by word, as fast as text arrives, behind a
+  small reserve that hides pauses; code and JSON as they come; nothing is held back once the answer has ended.
 
 State machines without a clock, a task or a generator: every method takes the time, in seconds since the request's
 arrival, and what is shown when depends on what was pushed when, not on how often or how late `pop` is called. Nothing
