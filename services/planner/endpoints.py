@@ -21,7 +21,7 @@ from services.planner.policy.plans.drop import plan_drop, tokens_short
 from services.planner.policy.plans.drop_facts import ClusterFacts
 from services.planner.policy.plans.drop_plan import DropPlan
 from services.planner.policy.plans.intent import Intent, PlanOutcome, intent_of
-from services.planner.policy.restoring.residence import beside_groups
+from services.planner.policy.restoring.loaded_layers import beside_groups
 from services.planner.policy.restoring.restore import RestoreRefusal, plan_restore
 from services.planner.policy.scale_signal import ScaleWish
 from shared.ids import WorkerId

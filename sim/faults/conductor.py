@@ -10,7 +10,7 @@ from services.planner.policy.observe import ObserveParams, observe
 from services.planner.policy.plans.capacity import CapacityRule
 from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams
 from services.planner.policy.plans.merging import Merger
-from services.planner.policy.restoring.residence import ahead_blocks
+from services.planner.policy.restoring.loaded_layers import ahead_blocks
 from shared.layers import LayerRange, even_split
 from shared.messages.plan import AbortPlan, CommitPlan, FormGroup, LoadBeside, PlanAnswer, PlanState, Step, UnloadBeside
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
@@ -40,8 +40,8 @@ class Conductor:
         self._num_merges = 0
         """Under way."""
         self._num_formed = 0
-        self._num_turns = 0
-        """How often it was the turn of a group that joins no other one."""
+        self._num_stays = 0
+        """How often a group joined no other one."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -107,9 +107,9 @@ class Conductor:
         merged = _merge_pairs(own, known) if _leaves_copies(known, 2) else None
         if merged is not None:
             return [merged]
-        self._num_turns += 1
-        residence = _residence(own, is_ahead=bool(self._num_turns % 2)) if self._num_turns % 3 else None
-        return [alone(member) for member in own] if residence is None else [residence]
+        self._num_stays += 1
+        step = _beside(own, is_ahead=bool(self._num_stays % 2)) if self._num_stays % 3 else None
+        return [alone(member) for member in own] if step is None else [step]
 
     async def _finish(self, steps: list[Step], kind: FaultKind) -> None:
         if not _is_merge(steps):
@@ -174,7 +174,7 @@ class Conductor:
         self.answers.update(f"{word} {'silent' if answer is None else answer.state.value}" for answer in answers)
 
 
-def _residence(own: Sequence[WorkerReport], *, is_ahead: bool) -> LoadBeside | UnloadBeside | None:
+def _beside(own: Sequence[WorkerReport], *, is_ahead: bool) -> LoadBeside | UnloadBeside | None:
     """Return the group with all parameters beside, or without if they are; None: not all of its stages are known.
 
     Args:

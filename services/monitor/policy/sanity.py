@@ -73,13 +73,13 @@ def find_absurdity(report: WorkerReport) -> str | None:
     for move in report.moves:
         if not move.num_moved_bytes <= move.num_bytes <= MAX_BYTES:
             return f"{move.num_moved_bytes} bytes of {move.num_bytes} have moved"
-    absurdity = _find_absurd_residence(report)
+    absurdity = _find_absurd_layers(report)
     if absurdity is not None or report.elastic is None:
         return absurdity
     return _find_absurd_memory(report.elastic)
 
 
-def _find_absurd_residence(report: WorkerReport) -> str | None:
+def _find_absurd_layers(report: WorkerReport) -> str | None:
     """Return why the layers whose parameters have memory cannot be so: the own ones are among them."""
     (first, end), (own_first, own_end) = report.resident, report.layers
     if report.resident == (0, 0):

@@ -28,8 +28,8 @@ from services.planner.policy.patience import Backoff, Cooldown, PatienceParams
 from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams
 from services.planner.policy.plans.drop_plan import DropPlan
 from services.planner.policy.plans.intent import LOAD, RESTORE, UNLOAD, Intent, Order, PlanOutcome, intent_of
-from services.planner.policy.restoring.residence import beside_groups
-from services.planner.policy.restoring.residence_watch import Due
+from services.planner.policy.restoring.loaded_layers import beside_groups
+from services.planner.policy.restoring.loaded_layers_watch import Due
 from services.planner.policy.restoring.way_back import WayBack
 from services.planner.policy.scale_signal import ScaleParams, ScaleSignal, ScaleWish
 from shared.ids import WorkerId

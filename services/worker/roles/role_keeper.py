@@ -24,7 +24,7 @@ from services.worker.kv_moves.places import GroupPlace
 from services.worker.kv_moves.transfers import Transfers
 from services.worker.roles.block_limit import BlockLimit
 from services.worker.roles.device import GroupDevice, Led, Parting
-from services.worker.roles.residence import Resident, resident_in_group
+from services.worker.roles.resident import Resident, resident_in_group
 from services.worker.roles.role import (
     Alone,
     Broken,

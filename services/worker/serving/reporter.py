@@ -14,7 +14,7 @@ from typing import Any
 
 from services.worker.cost.estimate import CostEstimate
 from services.worker.engine.stats import EngineStats
-from services.worker.roles.residence import Resident
+from services.worker.roles.resident import Resident
 from services.worker.roles.role import Role
 from shared.ids import Incarnation, WorkerId
 from shared.messages.event import Event

@@ -20,7 +20,7 @@ from services.planner.policy.plans.chosen import plan_chosen
 from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams, InstanceFacts
 from services.planner.policy.plans.drop_plan import DropPlan, DropRefusal
 from services.planner.policy.plans.intent import RESTORE, Order, PlanOutcome, intent_of
-from services.planner.policy.restoring.residence import plan_unload
+from services.planner.policy.restoring.loaded_layers import plan_unload
 from services.planner.policy.restoring.restore import RestorePlan, RestoreRefusal, plan_restore
 from services.planner.policy.restoring.restore_ratio import RestoreWatch
 from shared.ids import Incarnation, WorkerId

@@ -15,7 +15,7 @@ from services.planner.policy.plans.capacity import CapacityRule
 from services.planner.policy.plans.drop import plan_drop
 from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams, KvFate, expected_tokens
 from services.planner.policy.plans.drop_plan import DropPlan
-from services.planner.policy.restoring.residence_watch import Due, ResidenceWatch
+from services.planner.policy.restoring.loaded_layers_watch import Due, LoadedLayersWatch
 from services.planner.policy.restoring.restore_benefit import MAX_FACTOR, BenefitWatch, rent_per_s, restore_price
 from services.planner.policy.restoring.restore_ratio import fits_alone, largest_request_tokens
 from shared.ids import WorkerId
@@ -271,7 +271,7 @@ def test_what_is_loaded_is_restored_at_once_while_it_fits_with_the_growth_to_com
         whole = tuple(replace(each, resident=WHOLE) for each in facts.instances)
         return replace(facts, instances=whole)
 
-    watch = ResidenceWatch(replace(PARAMS, ahead_wait_s=0.0))
+    watch = LoadedLayersWatch(replace(PARAMS, ahead_wait_s=0.0))
     assert watch.apply(loaded(used=76), (), 0.0) == Due(restore=(GROUP,))
     assert watch.apply(loaded(used=77), (), 0.5) == Due()
     assert watch.apply(loaded(used=40, tokens_per_s=3.7), (), 1.0) == Due()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from services.planner.policy.plans.drop_facts import ClusterFacts
 from services.planner.policy.plans.drop_plan import DropPlan
-from services.planner.policy.restoring.residence import LoadedLayersPlan
+from services.planner.policy.restoring.loaded_layers import LoadedLayersPlan
 from services.planner.policy.restoring.restore import RestorePlan
 from shared.ids import WorkerId
 from shared.layers import LayerRange

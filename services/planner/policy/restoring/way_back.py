@@ -15,8 +15,8 @@ from dataclasses import replace
 from services.planner.policy.patience import PatienceParams, RestoreBy
 from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams
 from services.planner.policy.plans.intent import DROP, LOAD, RESTORE, UNLOAD, Intent, PlanOutcome, intent_of
-from services.planner.policy.restoring.residence import plan_load, plan_unload
-from services.planner.policy.restoring.residence_watch import Due, ResidenceWatch
+from services.planner.policy.restoring.loaded_layers import plan_load, plan_unload
+from services.planner.policy.restoring.loaded_layers_watch import Due, LoadedLayersWatch
 from services.planner.policy.restoring.restore import RestorePlan, RestoreRefusal, plan_restore
 from services.planner.policy.restoring.restore_benefit import BenefitWatch
 from services.planner.policy.restoring.restore_ratio import RestoreWatch
@@ -33,16 +33,16 @@ class WayBack:
         by_benefit = params.restore_by is RestoreBy.BENEFIT
         self._params = params
         self._idle: RestoreWatch | BenefitWatch = BenefitWatch(params, drop) if by_benefit else RestoreWatch(params)
-        self._residence = ResidenceWatch(params)
+        self._loaded_layers = LoadedLayersWatch(params)
 
     def look(self, facts: ClusterFacts, now_s: float) -> Due:
         """Take the facts of this moment; return what is due."""
-        return self._residence.apply(facts, self._idle.apply(facts, now_s), now_s)
+        return self._loaded_layers.apply(facts, self._idle.apply(facts, now_s), now_s)
 
     def forget(self) -> None:
         """Begin anew to wait: nobody has seen the cluster."""
         self._idle.forget()
-        self._residence.forget()
+        self._loaded_layers.forget()
 
     def note(self, outcome: PlanOutcome, now_s: float) -> None:
         """Learn what became of a plan."""
@@ -52,9 +52,9 @@ class WayBack:
             self._idle.note_restore(outcome.done, now_s)
         names = [step.workers[0].worker_id for step in outcome.steps]
         if outcome.lever == LOAD:
-            self._residence.loaded(names, now_s, is_done=outcome.is_done)
+            self._loaded_layers.loaded(names, now_s, is_done=outcome.is_done)
         elif outcome.lever == UNLOAD:
-            self._residence.unloaded(names, now_s, is_done=outcome.is_done)
+            self._loaded_layers.unloaded(names, now_s, is_done=outcome.is_done)
             self._idle.forget(names)  # the whole hold, before they load again
 
     def unload(self, due: Due, facts: ClusterFacts, view: ClusterView) -> Intent | None:
@@ -69,7 +69,7 @@ class WayBack:
     def clear(self, group_ids: Sequence[str], facts: ClusterFacts, view: ClusterView, now_s: float) -> Intent | None:
         """Return what has these groups give back, as a drop needs them; None: they refused to a moment ago."""
         unload = [(name, f"{name} is needed for a drop") for name in group_ids]
-        return self.unload(Due(unload=self._residence.in_turns(unload, now_s)), facts, view)
+        return self.unload(Due(unload=self._loaded_layers.unload_now(unload, now_s)), facts, view)
 
     def advance(self, due: Due, facts: ClusterFacts, view: ClusterView) -> tuple[Intent | None, tuple[str, ...]]:
         """Return what brings groups a step closer to whole instances, and why some that are due cannot be restored."""

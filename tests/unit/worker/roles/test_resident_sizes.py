@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.roles.residence import resident_in_group
+from services.worker.roles.resident import resident_in_group
 from shared.layers import LayerRange
 from tests.support.drop_builders import make_elastic
 

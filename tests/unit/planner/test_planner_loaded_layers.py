@@ -22,18 +22,18 @@ from services.planner.policy.plans.drop_facts import (
     groups_of,
     wanted_tokens,
 )
-from services.planner.policy.restoring.residence import (
+from services.planner.policy.restoring.loaded_layers import (
     LoadedLayers,
     LoadedLayersPlan,
     beside_groups,
     beside_tokens,
+    loaded_layers_of,
     pipeline_of,
     plan_load,
     plan_unload,
-    residence_of,
     room_beside,
 )
-from services.planner.policy.restoring.residence_watch import MAX_LOADS, Due, ResidenceWatch
+from services.planner.policy.restoring.loaded_layers_watch import MAX_LOADS, Due, LoadedLayersWatch
 from services.planner.policy.restoring.restore import RestorePlan, RestoreRefusal, plan_restore
 from services.planner.policy.restoring.restore_ratio import RestoreWatch
 from shared.ids import WorkerId
@@ -234,7 +234,7 @@ def test_what_a_group_has_beside_is_what_each_of_its_members_has(
         replace(first, resident=LayerRange(*members[0]), loaded_ratio=members[1]),
         replace(second, resident=LayerRange(*members[2]), loaded_ratio=members[3]),
     ]
-    assert residence_of(make_model(), stages) is expected
+    assert loaded_layers_of(make_model(), stages) is expected
     names = (GROUP,) if expected is not LoadedLayers.NOTHING else ()
     assert beside_groups(make_facts([*stages, make_instance(5)]), [WorkerId("w00001"), WorkerId("w00005")]) == names
     assert beside_groups(make_facts(stages), [WorkerId("w00005")]) == ()
@@ -243,8 +243,10 @@ def test_what_a_group_has_beside_is_what_each_of_its_members_has(
 # --- when ------------------------------------------------------------------------------------------------------------
 
 
-def due(facts: ClusterFacts, now_s: float = 0.0, watch: ResidenceWatch | None = None, *, is_idle: bool = True) -> Due:
-    return (watch or ResidenceWatch(PATIENCE)).apply(facts, (GROUP,) if is_idle else (), now_s)
+def due(
+    facts: ClusterFacts, now_s: float = 0.0, watch: LoadedLayersWatch | None = None, *, is_idle: bool = True
+) -> Due:
+    return (watch or LoadedLayersWatch(PATIENCE)).apply(facts, (GROUP,) if is_idle else (), now_s)
 
 
 NOTHING, LOAD, RESTORE = Due(), Due(load=(GROUP,)), Due(restore=(GROUP,))
@@ -275,7 +277,7 @@ def test_of_a_group_that_lost_a_member_nothing_is_due() -> None:
 
 
 def test_without_loads_beside_groups_are_restored_in_one_step_from_wherever_they_are() -> None:
-    watch = ResidenceWatch(replace(PATIENCE, restore_beside=False))
+    watch = LoadedLayersWatch(replace(PATIENCE, restore_beside=False))
     for facts in (group_of(), beside(group_of(), 0.5), beside(group_of())):
         assert due(facts, watch=watch) == RESTORE
     assert due(beside(group_of(), 0.5), watch=watch, is_idle=False) == NOTHING
@@ -288,16 +290,16 @@ def linked(used: int, link: float = 1e9) -> ClusterFacts:
 
 
 def test_a_group_waits_a_while_until_its_kv_can_move_ahead() -> None:
-    watch = ResidenceWatch(WIDE)
+    watch = LoadedLayersWatch(WIDE)
     assert [due(linked(55), at_s, watch) for at_s in (0.0, 9.9, 10.0)] == [NOTHING, NOTHING, LOAD]
-    watch = ResidenceWatch(WIDE)
+    watch = LoadedLayersWatch(WIDE)
     assert due(linked(55), 0.0, watch) == NOTHING
     assert due(linked(54), 0.5, watch) == LOAD, "now it fits"
 
 
 @pytest.mark.parametrize("breaks", ["it is used", "nobody sees it"])
 def test_that_wait_begins_anew(breaks: str) -> None:
-    watch = ResidenceWatch(WIDE)
+    watch = LoadedLayersWatch(WIDE)
     assert due(linked(55), 0.0, watch) == NOTHING
     if breaks == "it is used":
         assert due(linked(55), 8.0, watch, is_idle=False) == NOTHING
@@ -307,9 +309,9 @@ def test_that_wait_begins_anew(breaks: str) -> None:
 
 
 def test_nobody_waits_for_what_cannot_be() -> None:
-    assert due(linked(55, link=0.0), watch=ResidenceWatch(WIDE)) == LOAD, "its KV does not move at all"
-    assert due(linked(55), watch=ResidenceWatch(replace(WIDE, ahead_wait_s=0.0))) == LOAD
-    in_one_step = ResidenceWatch(replace(WIDE, restore_beside=False))
+    assert due(linked(55, link=0.0), watch=LoadedLayersWatch(WIDE)) == LOAD, "its KV does not move at all"
+    assert due(linked(55), watch=LoadedLayersWatch(replace(WIDE, ahead_wait_s=0.0))) == LOAD
+    in_one_step = LoadedLayersWatch(replace(WIDE, restore_beside=False))
     assert due(linked(55), watch=in_one_step) == RESTORE
 
 
@@ -323,7 +325,7 @@ def test_who_cannot_load_beside_is_restored_in_one_step() -> None:
 
 
 def test_a_load_that_makes_no_progress_is_given_up_after_the_limit() -> None:
-    watch = ResidenceWatch(PATIENCE)
+    watch = LoadedLayersWatch(PATIENCE)
     for at_s, ratio in [(0.0, 0.5), (29.0, 0.5), (30.0, 0.6), (59.9, 0.6)]:
         assert due(beside(group_of(), ratio), at_s, watch) == NOTHING
     expected = ((GROUP, "w00000: nothing has been loaded for 30 s"),)
@@ -333,7 +335,7 @@ def test_a_load_that_makes_no_progress_is_given_up_after_the_limit() -> None:
 
 
 def test_pauses_between_loads_that_fail_double_and_the_last_one_is_followed_by_a_restore_in_one_step() -> None:
-    watch, now_s = ResidenceWatch(PATIENCE), 0.0
+    watch, now_s = LoadedLayersWatch(PATIENCE), 0.0
     for number in range(MAX_LOADS):
         assert due(group_of(), now_s, watch) == LOAD
         watch.loaded([GROUP], now_s, is_done=False)
@@ -349,7 +351,7 @@ def test_pauses_between_loads_that_fail_double_and_the_last_one_is_followed_by_a
 def test_an_unload_that_was_refused_is_tried_again_alone_after_a_pause() -> None:
     facts = make_facts([*make_pair(), *make_pair("x")])
     facts = beside(replace(facts, instances=tuple(replace(each, throttled=True) for each in facts.instances)))
-    watch = ResidenceWatch(PATIENCE)
+    watch = LoadedLayersWatch(PATIENCE)
     assert [name for name, _ in due(facts, 0.0, watch).unload] == [GROUP, "x0"]
     watch.unloaded([GROUP, "x0"], 0.0, is_done=False)
     assert due(facts, 1.9, watch).unload == ()
@@ -364,13 +366,13 @@ def test_what_has_all_is_restored_before_those_that_stop_to_load() -> None:
     """One plan of both would keep the planner busy until the last has loaded."""
     slow = make_pair("x")
     facts = make_facts([*beside(group_of()).instances, *slow])
-    watch = ResidenceWatch(PATIENCE)
+    watch = LoadedLayersWatch(PATIENCE)
     assert watch.apply(facts, (GROUP, "x0"), 0.0) == RESTORE
     assert watch.apply(make_facts(slow), ("x0",), 0.0) == Due(restore=("x0",))
 
 
 def test_a_load_that_came_to_its_end_makes_up_for_those_that_failed() -> None:
-    watch = ResidenceWatch(PATIENCE)
+    watch = LoadedLayersWatch(PATIENCE)
     watch.loaded([GROUP], 0.0, is_done=False)
     watch.loaded([GROUP], 2.0, is_done=False)
     assert due(beside(group_of(60)), 10.0, watch) == NOTHING, "all is there"
@@ -385,7 +387,7 @@ def test_a_load_that_came_to_its_end_makes_up_for_those_that_failed() -> None:
 class World:
     """One group, a planner that does at once what is due, and loads that take 3 ticks of half a second."""
 
-    watch: ResidenceWatch = field(default_factory=lambda: ResidenceWatch(PATIENCE))
+    watch: LoadedLayersWatch = field(default_factory=lambda: LoadedLayersWatch(PATIENCE))
     restores: RestoreWatch = field(default_factory=lambda: RestoreWatch(PATIENCE))
     resident: LayerRange | None = None
     ratio: float = 1.0

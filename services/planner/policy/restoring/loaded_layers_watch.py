@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from services.planner.policy.patience import ROUNDING_S, Backoff, PatienceParams
 from services.planner.policy.plans.capacity import CapacityRule
 from services.planner.policy.plans.drop_facts import ClusterFacts, InstanceFacts, groups_of, wanted_tokens
-from services.planner.policy.restoring.residence import (
+from services.planner.policy.restoring.loaded_layers import (
     LoadedLayers,
     fits_ahead,
+    loaded_layers_of,
     pipeline_of,
-    residence_of,
     room_beside,
     why_not_loaded,
 )
@@ -57,7 +57,7 @@ class _Progress:
     since_s: float
 
 
-class ResidenceWatch:
+class LoadedLayersWatch:
     """Follows what groups have beside the layers that they compute with, and what became of their loads."""
 
     def __init__(self, params: PatienceParams) -> None:
@@ -94,18 +94,18 @@ class ResidenceWatch:
         at_once: list[str] = []
         load: list[str] = []
         for name, stages in sorted(groups.items()):
-            residence = residence_of(facts.model, stages)
-            self._follow(name, residence, stages, now_s)
-            if residence is LoadedLayers.NOTHING:
+            loaded = loaded_layers_of(facts.model, stages)
+            self._follow(name, loaded, stages, now_s)
+            if loaded is LoadedLayers.NOTHING:
                 if name in idle and not self._awaits_room_ahead(rule, name, stages, now_s):
                     (load if self._may_load(rule, name, stages) else restore).append(name)
-            elif (why := self._why_back(rule, name, residence, stages, now_s)) is not None:
+            elif (why := self._why_back(rule, name, loaded, stages, now_s)) is not None:
                 unload.append((name, f"{name}: {why}"))
-            elif residence is LoadedLayers.LOADED and fits_alone(self._params, rule, stages):
+            elif loaded is LoadedLayers.LOADED and fits_alone(self._params, rule, stages):
                 at_once.append(name)
             elif name in idle and not self._params.restore_beside:
                 restore.append(name)
-        return Due(self.in_turns(unload, now_s), tuple(at_once or restore), self._rested(load, now_s))
+        return Due(self.unload_now(unload, now_s), tuple(at_once or restore), self._rested(load, now_s))
 
     def forget(self) -> None:
         """Begin anew to wait: nobody has seen the cluster."""
@@ -127,7 +127,7 @@ class ResidenceWatch:
             if self._has_stalled(name, now_s):
                 self._loads[name].failed(now_s)
 
-    def in_turns(self, unload: Sequence[tuple[str, str]], now_s: float) -> tuple[tuple[str, str], ...]:
+    def unload_now(self, unload: Sequence[tuple[str, str]], now_s: float) -> tuple[tuple[str, str], ...]:
         """Return which of these groups may be told to give back now, each with the reason.
 
         All that have not failed to at once; if there are none, one that has, by itself, once its pause is over.
@@ -142,16 +142,16 @@ class ResidenceWatch:
             for name in [name for name in memory if name not in groups]:
                 del memory[name]
 
-    def _follow(self, name: str, residence: LoadedLayers, stages: Sequence[InstanceFacts], now_s: float) -> None:
-        if residence is LoadedLayers.LOADED:
+    def _follow(self, name: str, loaded: LoadedLayers, stages: Sequence[InstanceFacts], now_s: float) -> None:
+        if loaded is LoadedLayers.LOADED:
             self._loads.pop(name, None)
-        if residence is not LoadedLayers.LOADING:
+        if loaded is not LoadedLayers.LOADING:
             self._progress.pop(name, None)
             return
-        loaded = sum(stage.loaded_ratio for stage in stages)
+        ratio = sum(stage.loaded_ratio for stage in stages)
         before = self._progress.get(name)
-        if before is None or loaded != before.loaded:
-            self._progress[name] = _Progress(loaded, now_s)
+        if before is None or ratio != before.loaded:
+            self._progress[name] = _Progress(ratio, now_s)
 
     def _has_stalled(self, name: str, now_s: float) -> bool:
         progress = self._progress.get(name)
@@ -170,7 +170,7 @@ class ResidenceWatch:
         return why_not_loaded(rule, name, stages, self._params.fit_ratio, self._params.fit_horizon_s) is None
 
     def _why_back(
-        self, rule: CapacityRule, name: str, residence: LoadedLayers, stages: Sequence[InstanceFacts], now_s: float
+        self, rule: CapacityRule, name: str, loaded: LoadedLayers, stages: Sequence[InstanceFacts], now_s: float
     ) -> str | None:
         """Return why a group is to give back what it has beside, in words; None: it keeps it."""
         if any(stage.throttled for stage in stages):
@@ -179,7 +179,7 @@ class ResidenceWatch:
         max_use_ratio = 1.0 if is_ahead else self.max_use_ratio
         if wanted > max_use_ratio * room:
             return f"its requests want {wanted} tokens of KV, over {max_use_ratio:.0%} of the room there is"
-        if residence is LoadedLayers.BY_HALF:
+        if loaded is LoadedLayers.BY_HALF:
             return "not all of its members have made room for the whole model"
         if self._has_stalled(name, now_s):
             return f"nothing has been loaded for {self._params.load_stall_s:g} s"

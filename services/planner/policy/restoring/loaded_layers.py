@@ -108,7 +108,7 @@ def pipeline_of(model: ModelFacts, members: Sequence[InstanceFacts]) -> tuple[In
     return tuple(stages) if len(stages) > 1 and leads else ()
 
 
-def residence_of(model: ModelFacts, members: Iterable[InstanceFacts]) -> LoadedLayers:
+def loaded_layers_of(model: ModelFacts, members: Iterable[InstanceFacts]) -> LoadedLayers:
     """Return what the members of a group have beside."""
     beside = [member.is_beside for member in members]
     if not any(beside):
@@ -127,7 +127,7 @@ def beside_groups(facts: ClusterFacts, instance_ids: Iterable[WorkerId]) -> tupl
             name
             for name, members in groups_of(facts).items()
             if any(member.instance_id in named for member in members)
-            and residence_of(facts.model, members) is not LoadedLayers.NOTHING
+            and loaded_layers_of(facts.model, members) is not LoadedLayers.NOTHING
             and pipeline_of(facts.model, members)
         )
     )
