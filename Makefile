@@ -53,7 +53,7 @@ demo: $(VENV)/.demo ## start a cluster here and stream one answer at reading spe
 	$(BIN)/sluice demo
 
 test: $(VENV)/.dev $(VENV)/.native ## run the tests that need no GPU and little time, in two processes
-	$(PYTEST) -m "not gpu and not faults and not compose and not slow"
+	$(PYTEST) -p tests.support.cpu_time -m "not gpu and not faults and not compose and not slow"
 
 test-slow: $(VENV)/.dev $(VENV)/.native ## run those that take more than a CPU second, and campaigns' other seeds
 	$(PYTEST) -m "slow and not gpu and not faults and not compose"

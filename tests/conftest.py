@@ -18,7 +18,6 @@ from tests.support.reaper import mark_this_process
 settings.register_profile("sluice", deadline=None, derandomize=True)
 settings.load_profile("sluice")
 
-pytest_plugins = ["tests.support.cpu_time"]
 mark_this_process()
 
 

@@ -241,7 +241,7 @@ async def test_a_connection_that_fails_says_where_and_what_to_do() -> None:
         unused.bind(("127.0.0.1", 0))
         url = f"nats://user:secret@127.0.0.1:{unused.getsockname()[1]}"
         with pytest.raises(NoBrokerError) as caught:
-            await NatsBus.connect(url, name="b", connect_timeout_s=0.5)
+            await NatsBus.connect(url, name="b", connect_timeout_s=2.0)
     text = str(caught.value)
     assert isinstance(caught.value, StartupError)
     assert isinstance(caught.value, BusClosedError)
@@ -277,7 +277,7 @@ async def test_credentials_are_used_and_refused_ones_are_an_error_at_the_start(g
         await bus.close()
     for credentials in (("worker", "bad"), None):
         with pytest.raises(NoBrokerError, match="authorization violation"):
-            await NatsBus.connect(url, name="w", credentials=credentials, connect_timeout_s=0.5)
+            await NatsBus.connect(url, name="w", credentials=credentials, connect_timeout_s=2.0)
 
 
 async def test_a_refused_subject_is_reported_as_fatal(guarded: tuple[str, str]) -> None:

@@ -38,7 +38,7 @@ PIPELINE_CASES = [
 ]
 
 
-def short_turns(name: str) -> Scheduler:
+def short_quanta(name: str) -> Scheduler:
     return RoundRobinScheduler(quantum_tokens=3) if name == "round-robin" else make_scheduler(name)
 
 
@@ -46,7 +46,7 @@ def chaotic_run(
     scheduler: str, depth: int, seed: int, *, prefix_caching: bool = True, num_host_blocks: int = 0, **changes: Any
 ) -> Chaos:
     return make_chaos(
-        short_turns(scheduler),
+        short_quanta(scheduler),
         [seed, depth, len(scheduler), prefix_caching, num_host_blocks],
         depth=depth,
         prefix_caching=prefix_caching,
@@ -159,7 +159,7 @@ def test_everything_finishes_with_kv_for_only_one_request(
     scheduler: str, num_stages: int, num_host_blocks: int
 ) -> None:
     """9 blocks of 4 slots; each sequence needs KV for 20 + 16 - 1 = 35 tokens, so 9 blocks: all of them."""
-    harness = make_harness(short_turns(scheduler), num_blocks=9, num_host_blocks=num_host_blocks, num_lanes=num_stages)
+    harness = make_harness(short_quanta(scheduler), num_blocks=9, num_host_blocks=num_host_blocks, num_lanes=num_stages)
     harness.add_all(8, num_prompt=20, max_tokens=16)
     harness.finish(max_steps=8 * 60)
     assert {story.finish for story in harness.stories.values()} == {FinishReason.LENGTH}
@@ -173,7 +173,7 @@ def test_a_small_memory_delays_but_never_changes_a_text(
 ) -> None:
     random = np.random.default_rng(seed)
     harness = make_harness(
-        short_turns(scheduler), num_blocks=24, max_model_len=96, num_lanes=num_stages, num_host_blocks=num_host_blocks
+        short_quanta(scheduler), num_blocks=24, max_model_len=96, num_lanes=num_stages, num_host_blocks=num_host_blocks
     )
     for name in range(16):
         num_prompt, max_tokens = int(random.integers(1, 50)), int(random.integers(1, 40))

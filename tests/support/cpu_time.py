@@ -1,4 +1,4 @@
-"""A pytest plugin: says which tests took more than a CPU second and are not marked `slow`: `make test` stays short.
+"""A pytest plugin of `make test`: says which tests took more than a CPU second, so that it stays short.
 
 CPU time is that of this process and of all that it has started and that has ended. It says so and fails nothing: how
 long a test takes depends on the machine.
@@ -20,8 +20,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     try:
         return (yield)
     finally:
-        if item.get_closest_marker("slow") is None:
-            item.user_properties.append(("cpu_s", _cpu_time_s() - before_s))
+        item.user_properties.append(("cpu_s", _cpu_time_s() - before_s))
 
 
 def _cpu_time_s() -> float:

@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 from sim.faults.campaign import SeedReport
-from tests.support.seeds import first_of
 
 NUM_SEEDS = 200
-EACH_SEED = first_of(range(NUM_SEEDS), 6)
 
 
 class FaultSeeds:

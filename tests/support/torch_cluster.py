@@ -248,14 +248,15 @@ class TorchCluster:
     def check_groups(self) -> None:
         """Check that the members of a group have every layer once, and its leader the room of the least of them."""
         groups: dict[int, list[TorchWorker]] = {}
+        num_stages: dict[int, int] = {}
         for worker in self.workers.values():
             agent = worker.service.agent
             assert agent is not None
             if agent.role.num_stages > 1 and not is_changing(agent):
                 groups.setdefault(agent.role.plan_id, []).append(worker)
-        for members in groups.values():
-            roles = [member.service.agent.role for member in members]  # type: ignore[union-attr]
-            if len(members) < roles[0].num_stages:
+                num_stages[agent.role.plan_id] = agent.role.num_stages
+        for plan_id, members in groups.items():
+            if len(members) < num_stages[plan_id]:
                 continue  # one of them is gone, or has heard of the end before
             members.sort(key=lambda member: member.layers.first)
             whole = members[0].device._model.info.num_layers
@@ -291,7 +292,7 @@ class TorchCluster:
 
 
 def is_changing(agent: OrderAgent) -> bool:
-    """Whether a plan has its turn, or a group that is over is being left."""
+    """Whether a plan is in hand, or a group that is over is being left."""
     return agent._in_hand is not None or isinstance(agent.keeper.state, Broken | Changing)
 
 

@@ -1,7 +1,7 @@
 """When groups may change: after some calm, not at once after a restore, and later and later after failures.
 
     use of a group, in its members' capacity without drop
-    1.0 ┤ ╭──╮                               a restore is due after `hold_s` below the ratio, without a break
+    1.0 ┤ ╭──╮                               a restore is due after `hold_s` below the ratio (`restore_ratio.py`)
     0.5 ┼╭╯··╰─╮·╭╮······················
         ┤╯     ╰─╯╰──────────────┬───────►   restored; for `cooldown_s` a worker that was throttled all the time counts
                   │◄── hold_s ──►│           for nothing, one that was calm in between does

@@ -5,9 +5,9 @@
                    the links that carry queries and states carry less KV meanwhile
 
 The price is in reader-seconds: how much later, summed over the running sequences, their next tokens come than they
-would if all KV were there. Lots take turns on a link, so block i of a lot has come when of each lot that uses the same
-link min(i + 1, its blocks) have. With D the time until all KV that is attended elsewhere has come, s the time of a
-step, l the messages of a step, and b the time for which remote attention keeps the busiest link busy in a step:
+would if all KV were there. Lots share a link block by block, so block i of a lot has come when of each lot that
+uses the same link min(i + 1, its blocks) have. With D the time until all KV that is attended elsewhere has come, s the
+time of a step, l the messages of a step, and b the time for which remote attention keeps the busiest link busy in it:
 
     a step takes s + l + b, and the exchange is longer by (s + l + b) / (s + l)
     price = Σ over sequences: wait + max((D - wait) · (l + b) / (s + l + b), l + b)
@@ -159,7 +159,7 @@ class Prices:
 
 
 def _arrivals_s(lots: Sequence[LotWork], lot: LotWork) -> F64:
-    """Return [n]: when each block of a lot has come, seconds, the lots taking turns on every link."""
+    """Return [n]: when each block of a lot has come, seconds, the lots sharing every link block by block."""
     count = np.arange(1, lot.num_blocks + 1)
     arrived: F64 = np.zeros(lot.num_blocks)
     for own, of_all in ((lot.sends_s, [each.sends_s for each in lots]), (lot.takes_s, [each.takes_s for each in lots])):
@@ -179,10 +179,10 @@ def _cut(lots: Sequence[LotWork], arrivals_s: Sequence[F64], pace: Pace) -> list
     cut = []
     for times in arrivals_s:
         places = np.arange(1, len(times) + 1)
-        turns = sum(
+        num_before = sum(
             np.maximum(np.minimum(places, lot.num_blocks) - count, 0) for lot, count in zip(lots, come, strict=True)
         )
-        cut.append(np.where(times <= pace.limit_s, times, pace.limit_s + turns * pace.again_s))
+        cut.append(np.where(times <= pace.limit_s, times, pace.limit_s + num_before * pace.again_s))
     return cut
 
 

@@ -56,7 +56,7 @@ class KvExchanges:
 
     Args:
         model: of the device.
-        turns: of its connections.
+        priority: of its connections.
         params: limits.
         cost: of a step.
     """

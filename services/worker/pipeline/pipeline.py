@@ -168,7 +168,7 @@ class PipelineExecutor:
         step_id = message.output.step_id if isinstance(message, StepDone) else message.step_id
         is_expected = self._pending and self._pending[0][0].step_id == step_id
         if not is_expected or len(message.durations_s) != len(self._busy_s):
-            self._on_lost(f"the last stage answered step {step_id} out of turn")
+            self._on_lost(f"the last stage answered step {step_id} out of order")
             return
         _, future = self._pending.popleft()
         for stage, duration_s in enumerate(message.durations_s):

@@ -1,6 +1,6 @@
 """Lookahead scheduling for a pipeline: every step computes as much as its neighbours, cut from one line of prompts.
 
-    step        0        1        2        3        4             what a step holds: the decodes whose turn it is, and
+    step        0        1        2        3        4             what a step holds: the decodes of the lane, and
     decodes     a b c    d e      a b c    d e      a b c         the next piece of the line, worth the same work as
     prefill     R0 ..... R0 ..... R0 R1 .. R1 R2 .. R3 ...        the one before (`shares.py`)
 

@@ -35,7 +35,7 @@ from services.planner.policy.restoring.loaded_layers import (
 )
 from services.planner.policy.restoring.loaded_layers_watch import MAX_LOADS, Due, LoadedLayersWatch
 from services.planner.policy.restoring.restore import RestorePlan, RestoreRefusal, plan_restore
-from services.planner.policy.restoring.restore_ratio import RestoreWatch
+from services.planner.policy.restoring.restore_ratio import RatioWatch
 from shared.ids import WorkerId
 from shared.layers import LayerRange
 from tests.support.drop_builders import (
@@ -388,7 +388,7 @@ class World:
     """One group, a planner that does at once what is due, and loads that take 3 ticks of half a second."""
 
     watch: LoadedLayersWatch = field(default_factory=lambda: LoadedLayersWatch(PATIENCE))
-    restores: RestoreWatch = field(default_factory=lambda: RestoreWatch(PATIENCE))
+    restores: RatioWatch = field(default_factory=lambda: RatioWatch(PATIENCE))
     resident: LayerRange | None = None
     ratio: float = 1.0
     now_s: float = 0.0

@@ -22,7 +22,7 @@ from services.planner.policy.plans.drop_plan import DropPlan, DropRefusal
 from services.planner.policy.plans.intent import RESTORE, Order, PlanOutcome, intent_of
 from services.planner.policy.restoring.loaded_layers import plan_unload
 from services.planner.policy.restoring.restore import RestorePlan, RestoreRefusal, plan_restore
-from services.planner.policy.restoring.restore_ratio import RestoreWatch
+from services.planner.policy.restoring.restore_ratio import RatioWatch
 from shared.ids import Incarnation, WorkerId
 from shared.layers import LayerRange
 from shared.messages.plan import FormGroup, PlannedWorker, RestoreInstance
@@ -230,7 +230,7 @@ def group_of(used: int, demanded: int = 0, **fields: Any) -> list[InstanceFacts]
 def test_a_group_is_due_after_its_use_was_below_half_of_what_its_members_have_alone(
     members: list[InstanceFacts], is_idle: bool
 ) -> None:
-    watch = RestoreWatch(PATIENCE)
+    watch = RatioWatch(PATIENCE)
     facts = make_facts(members)
     assert [watch.apply(facts, at_s) for at_s in (0.0, 5.0, 9.9)] == [(), (), ()]
     assert watch.apply(facts, 10.0) == (("w00000",) if is_idle else ())
@@ -239,7 +239,7 @@ def test_a_group_is_due_after_its_use_was_below_half_of_what_its_members_have_al
 
 
 def test_every_break_begins_the_wait_anew_for_that_group_only() -> None:
-    watch = RestoreWatch(PATIENCE)
+    watch = RatioWatch(PATIENCE)
     other = make_pair("x")
     for at_s in range(10):
         used = 60 if at_s == 4 else 0

@@ -15,9 +15,9 @@ from services.planner.policy.plans.capacity import CapacityRule
 from services.planner.policy.plans.drop import plan_drop
 from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams, KvFate, expected_tokens
 from services.planner.policy.plans.drop_plan import DropPlan
+from services.planner.policy.restoring.fits_alone import fits_alone, largest_request_tokens
 from services.planner.policy.restoring.loaded_layers_watch import Due, LoadedLayersWatch
 from services.planner.policy.restoring.restore_benefit import MAX_FACTOR, BenefitWatch, rent_per_s, restore_price
-from services.planner.policy.restoring.restore_ratio import fits_alone, largest_request_tokens
 from shared.ids import WorkerId
 from shared.layers import LayerRange
 from tests.support.drop_builders import make_facts, make_group, make_instance

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from services.planner.policy.patience import ROUNDING_S, Backoff, PatienceParams
 from services.planner.policy.plans.capacity import CapacityRule
 from services.planner.policy.plans.drop_facts import ClusterFacts, InstanceFacts, groups_of, wanted_tokens
+from services.planner.policy.restoring.fits_alone import fits_alone
 from services.planner.policy.restoring.loaded_layers import (
     LoadedLayers,
     fits_ahead,
@@ -33,7 +34,6 @@ from services.planner.policy.restoring.loaded_layers import (
     room_beside,
     why_not_loaded,
 )
-from services.planner.policy.restoring.restore_ratio import fits_alone
 
 MAX_LOADS = 3
 """Loads of one group that may fail before it is restored in one step."""
@@ -81,7 +81,7 @@ class LoadedLayersWatch:
 
         Args:
             facts: of the cluster.
-            idle: groups that are due for a restore (`RestoreWatch`, `BenefitWatch`).
+            idle: groups that are due for a restore (`RatioWatch`, `BenefitWatch`).
             now_s: this moment.
         """
         rule = CapacityRule(facts.model)

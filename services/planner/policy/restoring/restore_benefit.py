@@ -49,9 +49,9 @@ from services.planner.policy.levers.price import Merges, kv_times_s, prices_s
 from services.planner.policy.patience import ROUNDING_S, PatienceParams
 from services.planner.policy.plans.capacity import CapacityRule
 from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams, InstanceFacts, expected_tokens, groups_of
+from services.planner.policy.restoring.fits_alone import may_part
 from services.planner.policy.restoring.loaded_layers import can_load
 from services.planner.policy.restoring.restore import missing_bytes
-from services.planner.policy.restoring.restore_ratio import may_part
 from shared.ids import WorkerId
 
 MAX_FACTOR = 64.0

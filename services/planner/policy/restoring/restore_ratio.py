@@ -1,4 +1,4 @@
-"""Which groups are due for a restore by ratio: little used for a while; and whether any group would fit apart.
+"""Which groups are due for a restore by ratio: little used for a while.
 
 A pure reducer: facts in, decisions out; time is an argument. Source: KunServe v2, section 4.4; the other rule is
 `restore_benefit`.
@@ -8,20 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from services.planner.policy.patience import ROUNDING_S, PatienceParams, RestoreBy
+from services.planner.policy.patience import ROUNDING_S, PatienceParams
 from services.planner.policy.plans.capacity import CapacityRule
-from services.planner.policy.plans.drop_facts import (
-    ClusterFacts,
-    InstanceFacts,
-    expected_tokens,
-    groups_of,
-    missing_layers,
-)
-from services.planner.policy.restoring.restore import why_no_room
+from services.planner.policy.plans.drop_facts import ClusterFacts, InstanceFacts, expected_tokens, groups_of
+from services.planner.policy.restoring.fits_alone import may_part
 from shared.ids import WorkerId
 
 
-class RestoreWatch:
+class RatioWatch:
     """Follows which groups are used little."""
 
     def __init__(self, params: PatienceParams) -> None:
@@ -64,37 +58,3 @@ class RestoreWatch:
 
     def note_restore(self, worker_ids: Iterable[WorkerId], now_s: float) -> None:
         """Take notice of a restore; this rule learns nothing from it."""
-
-
-def may_part(params: PatienceParams, rule: CapacityRule, members: Sequence[InstanceFacts]) -> bool:
-    """Return whether these members are a group, none is throttled, and what it wants fits them without drop."""
-    if len(members) < 2 or missing_layers(rule.model, members) is not None:
-        return False
-    return not any(member.throttled for member in members) and fits_alone(params, rule, members)
-
-
-def fits_alone(params: PatienceParams, rule: CapacityRule, members: Sequence[InstanceFacts]) -> bool:
-    """Return whether a group wants less than the share of what its members would have alone that the rule leaves it.
-
-    By benefit each of its requests, too, surely finds a member that takes all of it (`restore`), none being larger than
-    `largest_request_tokens` says.
-    """
-    if expected_tokens(members, params.fit_horizon_s) >= params.fit_ratio * rule.tokens(rule.whole_blocks(members)):
-        return False
-    if params.restore_by is RestoreBy.RATIO:
-        return True
-    return why_no_room(rule, members[0].group, members, largest_request_tokens(rule, members)) is None
-
-
-def largest_request_tokens(rule: CapacityRule, members: Iterable[InstanceFacts]) -> int:
-    """Return what no running request of a group has more of, tokens of KV; at least 1.
-
-    Reports do not say how large the largest one is: it is no longer than the model is served with, and leaves at least
-    a block to each of the others.
-    """
-    largest = 1
-    for member in members:
-        others_tokens = max(member.num_running - 1, 0) * rule.model.block_size
-        bound = max(member.used_tokens - others_tokens, 1)
-        largest = max(largest, min(bound, member.max_request_tokens or bound))
-    return largest

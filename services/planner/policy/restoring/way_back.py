@@ -19,7 +19,7 @@ from services.planner.policy.restoring.loaded_layers import plan_load, plan_unlo
 from services.planner.policy.restoring.loaded_layers_watch import Due, LoadedLayersWatch
 from services.planner.policy.restoring.restore import RestorePlan, RestoreRefusal, plan_restore
 from services.planner.policy.restoring.restore_benefit import BenefitWatch
-from services.planner.policy.restoring.restore_ratio import RestoreWatch
+from services.planner.policy.restoring.restore_ratio import RatioWatch
 from shared.messages.report import ClusterView
 
 MAX_REASONS = 4
@@ -32,7 +32,7 @@ class WayBack:
     def __init__(self, params: PatienceParams, drop: DropParams) -> None:
         by_benefit = params.restore_by is RestoreBy.BENEFIT
         self._params = params
-        self._idle: RestoreWatch | BenefitWatch = BenefitWatch(params, drop) if by_benefit else RestoreWatch(params)
+        self._idle: RatioWatch | BenefitWatch = BenefitWatch(params, drop) if by_benefit else RatioWatch(params)
         self._loaded_layers = LoadedLayersWatch(params)
 
     def look(self, facts: ClusterFacts, now_s: float) -> Due:
@@ -91,7 +91,7 @@ class WayBack:
         """Return what restores the groups that are due, as many as can be.
 
         Whether each request finds a whole instance is not asked again: reports do not say how large the largest one
-        is. By benefit the watch has asked it with a bound (`restore_ratio.largest_request_tokens`).
+        is. By benefit the watch has asked it with a bound (`fits_alone.largest_request_tokens`).
         """
         if not due:
             return None, ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -148,8 +149,8 @@ def test_a_fault_in_a_drop_leaves_all_as_it_was_and_lost_memory_never_comes_back
     model.restore()
     assert torch.equal(logits_of(model.open()), calm_logits("llama", "float32", KERNELS))
 
-    def lose(*args: object, **more: object) -> None:
-        drop(*args, **more)  # type: ignore[arg-type]
+    def lose(*args: Any, **more: Any) -> None:
+        drop(*args, **more)
         raise MemoryLostError("pages are nowhere")
 
     monkeypatch.setattr(model._memory, "drop", lose)
