@@ -387,6 +387,6 @@ async def test_an_answer_out_of_turn_breaks_the_pipeline() -> None:
     futures = [executor.submit(prefill(0, 1)), executor.submit(prefill(1, 1))]
     stages._on_message(StepDone(BatchOutput(1, np.zeros(1, dtype=np.int32), 0.0), (0.0, 0.0)))
     for future in futures:
-        with pytest.raises(BatchFailedError, match="out of turn"):
+        with pytest.raises(BatchFailedError, match="answered step 1 out of order"):
             await future
     await executor.close()
