@@ -157,8 +157,8 @@ async def read_stream(port: int, prompt: str, num_tokens: int, **fields: object)
     body = {"model": "model", "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "stream": True, **fields}
     payload, reading = json.dumps(body).encode(), SseReading()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    writer.write(head % len(payload) + payload)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    writer.write(head + b"Content-Length: %d\r\n\r\n" % len(payload) + payload)
     try:
         status = await reader.readline()
         if b" 200 " not in status:

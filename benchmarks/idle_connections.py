@@ -25,7 +25,7 @@ from benchmarks.harness import broker, cluster, cpu_s, machine, percentiles, pri
 RESERVED_FILES = 256
 OPENING_AT_A_TIME = 100
 PROMPT = "Once upon a time"
-GET = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
+GET = b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 async def open_idle(port: int, count: int) -> list[asyncio.StreamWriter]:

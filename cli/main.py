@@ -98,6 +98,8 @@ _CLUSTER_OPTIONS = (
     ("api-keys-file", "FILE", "Keys that requests need (`sluice keys create`). [none: no key is asked for]"),
     ("api-key", "KEY", "One key, of 16 characters at least; better as SLUICE_API_KEY than as a flag. [none]"),
     ("port", "P", "Port of the API; 0 picks a free one. [up: 8000, demo: 0]"),
+    ("allow-host", "NAME,…", "Names by which the API may be asked without keys. [--host, addresses, localhost]"),
+    ("allow-origin", "URL,…", "Whose pages may use the API from a browser: https://chat.example. [nobody's]"),
     ("max-model-len", "N", "Most tokens of one request. [what the model and the memory allow]"),
     ("threads", "N", "CPU threads of each worker. [cores / workers]"),
     ("kernels", "KIND", "What computes the steps: auto, native, flashinfer or torch. [auto]"),

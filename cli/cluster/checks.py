@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from cli.cluster.settings import UpSettings
 from shared.addresses import check_reachable
+from shared.browsers import check_everybody
 from shared.errors import StartupError
 from shared.systems import UnknownSystemError, find_live_system
 
@@ -30,7 +31,7 @@ def check_settings(settings: UpSettings) -> None:
 
     Raises:
         StartupError: an unknown system or device, workers that do not come out even, an address that everybody could
-            reach without a key, or no file of keys where one is named.
+            reach or a page that everybody could write without a key, or no file of keys where one is named.
     """
     try:
         num_stages = find_live_system(settings.system).num_stages
@@ -42,6 +43,7 @@ def check_settings(settings: UpSettings) -> None:
     if not _DEVICE.fullmatch(settings.device):
         raise StartupError(f"unknown device '{settings.device}'", "Use --device cpu, cuda or cuda:<index>")
     check_reachable(settings.host, has_keys=settings.has_keys, allow_no_key=settings.allow_no_key)
+    check_everybody(settings.allow_origin, has_keys=settings.has_keys)
     if settings.api_keys_file is not None and not settings.api_keys_file.is_file():
         hint = "Make one with `sluice keys create`"
         raise StartupError(f"there is no file of keys {settings.api_keys_file}", hint)

@@ -95,6 +95,8 @@ class ClusterPlan:
         flags += ["--drain-limit-s", str(settings.drain_limit_s)]
         flags += ["--api-keys-file", str(settings.api_keys_file.absolute())] if settings.api_keys_file else []
         flags += ["--allow-no-key"] if settings.allow_no_key else []
+        flags += ["--allow-host", ",".join(settings.allow_host)] if settings.allow_host else []
+        flags += ["--allow-origin", ",".join(settings.allow_origin)] if settings.allow_origin else []
         spec = self._service(DISPATCHER, *flags, instance_id=f"{DISPATCHER}-0")
         # a key in the flags could be read by everybody on this machine
         key = {"SLUICE_DISPATCHER_API_KEY": settings.api_key} if settings.api_key else {}

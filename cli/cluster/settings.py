@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from shared.process.config import ModelNames, ServiceSettings, Size, load
+from shared.process.config import HostNames, ModelNames, Origins, ServiceSettings, Size, load
 from shared.systems import DEFAULT_SYSTEM
 
 
@@ -58,6 +58,10 @@ class UpSettings(ServiceSettings):
     """One key that may infer and read metrics, of 16 characters at least; better given as a variable than as a flag."""
     allow_no_key: bool = False
     """Listen on another address than this machine's own although the API asks for no key."""
+    allow_host: HostNames = ()
+    """Names, with commas, by which the API may be asked without keys, besides `host`, addresses and localhost."""
+    allow_origin: Origins = ()
+    """Origins, with commas, whose pages may use the API from a browser (`https://chat.example`); `*` with keys only."""
     log_dir: str = ""
     """Folder for the logs of every process; empty: a temporary one, removed at the end."""
     start_limit_s: Annotated[float, Field(gt=0, le=86_400)] = 1800.0

@@ -8,6 +8,7 @@ from services.dispatcher.build import Dispatcher, load_text
 from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.http.doorway import raise_file_limit
 from shared.addresses import check_reachable, is_own_address
+from shared.browsers import check_everybody
 from shared.process.log import get_logger
 from shared.process.service_process import ServiceProcess, run_service_process
 
@@ -17,6 +18,7 @@ _log = get_logger()
 async def serve(settings: DispatcherSettings, process: ServiceProcess) -> None:
     """Run one dispatcher until told to stop; then drain it."""
     check_reachable(settings.host, has_keys=settings.has_keys, allow_no_key=settings.allow_no_key)
+    check_everybody(settings.allow_origin, has_keys=settings.has_keys)
     raise_file_limit(settings.max_connections)
     text = await asyncio.to_thread(load_text, settings)
     async with process.bus() as bus:

@@ -27,6 +27,7 @@ from services.dispatcher.text.pool import TextPool
 from services.dispatcher.text.prompts import PromptCodec
 from services.dispatcher.text.template import MAX_MESSAGES, ChatTemplate
 from services.dispatcher.text.template_trial import find_max_messages
+from shared.browsers import BrowserRules
 from shared.errors import StartupError
 from shared.ids import new_incarnation
 from shared.process.log import get_logger
@@ -82,6 +83,11 @@ def _doorway(settings: DispatcherSettings) -> Doorway:
     return Doorway(affordable, settings.max_connections_per_address)
 
 
+def _browser_rules(settings: DispatcherSettings) -> BrowserRules:
+    names = None if settings.has_keys else (settings.host, *settings.allow_host)
+    return BrowserRules(names, settings.allow_origin)
+
+
 class Dispatcher:
     """A whole dispatcher: the service on the bus, and HTTP in front of it.
 
@@ -125,6 +131,7 @@ class Dispatcher:
             access=Access(settings.api_key, settings.api_keys_file, now),
             tenants=Tenants(),
             doorway=_doorway(settings),
+            browsers=_browser_rules(settings),
         )
         self.server = HttpServer(self.front)
 

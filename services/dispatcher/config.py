@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shared.process.config import ModelNames, ServiceSettings, Size
+from shared.process.config import HostNames, ModelNames, Origins, ServiceSettings, Size
 from shared.systems import DEFAULT_SYSTEM
 
 _Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -34,6 +34,10 @@ class DispatcherSettings(ServiceSettings):
     """One key that may infer and read metrics, of 16 characters at least; better given as a variable than as a flag."""
     allow_no_key: bool = False
     """Listen on another address than this machine's own although the API asks for no key."""
+    allow_host: HostNames = ()
+    """Names, with commas, by which the API may be asked without keys, besides `host`, addresses and localhost."""
+    allow_origin: Origins = ()
+    """Origins, with commas, whose pages may use the API from a browser (`https://chat.example`); `*` with keys only."""
     max_requests: Annotated[int, Field(ge=1, le=65_536)] = 4096
     """Requests at a time, running and waiting; more are refused with 429."""
     max_choices: Annotated[int, Field(ge=1, le=65_536)] = 256
@@ -60,6 +64,8 @@ class DispatcherSettings(ServiceSettings):
     """Connections at a time of one IPv4 address or one IPv6 network (/64); more are turned away with 429."""
     head_limit_s: _Seconds = 10.0
     """Seconds in which a request's headers must arrive, from the connection on, or from their first byte on."""
+    head_limit: Annotated[Size, Field(ge=1024, le=1024 * 1024)] = 8192
+    """Largest request line and headers together, in bytes; larger ones are refused with 431."""
     idle_limit_s: _Seconds = 75.0
     """Seconds that a connection stays open between two requests."""
     body_limit: Size = 4 * 1024 * 1024

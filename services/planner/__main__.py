@@ -17,7 +17,12 @@ async def serve(settings: PlannerSettings, process: ServiceProcess) -> None:
         planner = Planner(settings, bus, on_failure=process.fail)
         if settings.metrics_port:
             await running.enter_async_context(
-                serve_metrics(settings.metrics_host, settings.metrics_port, planner.render_metrics)
+                serve_metrics(
+                    settings.metrics_host,
+                    settings.metrics_port,
+                    planner.render_metrics,
+                    names=settings.metrics_allow_host,
+                )
             )
         await planner.start()
         get_logger().info("planner_ready", cluster=settings.cluster)

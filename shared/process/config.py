@@ -30,6 +30,7 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from shared.browsers import check_host_name, check_origin
 from shared.errors import ConfigError
 from shared.process.config_fields import SizeType, allowed_text, flag_name, help_text, parse_size
 from shared.process.config_sources import Given, Schema, read_env, read_flags, read_toml, split_values
@@ -37,7 +38,9 @@ from shared.subjects import check_token
 
 __all__ = [
     "ConfigError",
+    "HostNames",
     "ModelNames",
+    "Origins",
     "ServiceSettings",
     "Settings",
     "Size",
@@ -78,6 +81,12 @@ ModelNames = Annotated[
     Field(max_length=64),
 ]
 """Names under which one model is served, written with commas; answers carry the first."""
+
+HostNames = Annotated[tuple[Annotated[str, AfterValidator(check_host_name)], ...], BeforeValidator(_split_names)]
+"""Names of this host, written with commas."""
+
+Origins = Annotated[tuple[Annotated[str, AfterValidator(check_origin)], ...], BeforeValidator(_split_names)]
+"""Origins of pages, as `shared.browsers.normal_origin` writes them, or `*`; written with commas."""
 
 
 def default_instance_id() -> str:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
 from aiohttp import web
 
+from shared.browsers import BrowserRules
 from shared.errors import StartupError
 
 
 @asynccontextmanager
-async def serve_metrics(host: str, port: int, render: Callable[[], tuple[bytes, str]]) -> AsyncIterator[int]:
+async def serve_metrics(
+    host: str, port: int, render: Callable[[], tuple[bytes, str]], *, names: Iterable[str] = ()
+) -> AsyncIterator[int]:
     """Answer scrapers until the end of the context; nobody else, nothing else, and without a key.
 
     Args:
         host: address to listen at.
         port: there; 0: one that is free.
         render: returns the text and its content type (`Metrics.render`).
+        names: by which scrapers may ask, besides `host`, addresses and localhost.
 
     Yields:
         The port.
@@ -25,8 +29,13 @@ async def serve_metrics(host: str, port: int, render: Callable[[], tuple[bytes, 
     Raises:
         StartupError: the address cannot be had.
     """
+    browsers = BrowserRules((host, *names))
 
-    async def answer(_request: web.Request) -> web.Response:
+    async def answer(request: web.Request) -> web.Response:
+        foreign = browsers.judge(request.raw_path, request.headers)
+        if foreign is not None:
+            known = "by address, as localhost or by a name of --metrics-allow-host, and from no other page"
+            raise web.HTTPForbidden(text=f"{foreign.value}: ask {known}\n")
         body, content_type = render()
         return web.Response(body=body, headers={"Content-Type": content_type})
 

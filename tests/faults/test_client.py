@@ -23,7 +23,7 @@ SHAPE = Shape(env={**SMALL_STEPS, "SLUICE_DISPATCHER_WRITE_LIMIT_S": str(WRITE_L
 
 def head(asked: Ask, body: bytes) -> bytes:
     return (
-        f"POST {asked.path} HTTP/1.1\r\nHost: sluice\r\nContent-Type: application/json\r\n"
+        f"POST {asked.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
     ).encode()
 

@@ -96,7 +96,7 @@ async def test_what_does_not_arrive_in_time_is_given_up(hasty: Running) -> None:
 
 async def test_between_two_requests_a_connection_may_be_idle_for_longer_than_headers_may_take(hasty: Running) -> None:
     """And the headers of the next one are due again from their first byte on."""
-    get, first = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n", b""
+    get, first = b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n", b""
     while not first:  # none: the machine stood still for the whole limit before anything was sent
         reader, writer = await connect(hasty.url)
         writer.write(get)
@@ -118,7 +118,7 @@ async def test_between_two_requests_a_connection_may_be_idle_for_longer_than_hea
 async def test_a_body_that_never_ends_does_not_keep_its_connection(served: Running) -> None:
     """Row 17, endless: the answer comes at 4 MiB, the connection is closed soon after, whatever still comes."""
     reader, writer = await connect(served.url)
-    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
     async with asyncio.timeout(20):
         await _pour(writer, b"10000\r\n" + b" " * 0x10000 + b"\r\n")
     answer = await _rest(reader)
@@ -193,7 +193,7 @@ async def test_a_body_without_a_type_is_read_as_json(served: Running) -> None:
     data = as_json(messages=HELLO)
     head, body = await exchange(
         served.url,
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b"
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b"
         % (len(data), data),
     )
     served.worker.submits.clear()

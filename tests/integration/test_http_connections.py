@@ -16,7 +16,7 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-GET = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
+GET = b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n"
 NUM_IDLE = 300
 TEXT = "Hello world!" * 20
 

@@ -262,7 +262,7 @@ async def test_a_reader_that_stalls_is_cut_alone(serve: Serve) -> None:
 async def stalled_client(running: Running) -> asyncio.StreamWriter:
     """A WebSocket that asks, and never reads again after the handshake."""
     handshake = (
-        b"GET /v1/ws HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        b"GET /v1/ws HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
         b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
     )
     reader, writer = await connect_narrow(running.url, handshake)

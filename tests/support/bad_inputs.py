@@ -367,7 +367,7 @@ def bad_inputs() -> list[BadInput]:
 
 
 _POST: Final = (
-    b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     b"Authorization: Bearer %b\r\n" % KEY.encode()
 )
 
@@ -385,7 +385,7 @@ def raw_inputs() -> list[RawInput]:
         ("17 chunks", 413, _POST + b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 80),
         ("18 long header", 431, _POST + b"X-Long: " + b"x" * 20_000 + b"\r\n\r\n"),
         ("18 9 KB header", 431, _POST + b"X-Long: " + b"x" * 9_000 + b"\r\n\r\n"),
-        ("18 long URL", 431, b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n"),
+        ("18 long URL", 431, b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n"),
         ("18 20 000 headers", 431, _POST + many + b"\r\n"),
         ("18 100 headers, 11 KB", 431, _POST + some + b"\r\n"),
         ("18 unfinished headers", 431, _POST + some + some),
@@ -403,7 +403,7 @@ def raw_inputs() -> list[RawInput]:
 LATE: Final = (
     (
         "20 a header in pieces",
-        (b"POST /v1/chat/comp", b"letions HTTP", b"/1.1\r\n", b"Host", b": x", b"\r\n", *[b"X"] * 20),
+        (b"POST /v1/chat/comp", b"letions HTTP", b"/1.1\r\n", b"Host", b": localhost", b"\r\n", *[b"X"] * 20),
     ),
     ("20 no end of the headers", (_POST,)),
     ("20 no end of the body", (_POST + b"Content-Length: 100\r\n\r\n{",)),

@@ -101,7 +101,7 @@ async def connect_narrow(url: str, data: bytes) -> tuple[asyncio.StreamReader, a
 def chat_bytes(version: str = "1.1", **body: Any) -> bytes:
     """Return the request for a chat as it goes over a connection."""
     data = json.dumps({"model": "tiny", "messages": HELLO, **body}).encode()
-    head = f"POST {CHAT} HTTP/{version}\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {CHAT} HTTP/{version}\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 

@@ -15,6 +15,7 @@ from services.dispatcher.answers.live import Start
 from services.dispatcher.endpoints.call import CheckedCall, Choice, Prompt
 from services.dispatcher.http import quota
 from services.dispatcher.http.arrival import Arrival, Caller, note_arrival
+from services.dispatcher.http.cors import page_headers
 from services.dispatcher.http.errors import ApiError, failure_error, invalid
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.guard import grant_of
@@ -45,6 +46,7 @@ async def respond(
     arrival = note_arrival(front)
     sender = Caller(request.headers, public_id, grant_of(request))
     call = make_call(arrival, sender, await arrival.body(request))
+    call.headers.update(page_headers(front.browsers, request))
     response = await generate(front, call, partial(front.streams.open, request))
     assert response is not None, "it goes over HTTP"
     return response

@@ -28,12 +28,9 @@ from shared.process.log import get_logger
 
 _log = get_logger()
 
-MAX_LINE_BYTES: Final = 8190
-"""Of the request line."""
-MAX_HEAD_BYTES: Final = 8192
-"""Of the request line and all headers but `x-request-id`, which is only looked at and replaced (see `server.py`)."""
-MAX_RAW_HEAD_BYTES: Final = 2 * MAX_HEAD_BYTES
-"""Of a head that is not complete yet, and of any one header: nothing longer is ever held."""
+RAW_HEADS: Final = 2
+"""So many times the limit of a head is held of one that is not complete yet, and of any one line: `x-request-id`, which
+is only looked at and replaced (see `server.py`), does not count."""
 LINGER_S: Final = 1.0
 """Seconds for which what a client still sends is thrown away before its connection is closed: closing with unread
 input would reset the connection, and with it destroy the answer."""
@@ -41,9 +38,9 @@ _LOG_PERIOD_S: Final = 10.0
 """Connections that are turned away are logged together, once in this time."""
 
 
-def head_too_large() -> ApiError:
+def head_too_large(head_limit: int) -> ApiError:
     """Return the 431."""
-    message = f"The request line and the headers together are longer than {MAX_HEAD_BYTES} bytes."
+    message = f"The request line and the headers together are longer than {head_limit} bytes."
     return ApiError(431, "header_too_large", message, close=True)
 
 
@@ -64,8 +61,8 @@ class Connection(RequestHandler):
             access_log=None,  # type: ignore[arg-type]  # aiohttp's own way to have none
             lingering_time=LINGER_S,
             auto_decompress=False,
-            max_line_size=MAX_LINE_BYTES,
-            max_field_size=MAX_RAW_HEAD_BYTES,
+            max_line_size=RAW_HEADS * server.head_limit,
+            max_field_size=RAW_HEADS * server.head_limit,
         )
         self._server = server
         self._head_limit_s = server.head_limit_s
@@ -111,8 +108,8 @@ class Connection(RequestHandler):
             self._stop_timer()
             return
         self._num_head_bytes += len(data)
-        if self._num_head_bytes > MAX_RAW_HEAD_BYTES:
-            self._refuse(head_too_large())
+        if self._num_head_bytes > RAW_HEADS * self._server.head_limit:
+            self._refuse(head_too_large(self._server.head_limit))
         elif self._timer is None and data:
             self._timer = self._loop.call_later(self._head_limit_s, self._on_head_late)
 
@@ -128,7 +125,7 @@ class Connection(RequestHandler):
             raise ConnectionError("the answer has begun; only closing the connection is left")
         if status < HTTPStatus.INTERNAL_SERVER_ERROR:
             self._refused = True
-            return self._last_answer(_parser_error(status, exc))
+            return self._last_answer(_parser_error(status, exc, self._server.head_limit))
         _log.error("http_failed", status=status, message=message, exc_info=exc)
         error = failure_error(FailureCode.INTERNAL)
         error.close = True
@@ -193,9 +190,9 @@ def _end_output(transport: asyncio.Transport) -> None:
         transport.write_eof()
 
 
-def _parser_error(status: int, exc: BaseException | None) -> ApiError:
+def _parser_error(status: int, exc: BaseException | None, head_limit: int) -> ApiError:
     if isinstance(exc, LineTooLong) or (exc is not None and "Too many headers" in str(exc)):
-        return head_too_large()
+        return head_too_large(head_limit)
     return ApiError(status, "bad_request", "This is not a valid HTTP request.", close=True)
 
 
@@ -209,7 +206,8 @@ class ConnectionServer(web.Server):
     Args:
         handler: answers a request.
         doorway: counts connections.
-        head_limit_s: see `DispatcherSettings`.
+        head_limit: see `DispatcherSettings`.
+        head_limit_s: see there too.
         idle_limit_s: see there too.
     """
 
@@ -218,11 +216,13 @@ class ConnectionServer(web.Server):
         handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
         doorway: Doorway,
         *,
+        head_limit: int,
         head_limit_s: float,
         idle_limit_s: float,
     ) -> None:
         super().__init__(handler, handler_cancellation=True)
         self.doorway = doorway
+        self.head_limit = head_limit
         self.head_limit_s = head_limit_s
         self.idle_limit_s = idle_limit_s
         self._logged_s = -_LOG_PERIOD_S

@@ -19,6 +19,7 @@ from services.dispatcher.metrics import DispatcherMetrics
 from services.dispatcher.session.sessions import Sessions
 from services.dispatcher.text.pool import TextPool
 from services.dispatcher.text.prompts import PromptCodec
+from shared.browsers import BrowserRules
 from shared.messages.request import MAX_PROMPT_TOKENS
 from shared.process.log import get_logger
 from shared.transport.bus import Bus
@@ -68,6 +69,7 @@ class Front:
     access: Access
     tenants: Tenants
     doorway: Doorway
+    browsers: BrowserRules
     unknown_names: UnknownNames = field(default_factory=UnknownNames)
 
     @property

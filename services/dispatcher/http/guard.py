@@ -1,4 +1,7 @@
-"""Who may call what: every path needs a key, except those that are named here. No key configured: everybody may."""
+"""Who may call what: every path needs a key, except those that are named here. No key configured: everybody may.
+
+Whom a stranger's page sends is turned away before that, on every path and by every method.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,18 @@ _ANY_KEY: Final = frozenset({"/version", "/v1/models"})
 _SCOPES: Final = {"/metrics": Scope.METRICS, "/v1/cluster": Scope.METRICS}
 _PREFIXES: Final = (("/admin/", Scope.ADMIN), ("/v1/files", Scope.BATCH), ("/v1/batches", Scope.BATCH))
 _CHALLENGE: Final = {"WWW-Authenticate": 'Bearer realm="sluice"'}
+
+
+def receive(front: Front, request: web.BaseRequest) -> None:
+    """Let the request come near.
+
+    Raises:
+        ApiError: 403, a page sends it that may not.
+    """
+    foreign = front.browsers.judge(request.raw_path, request.headers)
+    if foreign is not None:
+        front.metrics.denied(foreign.value)
+        raise ApiError(403, foreign.value, foreign.message)
 
 
 def authorise(front: Front, request: web.BaseRequest) -> None:

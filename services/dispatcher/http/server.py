@@ -14,6 +14,7 @@ from functools import partial
 from typing import Final
 
 from aiohttp import web
+from aiohttp.http import HttpVersion11
 
 from services.dispatcher.answers.generate import respond
 from services.dispatcher.endpoints import models, probes
@@ -21,10 +22,11 @@ from services.dispatcher.endpoints.cancel import cancel_request, is_cancel_path
 from services.dispatcher.endpoints.chat import chat_call
 from services.dispatcher.endpoints.completions import completion_call
 from services.dispatcher.endpoints.tokenize import detokenize, tokenize
-from services.dispatcher.http.connection import MAX_HEAD_BYTES, ConnectionServer, head_too_large
+from services.dispatcher.http.connection import ConnectionServer, head_too_large
+from services.dispatcher.http.cors import page_headers, preflight
 from services.dispatcher.http.errors import RATE_LIMITED, ApiError, error_response, failure_error
 from services.dispatcher.http.front import Front
-from services.dispatcher.http.guard import authorise
+from services.dispatcher.http.guard import authorise, receive
 from services.dispatcher.http.websocket import open_socket
 from services.dispatcher.session.request import FailureCode
 from shared.errors import StartupError
@@ -104,8 +106,9 @@ class HttpServer:
             StartupError: the address cannot be used.
         """
         front = self._front
-        limits = {"head_limit_s": front.settings.head_limit_s, "idle_limit_s": front.settings.idle_limit_s}
-        server = ConnectionServer(self.handle, front.doorway, **limits)
+        settings = front.settings
+        limits = {"head_limit_s": settings.head_limit_s, "idle_limit_s": settings.idle_limit_s}
+        server = ConnectionServer(self.handle, front.doorway, head_limit=settings.head_limit, **limits)
         self._runner = web.ServerRunner(server, shutdown_timeout=CLOSE_LIMIT_S)
         await self._runner.setup()
         try:
@@ -125,9 +128,7 @@ class HttpServer:
         """Answer one request; every failure becomes an error in OpenAI's format."""
         public_id = _public_id(request)
         try:
-            _check_head(request)
-            authorise(self._front, request)
-            response = await _find(request.method, request.path)(self._front, request, public_id)
+            response = await self._answer(request, public_id)
         except ApiError as error:
             if error.code != RATE_LIMITED:  # a tenant's has its access line, and wrong keys could fill the log
                 _log.info("refused", rid=public_id, path=request.path[:100], status=error.status, code=error.code)
@@ -142,17 +143,34 @@ class HttpServer:
         if not response.prepared:
             response.headers["x-request-id"] = public_id
             response.headers["Server"] = "sluice"
+            response.headers.update(page_headers(self._front.browsers, request))
         return response
 
+    async def _answer(self, request: web.BaseRequest, public_id: str) -> web.StreamResponse:
+        front = self._front
+        _check_head(request, front.settings.head_limit)
+        receive(front, request)
+        answer = preflight(front.browsers, request)
+        if answer is not None:
+            return answer
+        authorise(front, request)
+        return await _find(request.method, request.path)(front, request, public_id)
 
-def _check_head(request: web.BaseRequest) -> None:
-    """Raise the 431 for a head that is too large; an `x-request-id` of any length is just replaced."""
+
+def _check_head(request: web.BaseRequest, max_bytes: int) -> None:
+    """Refuse a head that is too large, but for `x-request-id`, which is just replaced; or one that is none.
+
+    Raises:
+        ApiError: 400 or 431.
+    """
     size = len(request.raw_path)
     for name, value in request.raw_headers:
         if name.lower() != b"x-request-id":
             size += len(name) + len(value) + 4  # the colon and the space, the end of the line
-    if size > MAX_HEAD_BYTES:
-        raise head_too_large()
+    if size > max_bytes:
+        raise head_too_large(max_bytes)
+    if request.version >= HttpVersion11 and "Host" not in request.headers:
+        raise ApiError(400, "bad_request", "This is not a valid HTTP request: it has no 'Host'.", close=True)
 
 
 def _public_id(request: web.BaseRequest) -> str:

@@ -10,7 +10,6 @@ import asyncio
 import uuid
 from collections.abc import Mapping
 from typing import Final
-from urllib.parse import urlsplit
 
 from aiohttp import WSCloseCode, WSMsgType, web
 
@@ -59,9 +58,8 @@ async def open_socket(front: Front, request: web.BaseRequest, public_id: str) ->
     """Serve one WebSocket until it ends.
 
     Raises:
-        ApiError: it is no handshake, it comes from a page of another origin, or the server is shutting down.
+        ApiError: it is no handshake, or the server is shutting down.
     """
-    _check_origin(request.headers)
     if request.headers.get("Upgrade", "").strip().lower() != "websocket":
         raise ApiError(426, "upgrade_required", "Speak WebSocket here.", headers={"Upgrade": "websocket"})
     socket = _Socket(
@@ -88,18 +86,6 @@ async def open_socket(front: Front, request: web.BaseRequest, public_id: str) ->
     finally:
         front.sockets.remove(connection)
     return socket
-
-
-def _check_origin(headers: Mapping[str, str]) -> None:
-    """Refuse pages of other sites, whose scripts a browser lets open WebSockets anywhere; programs send no origin."""
-    origin = headers.get("Origin")
-    if origin is None:
-        return
-    parts = urlsplit(origin)
-    default_port = {"http": ":80", "https": ":443"}.get(parts.scheme, "")
-    own = headers.get("Host", "").lower()
-    if not own or parts.netloc.lower().removesuffix(default_port) != own.removesuffix(default_port):
-        raise ApiError(403, "foreign_origin", "Pages of other origins cannot connect here.")
 
 
 class _Socket(web.WebSocketResponse):

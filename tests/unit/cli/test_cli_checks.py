@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
@@ -51,6 +52,12 @@ def test_other_addresses_are_refused_unless_accepted(host: str) -> None:
         checks.check_settings(settings(host=host))
     checks.check_settings(settings(host=host, allow_no_key=True))
     checks.check_settings(settings(host=host, api_key="k" * 16))
+
+
+def test_everybodys_pages_are_let_in_with_keys_only() -> None:
+    with pytest.raises(StartupError, match=r"--allow-origin '\*' without keys .*--api-keys-file"):
+        checks.check_settings(settings(allow_origin="https://chat.example,*"))
+    checks.check_settings(settings(allow_origin="*", api_key="k" * 16))
 
 
 def test_a_file_of_keys_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -319,6 +326,20 @@ def test_the_dispatcher_gets_the_keys_and_no_key_stands_in_its_flags() -> None:
     assert dispatcher.env["SLUICE_DISPATCHER_API_KEY"] == key
     assert not any(key in part for spec in specs.values() for part in spec.argv)
     assert not any(key in value for name, spec in specs.items() if name != "dispatcher" for value in spec.env.values())
+
+
+def test_the_dispatcher_is_told_by_which_names_and_for_whose_pages_it_may_be_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SLUICE_ALLOW_ORIGIN", "HTTPS://Chat.Example:443,http://[::1]:3000")
+    plan = replace(plan_of(), settings=load_up_settings({"allow_host": "GPU1.lan,gpu2"}))
+    argv = next(spec.argv for spec in plan.specs() if spec.name == "dispatcher")
+    assert flag(argv, "--allow-host") == "gpu1.lan,gpu2"
+    assert flag(argv, "--allow-origin") == "https://chat.example,http://[::1]:3000"
+    argv = next(spec.argv for spec in plan_of().specs() if spec.name == "dispatcher")
+    assert not {"--allow-host", "--allow-origin"} & set(argv)
+    with pytest.raises(ConfigError, match=r"--allow-origin: 'chat\.example' is no origin \(allowed: scheme://host"):
+        load_up_settings({"allow_origin": "chat.example"})
 
 
 def test_of_several_names_a_worker_gets_the_first_and_the_dispatcher_all() -> None:

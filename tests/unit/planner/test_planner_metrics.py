@@ -131,6 +131,26 @@ async def test_metrics_are_scraped_over_http_and_nothing_else_is_there() -> None
                 assert answer.status == status
 
 
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({"Host": "planner:9100"}, None),
+        ({"Host": "localhost:9100"}, None),
+        ({"Host": "evil.example:9100"}, "foreign_host"),
+        ({"Origin": "http://evil.example"}, "foreign_origin"),
+        ({"Sec-Fetch-Site": "cross-site"}, "foreign_origin"),
+    ],
+)
+async def test_a_page_that_somebody_opens_reads_no_metrics(headers: dict[str, str], code: str | None) -> None:
+    async with (
+        serve_metrics("127.0.0.1", 0, lambda: (b"all", "text/plain"), names=("planner",)) as port,
+        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
+        session.get("/metrics", headers=headers) as answer,
+    ):
+        text = await answer.text()
+        assert (answer.status, text.partition(":")[0]) == ((200, "all") if code is None else (403, code))
+
+
 async def test_a_port_that_is_taken_is_said() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
