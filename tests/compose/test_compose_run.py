@@ -99,6 +99,15 @@ def test_the_workers_image_has_torch_for_cpus_and_no_package_of_nvidias(engine: 
     assert all(name.startswith("native") for name in kernels), kernels
 
 
+@pytest.mark.parametrize(("headers", "status"), [({}, 200), ({"Host": "evil.example"}, 403)])
+def test_another_container_asks_by_name_and_by_a_name_that_leads_here(
+    engine: Engine, headers: dict[str, str], status: int
+) -> None:
+    ask = f"c.request('GET', '/v1/models', headers={headers}); print(c.getresponse().status)"
+    program = f"import http.client; c = http.client.HTTPConnection('dispatcher', 8000, timeout=10); {ask}"
+    assert engine.run("monitor", "python", "-c", program) == (0, str(status))
+
+
 def test_operators_can_look_inside(engine: Engine) -> None:
     """With the rights of the container they are in: a dispatcher may ask a worker, and nobody may list inboxes."""
     code, output = engine.run("dispatcher", "python", "-m", "cli.main", "tap", "_INBOX.>", "--count", "1")

@@ -100,6 +100,12 @@ def test_each_service_is_started_with_settings_that_it_knows_and_its_own_passwor
         assert variable in common or variable.startswith(f"SLUICE_{role.upper()}_"), variable
 
 
+def test_the_dispatcher_may_be_asked_by_its_name_in_the_network() -> None:
+    (name,) = [name for name in SLUICE if name.startswith("dispatcher")]
+    assert SERVICES[name]["environment"]["SLUICE_DISPATCHER_ALLOW_HOST"].split(",")[0] == name
+    assert "--allow-no-key" in SERVICES[name]["command"]
+
+
 def test_the_setup_can_write_every_key_and_nobody_else_can() -> None:
     writers = {
         volume.split(":")[0]: name

@@ -1,0 +1,186 @@
+"""A real browser: the pages of one origin use the API, the others reach nothing. Run by `make test-browser`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from tests.support.chromium import PROGRAM, Browser, running_chromium
+from tests.support.dispatchers import CHAT, HELLO, TEXT, Serve, write_keys
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium on this machine (Debian: apt install chromium)"),
+]
+
+PACER = Path(__file__).parents[2] / "client" / "js" / "pacer.js"
+BODY = {"model": "tiny", "messages": HELLO}
+TTFT_S, TOKENS_PER_S = 0.2, 50.0
+
+ASK = """
+const ask = (key, body) => fetch(url, {
+  method: "POST",
+  headers: {authorization: `Bearer ${key}`, "content-type": "application/json", "x-stainless-lang": "js"},
+  body: JSON.stringify(body),
+});
+"""
+READ_EVENTS = """
+async function* readEvents(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (let part = await reader.read(); !part.done; part = await reader.read()) {
+    const events = (rest + part.value).split("\\n\\n");
+    rest = events.pop();
+    for (const event of events) {
+      if (!event.startsWith("data: {")) continue;
+      const chunk = JSON.parse(event.slice(6));
+      const text = chunk.choices[0].delta.content;
+      if (text) yield {text, numTokens: chunk.sluice?.n ?? 1};
+    }
+  }
+}
+"""
+TALK = """
+return await new Promise((resolve) => {
+  const heard = [];
+  const socket = new WebSocket(url.replace(/^http/, "ws").replace(/chat.completions$/, "ws"));
+  socket.onopen = () => socket.send(JSON.stringify({type: "request", id: "a", body}));
+  socket.onmessage = ({data}) => {
+    heard.push(JSON.parse(data));
+    if (heard.at(-1).type === "done") socket.close();
+  };
+  socket.onclose = () => resolve(heard.map((each) => each.type));
+});
+"""
+ATTACK = """
+const unsure = (promise) => promise.then((answer) => answer.type, (error) => error.name);
+const send = (mode) => unsure(fetch(url, {method: "POST", mode, body: new Blob([JSON.stringify(body)])}));
+return [await send("no-cors"), await send("cors"), await unsure(fetch(url.replace("/chat/completions", "/cluster")))];
+"""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Browser]:
+    async with running_chromium(tmp_path_factory.mktemp("chromium")) as browser:
+        yield browser
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def site() -> AsyncIterator[str]:
+    """Pages of another server, under every name that leads to this machine: the end of their origin."""
+
+    async def page(_request: web.Request) -> web.Response:
+        return web.Response(text="<!doctype html><title>a page</title>", content_type="text/html")
+
+    async def pacer(_request: web.Request) -> web.Response:
+        return web.Response(body=PACER.read_bytes(), content_type="text/javascript")
+
+    app = web.Application()
+    app.add_routes([web.get("/", page), web.get("/pacer.js", pacer)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"example:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_page_that_may_reads_answers_refusals_and_limits(
+    serve: Serve, browser: Browser, site: str, tmp_path: Path
+) -> None:
+    origin = f"http://chat.{site}"
+    keys = write_keys(tmp_path / "keys.toml", {"sk-mine": ("acme", "infer")}, {"acme": "requests_per_min = 1"})
+    script = """
+    const found = [];
+    for (const [key, more] of asked) {
+      const answer = await ask(key, {...body, ...more});
+      const names = ["x-request-id", "x-ratelimit-remaining-requests", "retry-after-ms"];
+      const code = (await answer.json()).error?.code ?? null;
+      found.push([answer.status, code, ...names.map((name) => answer.headers.has(name))]);
+    }
+    return found;
+    """
+    more = [{}, {"model": "no"}, {}, {"n": 2}]
+    asked = [("sk-no", {}), *(("sk-mine", each) for each in more)]
+    async with serve("hi", api_keys_file=keys, allow_origin=(origin,)) as running, browser.page(origin) as page:
+        found = await page.run(ASK + script, url=running.url + CHAT, body=BODY, asked=asked)
+    assert found == [
+        [401, "invalid_api_key", True, False, False],
+        [200, None, True, True, False],
+        [404, "model_not_found", True, False, False],
+        [429, "rate_limit_exceeded", True, True, True],
+        [429, "rate_limit_exceeded", True, True, False],
+    ]
+
+
+async def test_a_page_that_may_shows_a_stream_at_reading_speed(serve: Serve, browser: Browser, site: str) -> None:
+    """The worker says all at once; the last of n tokens is shown (n − 1) / speed after the first is due, or later."""
+    origin, key = f"http://chat.{site}", "k" * 16
+    script = """
+    const {PacedStream, makePacer, qoeTarget} = await import("/pacer.js");
+    const startedS = performance.now() / 1000;
+    const pacer = makePacer("strict", qoeTarget({ttftS, speedTokensPerS}));
+    let text = "", numTokens = 0;
+    async function* counted(pieces) {
+      for await (const piece of pieces) {
+        numTokens += piece.numTokens;
+        yield piece;
+      }
+    }
+    const answer = await ask(key, {...body, stream: true});
+    for await (const shown of new PacedStream(counted(readEvents(answer)), pacer, {startedS})) text += shown;
+    return [text, numTokens, performance.now() / 1000 - startedS, pacer.stats().bufferedTokens];
+    """
+    names = {"body": BODY, "key": key, "ttftS": TTFT_S, "speedTokensPerS": TOKENS_PER_S}
+    async with serve(TEXT, api_key=key, allow_origin=(origin,)) as running, browser.page(origin) as page:
+        shown = await page.run(ASK + READ_EVENTS + script, url=running.url + CHAT, **names)
+        num_tokens = len(running.encode(TEXT))
+    text, num_counted, took_s, num_left = shown
+    assert (text, num_left) == (TEXT, 0)
+    assert 1 < num_counted <= num_tokens
+    assert took_s >= TTFT_S + (num_counted - 1) / TOKENS_PER_S - 0.001, "to the browser's own rounding"
+
+
+async def test_a_websocket_opens_for_the_page_that_may_and_for_no_other(
+    serve: Serve, browser: Browser, site: str
+) -> None:
+    origin = f"http://chat.{site}"
+    heard = {}
+    async with serve("hi", allow_origin=(origin,)) as running:
+        for who in (origin, f"http://evil.{site}"):
+            async with browser.page(who) as page:
+                heard[who] = await page.run(TALK, url=running.url + CHAT, body=BODY)
+        assert len(running.worker.submits) == 1
+    assert heard[origin][0] == "start"
+    assert heard[origin][-1] == "done"
+    assert heard[f"http://evil.{site}"] == []
+
+
+async def test_pages_of_strangers_reach_no_worker_and_read_nothing(serve: Serve, browser: Browser, site: str) -> None:
+    """A page without a word of the operator: it sends what needs no preflight, and asks under a name of its own."""
+    async with serve("hi") as running:
+        async with browser.page(f"http://evil.{site}") as page:
+            assert await page.run(ATTACK, url=running.url + CHAT, body=BODY) == ["opaque", "TypeError", "TypeError"]
+            assert await page.run(TALK, url=running.url + CHAT, body=BODY) == []
+        rebound = f"http://evil.example:{running.url.rpartition(':')[2]}"
+        async with browser.page(f"{rebound}/v1/cluster") as page:
+            assert "foreign_host" in await page.run("return document.body.innerText")
+            script = ASK + "const answer = await ask('', body); return [answer.status, await answer.text()]"
+            status, text = await page.run(script, url=rebound + CHAT, body=BODY)
+            assert (status, "foreign_host" in text) == (403, True)
+            assert await page.run(TALK, url=rebound + CHAT, body=BODY) == []
+        assert running.worker.submits == []
+
+
+async def test_a_person_who_opens_an_address_of_the_server_sees_it(serve: Serve, browser: Browser) -> None:
+    async with serve("hi") as running, browser.page(f"{running.url}/v1/models") as page:
+        assert "tiny" in await page.run("return document.body.innerText")
+        script = ASK + "const answer = await ask('', body); return answer.status"
+        assert await page.run(script, url=running.url + CHAT, body=BODY) == 200
+        assert (await page.run(TALK, url=running.url + CHAT, body=BODY))[-1] == "done"
