@@ -12,7 +12,7 @@ from typing import Any
 from cli.answer import describe_answer, show_answer, start_answer
 from cli.console import Console
 from cli.exit_codes import DONE, FAILED, UNREACHABLE, CommandError
-from cli.http import check_url
+from cli.http import check_url, refusal_hint
 from sluice_client.client import SluiceClient
 from sluice_client.errors import APIStatusError, SluiceClientError
 
@@ -85,7 +85,8 @@ class Chat:
         try:
             models = await self._client.models()
         except APIStatusError as error:
-            hint = "Give a key with --api-key, or set SLUICE_API_KEY" if error.status in (401, 403) else ""
+            hint = refusal_hint(error.code or "", "Give a key with --api-key, or set SLUICE_API_KEY")
+            hint = hint if error.status in (401, 403) else ""
             raise CommandError(f"{url} refuses to talk: {error}", hint, FAILED) from error
         except SluiceClientError as error:
             hint = "Start a cluster with `sluice up`, or name another with --url"

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from cli.exit_codes import REFUSED, UNREACHABLE, CommandError
+from shared.browsers import Foreign
 
 MAX_ANSWER_BYTES = 8 * 1024**2
 
@@ -39,6 +40,16 @@ def check_url(text: str) -> str:
     if not is_url(text):
         raise CommandError(f"'{text}' is no URL", "Use --url http://127.0.0.1:8000", REFUSED)
     return text
+
+
+def refusal_hint(said: str, key_hint: str) -> str:
+    """Return what to do about a 401 or 403: give a key, or ask a server without keys by a name that it knows.
+
+    Args:
+        said: code of the error, or all that came.
+        key_hint: what to do about a key.
+    """
+    return "Ask by its address, or start the server with --allow-host" if Foreign.HOST in said else key_hint
 
 
 async def read_body(response: aiohttp.ClientResponse, max_bytes: int = MAX_ANSWER_BYTES) -> bytes:

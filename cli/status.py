@@ -6,7 +6,7 @@ import json
 import math
 
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
-from cli.http import ask, check_url
+from cli.http import ask, check_url, refusal_hint
 from shared.messages.report import (
     ClusterView,
     Liveness,
@@ -39,7 +39,8 @@ async def run_status(url: str, api_key: str = "", *, as_json: bool) -> str:
     answer = await ask(f"{check_url(url).rstrip('/')}/v1/cluster", api_key=api_key)
     if answer.status in (401, 403):
         hint = "Give a key that has the scope 'metrics' with --api-key, or set SLUICE_API_KEY"
-        raise CommandError(f"{url} does not let this key see its cluster ({answer.status})", hint, FAILED)
+        hint = refusal_hint(answer.body.decode(errors="replace"), hint)
+        raise CommandError(f"{url} does not show its cluster ({answer.status})", hint, FAILED)
     if answer.status != 200:
         hint = "Name a sluice API with --url"
         raise CommandError(f"{url} answers {answer.status} to /v1/cluster; it is no sluice API", hint, FAILED)

@@ -12,7 +12,7 @@ import numpy as np
 from cli.bench.answers import count_of, parse_answer
 from cli.bench.prompts import PromptMaker, TokenScale, scale_of
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
-from cli.http import check_url, read_body
+from cli.http import check_url, read_body, refusal_hint
 
 CHECK_LIMIT = aiohttp.ClientTimeout(total=10)
 MAX_OWNER = 40
@@ -79,7 +79,7 @@ async def _models(session: aiohttp.ClientSession, base_url: str) -> dict[str, di
         raise CommandError(f"nothing answers at {base_url} ({type(error).__name__})", hint, UNREACHABLE) from error
     if status in (401, 403):
         said = body.decode(errors="replace")[:200]
-        raise CommandError(f"{url} answers {status}: {said}", "Give a key with --api-key", FAILED)
+        raise CommandError(f"{url} answers {status}: {said}", refusal_hint(said, "Give a key with --api-key"), FAILED)
     listed = parse_answer(body) if status == 200 else None
     entries = listed.get("data") if isinstance(listed, dict) else None
     found = entries if isinstance(entries, list) else []
