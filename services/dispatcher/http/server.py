@@ -14,7 +14,6 @@ from functools import partial
 from typing import Final
 
 from aiohttp import web
-from aiohttp.http import HttpVersion11
 
 from services.dispatcher.answers.generate import respond
 from services.dispatcher.endpoints import models, probes
@@ -158,19 +157,13 @@ class HttpServer:
 
 
 def _check_head(request: web.BaseRequest, max_bytes: int) -> None:
-    """Refuse a head that is too large, but for `x-request-id`, which is just replaced; or one that is none.
-
-    Raises:
-        ApiError: 400 or 431.
-    """
+    """Raise the 431 for a head that is too large; an `x-request-id` of any length is just replaced."""
     size = len(request.raw_path)
     for name, value in request.raw_headers:
         if name.lower() != b"x-request-id":
             size += len(name) + len(value) + 4  # the colon and the space, the end of the line
     if size > max_bytes:
         raise head_too_large(max_bytes)
-    if request.version >= HttpVersion11 and "Host" not in request.headers:
-        raise ApiError(400, "bad_request", "This is not a valid HTTP request: it has no 'Host'.", close=True)
 
 
 def _public_id(request: web.BaseRequest) -> str:

@@ -78,6 +78,12 @@ def test_a_target_with_a_host_must_name_an_own_one_too(target: str, foreign: For
     assert judge(BrowserRules(()), ("Host", "evil.example"), target=target) is HOST
 
 
+@pytest.mark.parametrize(("port", "foreign"), [(8000, None), (8001, ORIGIN)])
+def test_a_page_must_be_of_the_host_in_the_target_too(port: int, foreign: Foreign | None) -> None:
+    headers = [("Host", "127.0.0.1:8000"), ("Origin", "http://127.0.0.1:8000")]
+    assert judge(BrowserRules(()), *headers, target=f"http://127.0.0.1:{port}/") is foreign
+
+
 @pytest.mark.parametrize(
     ("host", "origin", "is_own"),
     [
