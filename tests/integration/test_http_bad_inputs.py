@@ -208,7 +208,7 @@ BUGS: list[tuple[str, BaseException]] = [
     ("services.dispatcher.session.sessions.Sessions.open", OSError(2, "secret", "/path/of/a/file")),
     ("services.dispatcher.session.sessions.Sessions.place", AssertionError("secret at 10.0.0.7")),
     ("services.dispatcher.http.server._find", RecursionError("secret")),
-    ("services.dispatcher.http.arrival.read_json", TimeoutError("secret")),
+    ("services.dispatcher.http.arrival.read_body", TimeoutError("secret")),
 ]
 
 

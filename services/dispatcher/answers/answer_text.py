@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from json.encoder import encode_basestring
 from typing import Final
 
@@ -13,6 +13,9 @@ from shared.types import FinishReason
 
 MAX_LOGPROB_TOKENS: Final = 32
 """Tokens with log-probabilities in one event: with 20 alternatives each takes some 2 kB, and readers have limits."""
+
+PART_CHARS: Final = 16 * 1024
+"""Characters of a long text that are written as JSON at a time."""
 
 
 class AnswerText:
@@ -138,6 +141,14 @@ class _TokenLedger:
 def json_text(text: str) -> bytes:
     """Return the text as a JSON string in UTF-8; characters that some clients take for ends of lines are escaped."""
     return escape_line_ends(encode_basestring(text)).encode()
+
+
+def json_text_parts(text: str) -> Iterator[bytes]:
+    """Return `json_text`, of `PART_CHARS` at a time: a text may be as long as a context."""
+    yield b'"'
+    for start in range(0, len(text), PART_CHARS):
+        yield json_text(text[start : start + PART_CHARS])[1:-1]
+    yield b'"'
 
 
 def escape_line_ends(encoded: str) -> str:

@@ -24,7 +24,7 @@ from shared.process.log import get_logger
 _log = get_logger()
 
 
-async def collect_answer(front: Front, call: CheckedCall, choices: Sequence[Choice]) -> web.Response:
+async def collect_answer(front: Front, call: CheckedCall, choices: Sequence[Choice]) -> web.StreamResponse:
     """Return the whole answer. A choice that failed stands beside those that did not.
 
     Raises:
@@ -38,7 +38,7 @@ async def collect_answer(front: Front, call: CheckedCall, choices: Sequence[Choi
         raise errors[0] or AssertionError
     shape = _shape(front, call)
     content = [
-        collector.as_json(shape, error_content(error) if error is not None else None)
+        collector.parts(shape, error_content(error) if error is not None else None)
         for collector, error in zip(collectors, errors, strict=True)
     ]
     return WholeAnswer(front.streams, shape.whole(content, usage_of(choices)), call.headers)

@@ -28,7 +28,6 @@ from services.dispatcher.text.pool import TextPoolFullError
 from services.dispatcher.text.prompts import TooManyTokensError
 from services.dispatcher.text.template import TemplateRefusalError
 from shared.ids import RequestId
-from shared.messages.request import pack_token_ids
 
 SLACK: Final = 4
 """A prompt is refused untokenised if it has this many times more characters than the context could hold."""
@@ -45,7 +44,7 @@ async def respond(
     """Answer a request that came over HTTP, once it is checked; raises as `generate`."""
     arrival = note_arrival(front)
     sender = Caller(request.headers, public_id, grant_of(request))
-    call = make_call(arrival, sender, await arrival.body(request))
+    call = await arrival.read(request, partial(make_call, arrival, sender))
     call.headers.update(page_headers(front.browsers, request))
     response = await generate(front, call, partial(front.streams.open, request))
     assert response is not None, "it goes over HTTP"
@@ -169,7 +168,7 @@ async def _admit(
 def _most_tokens(prompts: Sequence[Prompt], requests: Sequence[NewRequest]) -> int:
     """Return what the request costs if every answer becomes as long as it may; each prompt counts once."""
     answers = sum(request.sampling.max_tokens - len(request.generated) for request in requests)
-    return sum(len(prompt.token_ids) for prompt in prompts) + answers
+    return sum(prompt.num_tokens for prompt in prompts) + answers
 
 
 async def _encode(front: Front, call: CheckedCall) -> list[Prompt]:
@@ -183,11 +182,11 @@ async def _encode(front: Front, call: CheckedCall) -> list[Prompt]:
     except TooManyTokensError as error:
         raise _too_long(call, limit, str(error.num_tokens)) from None
     for prompt in prompts:
-        if not prompt.token_ids:
+        if not prompt.num_tokens:
             raise invalid("invalid_value", call.prompt_param, "The prompt has no tokens.")
-        if len(prompt.token_ids) >= limit:
-            raise _too_long(call, limit, str(len(prompt.token_ids)))
-    num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        if prompt.num_tokens >= limit:
+            raise _too_long(call, limit, str(prompt.num_tokens))
+    num_tokens = sum(prompt.num_tokens for prompt in prompts)
     if num_tokens * call.params.num_choices > MAX_COPIED_TOKENS:
         most = MAX_COPIED_TOKENS // num_tokens
         raise invalid("integer_above_max_value", "n", f"With {num_tokens} tokens of prompts, 'n' is at most {most}.")
@@ -211,7 +210,7 @@ def _new_requests(
     """Return each choice's request in tokens, prompt by prompt."""
     found: list[NewRequest] = []
     for prompt in prompts:
-        found += _of_prompt(front, call, prompt.token_ids, len(found))
+        found += _of_prompt(front, call, prompt, len(found))
     return [_go_on(request, start) for request, start in zip(found, starts, strict=True)]
 
 
@@ -224,17 +223,16 @@ def _go_on(request: NewRequest, start: Start) -> NewRequest:
     return replace(request, generated=tokens, num_attempts=start.num_attempts)
 
 
-def _of_prompt(front: Front, call: CheckedCall, prompt: list[int], first_index: int) -> list[NewRequest]:
+def _of_prompt(front: Front, call: CheckedCall, prompt: Prompt, first_index: int) -> list[NewRequest]:
     """Return the requests of one prompt; `max_tokens` is cut to what the context still holds."""
     params = call.params
-    room = front.max_request_tokens - len(prompt)
+    room = front.max_request_tokens - prompt.num_tokens
     wanted = params.max_tokens or call.default_max_tokens or room
-    packed = pack_token_ids(prompt)
     seed = front.draw_seed() if call.retry is None else call.retry.seed
     return [
         NewRequest(
             request_id=RequestId(f"{call.request_id}-{index}") if index else call.request_id,
-            prompt=packed,
+            prompt=prompt.packed,
             sampling=sampling,
             arrival_s=call.arrival_s,
             limit_s=front.settings.request_limit_s,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from services.dispatcher.answers.answer_text import MAX_LOGPROB_TOKENS, json_text
-from services.dispatcher.answers.logprobs import LogprobWriter, Row
+from services.dispatcher.answers.logprobs import KeptLogprobs, LogprobWriter
 from services.dispatcher.answers.shapes import FINISH_NAMES, NO_LOGPROBS, AnswerShape, ChoiceShape
 from services.dispatcher.endpoints.call import Choice
 from services.dispatcher.http.sse import EventWriter
@@ -70,7 +70,7 @@ class Streamer:
             text = self._push(part, FinishReason.NONE if token_ids else finish)
             shown = self._text.take_shown()
             if text or shown:
-                logprobs = writer.join(writer.rows(self._choice, shown))
+                logprobs = writer.join(self._choice, shown)
                 self._send(self._shape.chunk(json_text(text), self._num_pending, logprobs), now_s)
                 self._num_pending = 0
             is_over = not token_ids or self._text.was_cut
@@ -88,23 +88,23 @@ class Collector:
         logprobs: None if nobody asked for them.
     """
 
-    __slots__ = ("_choice", "_logprobs", "_rows", "_texts")
+    __slots__ = ("_choice", "_kept", "_logprobs", "_texts")
 
     def __init__(self, choice: Choice, logprobs: LogprobWriter | None) -> None:
         self._choice = choice
         self._texts = [choice.echo]
         self._logprobs = logprobs
-        self._rows: list[Row] = []
+        self._kept = KeptLogprobs()
 
     def on_tokens(self, token_ids: Sequence[int], finish: FinishReason, now_s: float) -> bool:
         """Take the next tokens (the session's `Reader`)."""
         self._texts.append(self._choice.text.push(token_ids, finish))
         if self._logprobs is not None:
-            self._rows += self._logprobs.rows(self._choice, self._choice.text.take_shown())
+            self._kept.add(self._choice, self._choice.text.take_shown())
         return not self._choice.text.was_cut
 
-    def as_json(self, shape: AnswerShape, error: dict[str, Any] | None) -> bytes:
-        """Return the choice; one that failed has what came of it, no finish reason, and its error.
+    def parts(self, shape: AnswerShape, error: dict[str, Any] | None) -> Iterator[bytes]:
+        """Return the choice as JSON, piece by piece; one that failed has what came of it, and its error.
 
         Args:
             shape: of the answer.
@@ -112,5 +112,5 @@ class Collector:
         """
         choice = self._choice
         reason = FINISH_NAMES[choice.opened.finish] if error is None else None
-        logprobs = self._logprobs.join(self._rows) if self._logprobs is not None else NO_LOGPROBS
+        logprobs = self._logprobs.parts(self._kept) if self._logprobs is not None else iter((NO_LOGPROBS,))
         return shape.whole_choice(choice.index, "".join(self._texts), reason, logprobs, error)

@@ -6,11 +6,11 @@ A chunk's parts before and after the text are bytes that are made once per choic
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from services.dispatcher.answers.answer_text import escape_line_ends
+from services.dispatcher.answers.answer_text import escape_line_ends, json_text_parts
 from shared.types import FinishReason
 
 FINISH_NAMES: Final = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
@@ -85,23 +85,40 @@ class AnswerShape:
         """Return the event after all choices; b"" if nobody asked for it."""
         return self.event([], {"usage": usage.as_json(), "sluice": extra}) if self.include_usage else b""
 
-    def whole(self, choices: Sequence[bytes], usage: Usage) -> bytes:
-        """Return the body of an answer that is not streamed."""
+    def whole(self, choices: Iterable[Iterator[bytes]], usage: Usage) -> Iterator[bytes]:
+        """Return the body of an answer that is not streamed, piece by piece; `choices` are from `whole_choice`."""
         content = {**self._common(in_stream=False), "choices": _MARK, "usage": usage.as_json()}
-        return _json(content).replace(_json(_MARK), b"[%b]" % b",".join(choices), 1)
+        head, tail = _json(content).split(_json(_MARK))
+        yield head
+        before = b"["
+        for choice in choices:
+            yield before
+            yield from choice
+            before = b","
+        yield b"]" + tail
 
     def whole_choice(
-        self, index: int, text: str, finish_reason: str | None, logprobs: bytes, error: dict[str, Any] | None
-    ) -> bytes:
-        """Return one choice of such a body; `logprobs` is JSON."""
+        self,
+        index: int,
+        text: str,
+        finish_reason: str | None,
+        logprobs: Iterator[bytes],
+        error: dict[str, Any] | None,
+    ) -> Iterator[bytes]:
+        """Return one choice of such a body, piece by piece; `logprobs` is JSON."""
         choice: dict[str, Any] = {"index": index, "logprobs": _MARK, "finish_reason": finish_reason}
         if self.is_chat:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            choice["message"] = {"role": "assistant", "content": _MARK, "refusal": None}
         else:
-            choice["text"] = text
+            choice["text"] = _MARK
         if error is not None:
             choice["error"] = error
-        return _json(choice).replace(_json(_MARK), logprobs, 1)  # the first one: no text stands before it
+        head, middle, tail = _json(choice).split(_json(_MARK))
+        yield head
+        yield from logprobs
+        yield middle
+        yield from json_text_parts(text)
+        yield tail
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,15 @@ from shared.ids import RequestId
 class Prompt:
     """What is sent to a worker, and what of it the answer repeats."""
 
-    token_ids: list[int]
+    packed: bytes
+    """Token ids, as a submission carries them (`shared.messages.request.pack_token_ids`)."""
     echo: str = ""
     """Text that stands before that of each of its choices (`echo`)."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.packed) // 4
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from services.dispatcher.endpoints.salt import cache_salt
 from services.dispatcher.endpoints.sampling import chat_logprobs
 from services.dispatcher.endpoints.unsupported import CHAT, SHARED_NAMES, refuse_unsupported
 from services.dispatcher.http.arrival import Arrival, Caller, check_model
+from shared.messages.request import pack_token_ids
 
 _KNOWN = frozenset(
     {
@@ -39,7 +40,7 @@ def chat_call(arrival: Arrival, sender: Caller, body: dict[str, Any]) -> Checked
         public_id=sender.public_id,
         is_chat=True,
         params=params,
-        encode=lambda: [Prompt(front.codec.encode_chat(messages))],
+        encode=lambda: [Prompt(pack_token_ids(front.codec.encode_chat(messages)))],
         num_prompts=1,
         num_chars=count_chars(messages),
         prompt_param="messages",

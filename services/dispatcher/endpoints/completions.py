@@ -14,6 +14,7 @@ from services.dispatcher.endpoints.unsupported import COMPLETIONS, SHARED_NAMES,
 from services.dispatcher.http.arrival import Arrival, Caller, check_model
 from services.dispatcher.http.errors import invalid, unsupported
 from services.dispatcher.text.prompts import PromptCodec
+from shared.messages.request import pack_token_ids
 
 DEFAULT_MAX_TOKENS: Final = 16
 """OpenAI's default for this endpoint."""
@@ -65,8 +66,8 @@ def _check_count(num_prompts: int, num_choices: int, most: int) -> None:
 
 def _encode(prompt: str | list[int], codec: PromptCodec, *, echo: bool) -> Prompt:
     if isinstance(prompt, str):
-        return Prompt(codec.encode_text(prompt), prompt if echo else "")
-    return Prompt(prompt, codec.decode(prompt, skip_special_tokens=True) if echo else "")
+        return Prompt(pack_token_ids(codec.encode_text(prompt)), prompt if echo else "")
+    return Prompt(pack_token_ids(prompt), codec.decode(prompt, skip_special_tokens=True) if echo else "")
 
 
 def _prompts(value: Any, vocab_size: int) -> Sequence[str | list[int]]:

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Final, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Final
 
 from aiohttp import web
 
+from services.dispatcher.answers.answer_text import json_text_parts
 from services.dispatcher.answers.generate import refused_by_template
 from services.dispatcher.endpoints.fields import Fields
 from services.dispatcher.endpoints.messages import count_chars, parse_messages
 from services.dispatcher.endpoints.unsupported import TOKENIZE, refuse_unsupported
-from services.dispatcher.http.arrival import check_model, note_arrival
-from services.dispatcher.http.errors import failure_error, invalid
+from services.dispatcher.http.arrival import check_model, in_thread, note_arrival
+from services.dispatcher.http.body import parse_object
+from services.dispatcher.http.errors import ApiError, invalid
 from services.dispatcher.http.front import Front
+from services.dispatcher.http.sse import WholeAnswer
 from services.dispatcher.session.request import FailureCode
-from services.dispatcher.text.pool import TextPoolFullError
 from services.dispatcher.text.prompts import PromptCodec, TooManyTokensError
 from services.dispatcher.text.template import TemplateRefusalError
-
-R = TypeVar("R")
 
 MAX_CHARS: Final = 1_048_576
 """Characters of one text; a tokenizer needs some 200 bytes of memory for each."""
 MAX_LISTED_TOKENS: Final = 250_000
 """Token ids in one answer or question."""
+ENTRIES_AT_A_TIME: Final = 4096
+"""Entries of an array that are written as JSON at a time."""
 _KNOWN: Final = frozenset(
     {
         *TOKENIZE,
@@ -34,44 +37,71 @@ _KNOWN: Final = frozenset(
 )
 
 
-async def tokenize(front: Front, request: web.BaseRequest, _public_id: str) -> web.Response:
+async def tokenize(front: Front, request: web.BaseRequest, _public_id: str) -> web.StreamResponse:
     """Return the token ids of a prompt or of a conversation."""
-    fields = await _fields(front, request)
+    data = await note_arrival(front).body(request)
+    ids, strings = await in_thread(front, lambda: _tokenized(front, data))
+    return WholeAnswer(front.streams, _listed(ids, strings, front.max_request_tokens), {})
+
+
+def _tokenized(front: Front, data: bytes) -> tuple[list[int], list[str] | None]:
+    """Return the ids, and the tokens if they are asked for."""
+    fields = _fields(front, data)
     refuse_unsupported(fields.values, TOKENIZE)
     encode, param = _encoder(fields, front.codec)
     with_strings = fields.boolean("return_token_strs")
-    max_model_len = front.max_request_tokens
-
-    def work() -> bytes:
-        ids = encode()
-        if len(ids) > MAX_LISTED_TOKENS:
-            raise TooManyTokensError(len(ids))
-        strings = front.codec.tokens_of(ids) if with_strings else None
-        content = {"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": strings}
-        return json.dumps(content).encode()
-
     try:
-        body = await _run(front, work)
+        ids = encode()
     except TemplateRefusalError as error:
         raise refused_by_template(error, param) from None
     except TooManyTokensError as error:
-        message = f"The text has {error.num_tokens} tokens; at most {MAX_LISTED_TOKENS} are listed."
-        raise invalid(FailureCode.TOO_LONG.value, param, message) from None
-    return web.Response(body=body, content_type="application/json")
+        raise _too_many(error.num_tokens, param) from None
+    if len(ids) > MAX_LISTED_TOKENS:
+        raise _too_many(len(ids), param)
+    return ids, front.codec.tokens_of(ids) if with_strings else None
 
 
-async def detokenize(front: Front, request: web.BaseRequest, _public_id: str) -> web.Response:
+def _too_many(num_tokens: int, param: str) -> ApiError:
+    message = f"The text has {num_tokens} tokens; at most {MAX_LISTED_TOKENS} are listed."
+    return invalid(FailureCode.TOO_LONG.value, param, message)
+
+
+def _listed(ids: Sequence[int], strings: Sequence[str] | None, max_model_len: int) -> Iterator[bytes]:
+    """Return the answer of `tokenize` as JSON, some entries at a time."""
+    yield f'{{"count": {len(ids)}, "max_model_len": {max_model_len}, "tokens": '.encode()
+    yield from _array(ids)
+    yield b', "token_strs": '
+    if strings is None:
+        yield b"null"
+    else:
+        yield from _array(strings)
+    yield b"}"
+
+
+def _array(values: Sequence[int] | Sequence[str]) -> Iterator[bytes]:
+    before = "["
+    for start in range(0, len(values), ENTRIES_AT_A_TIME):
+        yield (before + json.dumps(values[start : start + ENTRIES_AT_A_TIME])[1:-1]).encode()
+        before = ", "
+    yield b"]" if values else b"[]"
+
+
+async def detokenize(front: Front, request: web.BaseRequest, _public_id: str) -> web.StreamResponse:
     """Return the text of token ids, control tokens included."""
-    fields = await _fields(front, request)
+    data = await note_arrival(front).body(request)
+    text = await in_thread(front, lambda: _detokenized(front, data))
+    return WholeAnswer(front.streams, chain((b'{"prompt": ',), json_text_parts(text), (b"}",)), {})
+
+
+def _detokenized(front: Front, data: bytes) -> str:
+    fields = _fields(front, data)
     if fields.values.get("tokens") is None:
         raise invalid("missing_required_parameter", "tokens", "Missing required parameter: 'tokens'.")
-    ids = fields.tokens("tokens", MAX_LISTED_TOKENS, front.codec.vocab_size)
-    body = await _run(front, lambda: json.dumps({"prompt": front.codec.decode(ids)}).encode())
-    return web.Response(body=body, content_type="application/json")
+    return front.codec.decode(fields.tokens("tokens", MAX_LISTED_TOKENS, front.codec.vocab_size))
 
 
-async def _fields(front: Front, request: web.BaseRequest) -> Fields:
-    body = await note_arrival(front).body(request)
+def _fields(front: Front, data: bytes) -> Fields:
+    body = parse_object(data)
     fields = Fields(body)
     if body.get("model") is not None:
         check_model(front, fields)
@@ -102,10 +132,3 @@ def _encoder(fields: Fields, codec: PromptCodec) -> tuple[Callable[[], list[int]
 def _check_size(num_chars: int, param: str) -> None:
     if num_chars > MAX_CHARS:
         raise invalid("string_above_max_length", param, f"At most {MAX_CHARS} characters are tokenised at a time.")
-
-
-async def _run(front: Front, work: Callable[[], R]) -> R:
-    try:
-        return await front.pool.run(work)
-    except TextPoolFullError:
-        raise failure_error(FailureCode.QUEUE_FULL) from None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from aiohttp import web
 
@@ -14,12 +14,18 @@ from services.dispatcher.answers.event_ids import MAX_CHOICES, Seen, parse_last_
 from services.dispatcher.answers.idempotency import Retry, derive_retry
 from services.dispatcher.endpoints.fields import Fields
 from services.dispatcher.endpoints.params import Params
-from services.dispatcher.http.body import read_json
-from services.dispatcher.http.errors import ApiError, invalid
+from services.dispatcher.http.body import parse_object, read_body
+from services.dispatcher.http.errors import ApiError, failure_error, invalid
 from services.dispatcher.http.front import Front
+from services.dispatcher.session.request import FailureCode
+from services.dispatcher.text.pool import TextPoolFullError
 from shared.ids import RequestId
 
+R = TypeVar("R")
+
 MAX_ECHOED_CHARS: Final = 64
+MAX_SHORT_BYTES: Final = 64 * 1024
+"""Of a body that is read on the event loop: what is in a longer one takes its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +73,45 @@ class Arrival:
     arrival_s: float
     created_unix_s: int
 
-    async def body(self, request: web.BaseRequest) -> dict[str, Any]:
-        """Return the JSON object that was sent."""
+    async def body(self, request: web.BaseRequest) -> bytes:
+        """Return what was sent."""
         settings = self.front.settings
-        return await read_json(request, settings.body_limit, settings.body_limit_s)
+        return await read_body(request, settings.body_limit, settings.body_limit_s)
+
+    async def read(self, request: web.BaseRequest, understand: Callable[[dict[str, Any]], R]) -> R:
+        """Return what is understood of the JSON object that was sent; of a long one in a thread.
+
+        Raises:
+            ApiError: it is none, or is not understood; 429 if too many wait for a thread.
+        """
+        data = await self.body(request)
+        return await at_length(self.front, len(data), lambda: understand(parse_object(data)))
 
 
 def note_arrival(front: Front) -> Arrival:
     """Return a new arrival, now."""
     return Arrival(front, RequestId(uuid.uuid4().hex), front.now(), int(front.unix_now()))
+
+
+async def at_length(front: Front, num_bytes: int, work: Callable[[], R]) -> R:
+    """Return the result of work on so many bytes, done at once if they are few, else in a thread.
+
+    Raises:
+        ApiError: the work raised it; 429 if too many wait for a thread.
+    """
+    return work() if num_bytes <= MAX_SHORT_BYTES else await in_thread(front, work)
+
+
+async def in_thread(front: Front, work: Callable[[], R]) -> R:
+    """Return the result of work that takes its time.
+
+    Raises:
+        ApiError: the work raised it; 429 if too many wait for a thread.
+    """
+    try:
+        return await front.pool.run(work)
+    except TextPoolFullError:
+        raise failure_error(FailureCode.QUEUE_FULL) from None
 
 
 def check_model(front: Front, fields: Fields) -> None:

@@ -16,11 +16,11 @@ from services.dispatcher.http.errors import ApiError, invalid
 MAX_TOP_LEVEL_NAMES: Final = 1000
 """Parameters of one request."""
 MAX_PARTS: Final = 200_000
-"""Arrays, objects and strings (names too) in one body. Each costs an allocation while the event loop stands still."""
+"""Arrays, objects and strings (names too) in one body. Each costs an allocation while every thread stands still."""
 
 
-async def read_json(request: web.BaseRequest, max_bytes: int, limit_s: float) -> dict[str, Any]:
-    """Return the JSON object that the body holds.
+async def read_body(request: web.BaseRequest, max_bytes: int, limit_s: float) -> bytes:
+    """Return the body, which claims to be JSON.
 
     Raises:
         ApiError: 400, 408, 413 or 415.
@@ -28,14 +28,13 @@ async def read_json(request: web.BaseRequest, max_bytes: int, limit_s: float) ->
     _check_headers(request, max_bytes)
     try:
         async with asyncio.timeout(limit_s):
-            data = await _read(request, max_bytes)
+            return await _read(request, max_bytes)
     except TimeoutError:
         raise ApiError(
             408, "request_timeout", f"The request body did not arrive within {limit_s:g} s.", close=True
         ) from None
     except RequestPayloadError:
         raise ApiError(400, "invalid_body", "The request body is not valid HTTP.", close=True) from None
-    return parse_object(data)
 
 
 def _check_headers(request: web.BaseRequest, max_bytes: int) -> None:

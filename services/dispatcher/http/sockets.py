@@ -10,7 +10,6 @@ from typing import Final, Protocol
 from aiohttp import WSCloseCode
 
 from services.dispatcher.http.sse import SWEEP_PERIOD_S
-from services.dispatcher.http.unsent import FULL_BUFFER_BYTES
 from shared.process.log import get_logger
 
 _log = get_logger()
@@ -37,9 +36,6 @@ DRAINING: Final = CloseReason(WSCloseCode.TRY_AGAIN_LATER, "the server is shutti
 class Socket(Protocol):
     """What the registry knows of a connection."""
 
-    full_since_s: float | None
-    """Since when the client has left a full buffer unread; None while it reads."""
-
     @property
     def is_idle(self) -> bool:
         """Whether no answer is under way."""
@@ -52,6 +48,9 @@ class Socket(Protocol):
     def num_unsent_bytes(self) -> int:
         """Bytes that the client has not taken yet."""
 
+    def is_stalled(self, now_s: float, stall_s: float) -> bool:
+        """Return whether the client has taken nothing for so long, although something waits for it."""
+
     def close(self, verdict: CloseReason) -> None:
         """End the connection."""
 
@@ -60,7 +59,7 @@ class Sockets:
     """Looks after the connections.
 
     Args:
-        write_limit_s: time that a client may leave a full buffer unread.
+        write_limit_s: time for which a client may take nothing of what waits for it.
         is_draining: whether the server is shutting down.
         now: the event loop's clock.
     """
@@ -94,11 +93,7 @@ class Sockets:
         """Cut clients that do not read; send idle ones away while the server drains."""
         now_s, is_draining = self._now(), self._is_draining()
         for socket in list(self._open):
-            if socket.num_unsent_bytes < FULL_BUFFER_BYTES:
-                socket.full_since_s = None
-            elif socket.full_since_s is None:
-                socket.full_since_s = now_s
-            elif now_s - socket.full_since_s >= self._write_limit_s and not socket.is_closing:
+            if socket.is_stalled(now_s, self._write_limit_s) and not socket.is_closing:
                 self.num_cut += 1
                 _log.warning("slow_socket_cut", unsent_bytes=socket.num_unsent_bytes)
                 socket.close(UNREAD)

@@ -2,14 +2,19 @@
 
 The transport buffers what the client does not read; a sweep (once a second) sends keep-alive comments to silent streams
 and cuts a client that does not read (`unsent`); one for which too much waits is cut at once. Only that client notices.
+An answer that is sent whole waits for its reader instead: it is made piece by piece, as the reader takes it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import socket
 import struct
-from collections.abc import Callable, Mapping
+import sys
+import termios
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, islice
 from typing import Final, Protocol
 
 from aiohttp import web
@@ -28,8 +33,10 @@ HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-
 KEEP_ALIVE = b": keep-alive\n\n"
 KEEP_ALIVE_LINE = b": keep-alive\n"
 """Where events have ids: some SDKs take a blank line after a comment for an event once they have seen an id."""
-_ABORT: Final = struct.pack("ii", 1, 0)
-_FINISH: Final = struct.pack("ii", 0, 0)
+PIECE_BYTES: Final = 64 * 1024
+"""Of a whole answer, written at a time."""
+RESET: Final = struct.pack("ii", 1, 0)
+FINISH: Final = struct.pack("ii", 0, 0)
 
 
 class EventWriter(Protocol):
@@ -73,25 +80,58 @@ class Open(Protocol):
 
 
 class Outgoing:
-    """What is being sent over one connection, and how its reader takes it."""
+    """What is being sent over one connection, and how its reader takes it.
 
-    __slots__ = ("_transport", "num_written", "reading", "was_cut")
+    Args:
+        transport: of the connection.
+        now_s: the event loop's clock.
+    """
+
+    __slots__ = ("_reading", "_transport", "num_written", "was_cut")
 
     def __init__(self, transport: asyncio.Transport, now_s: float) -> None:
         self._transport = transport
+        self._reading = Reading(now_s)
         self.num_written = 0
-        self.reading = Reading(now_s)
         self.was_cut = False
 
     @property
     def num_unsent_bytes(self) -> int:
-        """Bytes that the client has not taken yet."""
+        """Bytes that the client has not taken yet, but for those that the kernels hold."""
         return int(self._transport.get_write_buffer_size())
+
+    def send(self, data: bytes) -> None:
+        """Write to the connection now."""
+        self.num_written += len(data)
+        self._transport.write(data)
+
+    def is_stalled(self, now_s: float, stall_s: float) -> bool:
+        """Return whether the reader has taken nothing for so long; to be asked again and again."""
+        num_unsent = self.num_unsent_bytes
+        num_taken = self.num_written - num_unsent - (self._num_in_kernel() if num_unsent else 0)
+        return self._reading.is_stalled(num_taken, num_unsent, now_s, stall_s)
+
+    def _num_in_kernel(self) -> int:
+        """Return what this side's kernel holds: of a slow reader it takes the next bytes in large portions only."""
+        sock = self._transport.get_extra_info("socket")
+        if sock is None or self._transport.is_closing():
+            return 0
+        return int.from_bytes(fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
 
     def cut(self) -> None:
         """Break the connection; the handler is cancelled, and with it the request."""
         self.was_cut = True
         self._transport.abort()
+
+    def set_linger(self, linger: bytes) -> None:
+        """Say how the system closes the connection if this process does not: `RESET`, or `FINISH` in an orderly way.
+
+        An answer without chunks or length (HTTP/1.0, as some proxies speak it) ends with its connection: if the process
+        is killed, only a reset tells the client that the answer is not whole.
+        """
+        sock = self._transport.get_extra_info("socket")
+        if sock is not None and not self._transport.is_closing():
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
 
 
 class EventStream(Outgoing):
@@ -115,7 +155,7 @@ class EventStream(Outgoing):
         self._max_bytes = streams.limits.max_bytes
         self.keep_alive = KEEP_ALIVE_LINE if has_ids else KEEP_ALIVE
         self.last_write_s = streams.now()
-        self._set_linger(_ABORT)
+        self.set_linger(RESET)
 
     @property
     def response(self) -> web.StreamResponse:
@@ -129,29 +169,18 @@ class EventStream(Outgoing):
             return  # the handler is cancelled at the same time
         self.last_write_s = now_s
         framed = b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data
-        self.num_written += len(framed)
-        transport.write(framed)
+        self.send(framed)
         if transport.get_write_buffer_size() > self._max_bytes:
             self._streams.cut(self)
 
     async def end(self) -> None:
         """Finish the response in an orderly way."""
         await self._response.write_eof()
-        self._set_linger(_FINISH)
+        self.set_linger(FINISH)
 
     def close(self) -> None:
         """Forget the stream; idempotent."""
         self._streams.close(self)
-
-    def _set_linger(self, linger: bytes) -> None:
-        """Say how the system closes the connection if this process does not: reset, or an orderly end.
-
-        An answer without chunks (HTTP/1.0, as some proxies speak it) ends with its connection: if the process is
-        killed, only a reset tells the client that the answer is not whole.
-        """
-        sock = self._transport.get_extra_info("socket")
-        if sock is not None and not self._transport.is_closing():
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
 
 
 class EventStreams:
@@ -221,29 +250,33 @@ class EventStreams:
         """Send keep-alive comments, and cut clients that do not read."""
         now_s = self.now()
         for outgoing in list(self._open):
-            num_unsent = outgoing.num_unsent_bytes
-            if outgoing.reading.is_stalled(outgoing.num_written, num_unsent, now_s, self.limits):
+            if outgoing.is_stalled(now_s, self.limits.stall_s):
                 self.cut(outgoing)
             elif isinstance(outgoing, EventStream) and now_s - outgoing.last_write_s >= self._keep_alive_s:
                 outgoing.write(outgoing.keep_alive, now_s)
 
 
-class WholeAnswer(web.Response):
-    """An answer in one piece, whose reader is looked after while it is sent.
+class WholeAnswer(web.StreamResponse):
+    """An answer that is not streamed. Its pieces are made as its reader takes them, and its reader is looked after.
 
     Args:
         streams: looks after it.
-        body: JSON.
+        parts: of the JSON, in order; making one must not take long.
         headers: besides the usual ones.
     """
 
-    def __init__(self, streams: EventStreams, body: bytes, headers: dict[str, str]) -> None:
-        super().__init__(body=body, content_type="application/json", headers=headers)
+    def __init__(self, streams: EventStreams, parts: Iterable[bytes], headers: Mapping[str, str]) -> None:
+        super().__init__(headers={"Content-Type": "application/json", **headers})
         self._streams = streams
+        self._pieces = in_pieces(parts)
         self._transport: asyncio.Transport | None = None
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
-        """Send the headers."""
+        """Send the headers: with the length of an answer of one piece, else in chunks."""
+        first = list(islice(self._pieces, 2))
+        if len(first) == 1:
+            self.content_length = len(first[0])
+        self._pieces = chain(first, self._pieces)
         self._transport = request.transport
         return await super().prepare(request)
 
@@ -252,7 +285,25 @@ class WholeAnswer(web.Response):
         if self._transport is None:
             return  # the client is gone
         outgoing = self._streams.watch(self._transport)
+        outgoing.set_linger(RESET)
         try:
+            for piece in self._pieces:
+                outgoing.num_written += len(piece)
+                await self.write(piece)
+                await asyncio.sleep(0)  # one that reads fast holds nobody up either
             await super().write_eof(data)
+            outgoing.set_linger(FINISH)
         finally:
             self._streams.close(outgoing)
+
+
+def in_pieces(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """Return the parts joined, and cut into pieces of `PIECE_BYTES`; the last one is shorter."""
+    waiting = bytearray()
+    for part in parts:
+        waiting += part
+        while len(waiting) >= PIECE_BYTES:
+            yield bytes(waiting[:PIECE_BYTES])
+            del waiting[:PIECE_BYTES]
+    if waiting:
+        yield bytes(waiting)

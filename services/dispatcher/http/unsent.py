@@ -1,12 +1,8 @@
-"""Readers that do not read: when a connection's unsent bytes say that nobody takes them. Pure numbers, no sockets."""
+"""Readers that do not read: when what they take says that nobody is there. Pure numbers, no sockets."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
-
-FULL_BUFFER_BYTES: Final = 64 * 1024
-"""Unsent bytes from which a reader counts as not keeping up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,28 +20,23 @@ class Reading:
         now_s: when it began, on the event loop's clock.
     """
 
-    __slots__ = ("_low_s", "_moved_s", "_num_taken")
+    __slots__ = ("_moved_s", "_num_taken")
 
     def __init__(self, now_s: float) -> None:
         self._num_taken = 0
         self._moved_s = now_s
-        """When it last took something, or had nothing to take."""
-        self._low_s = now_s
-        """When little was waiting for the last time."""
+        """When it was last seen to have taken something, or to have nothing to take."""
 
-    def is_stalled(self, num_written: int, num_unsent: int, now_s: float, limits: ReaderLimits) -> bool:
-        """Return whether the reader is to be cut.
+    def is_stalled(self, num_taken: int, num_unsent: int, now_s: float, stall_s: float) -> bool:
+        """Return whether the reader has taken nothing for too long while something waited for it.
 
         Args:
-            num_written: bytes that were written for it since the beginning.
-            num_unsent: bytes of these (and of what was written before the beginning) that wait.
+            num_taken: bytes that it took since the beginning.
+            num_unsent: bytes that wait for it.
             now_s: the event loop's clock.
-            limits: how long it may take nothing, or leave a full buffer; how much may wait at all.
+            stall_s: how long it may take nothing; who takes little is slow, but reads.
         """
-        num_taken = num_written - num_unsent
         if num_unsent == 0 or num_taken > self._num_taken:
             self._moved_s = now_s
         self._num_taken = num_taken
-        if num_unsent < FULL_BUFFER_BYTES:
-            self._low_s = now_s
-        return num_unsent > limits.max_bytes or now_s - min(self._moved_s, self._low_s) >= limits.stall_s
+        return now_s - self._moved_s >= stall_s

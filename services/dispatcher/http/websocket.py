@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Mapping
+from functools import partial
 from typing import Final
 
 from aiohttp import WSCloseCode, WSMsgType, web
@@ -17,7 +18,7 @@ from services.dispatcher.answers.generate import generate
 from services.dispatcher.endpoints.call import CheckedCall
 from services.dispatcher.endpoints.chat import chat_call
 from services.dispatcher.endpoints.completions import completion_call
-from services.dispatcher.http.arrival import Caller, note_arrival
+from services.dispatcher.http.arrival import Caller, at_length, note_arrival
 from services.dispatcher.http.errors import ApiError, failure_error
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.guard import authorise, grant_of
@@ -31,7 +32,7 @@ from services.dispatcher.http.socket_messages import (
     text_frame,
 )
 from services.dispatcher.http.sockets import CLOSE_LIMIT_S, MAX_UNSENT_BYTES, UNREAD, CloseReason
-from services.dispatcher.http.sse import Stream
+from services.dispatcher.http.sse import Outgoing, Stream
 from services.dispatcher.session.request import FailureCode
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
@@ -117,6 +118,7 @@ class WebSocketConnection:
         self._front = front
         self._socket = socket
         self._transport = transport
+        self._outgoing = Outgoing(transport, front.now())
         self._handshake = handshake
         self._calls: dict[str, CheckedCall] = {}
         self._tasks = TaskOwner(max_tasks=2 * MAX_IN_FLIGHT)
@@ -124,7 +126,6 @@ class WebSocketConnection:
         self._verdict: CloseReason | None = None
         self._reading: asyncio.Timeout | None = None
         self._is_broken = False  # the client broke the protocol, and has been told
-        self.full_since_s: float | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -144,7 +145,11 @@ class WebSocketConnection:
     @property
     def num_unsent_bytes(self) -> int:
         """Bytes that the client has not taken yet."""
-        return int(self._transport.get_write_buffer_size())
+        return self._outgoing.num_unsent_bytes
+
+    def is_stalled(self, now_s: float, stall_s: float) -> bool:
+        """Return whether the client has taken nothing for so long, although something waits for it."""
+        return self._outgoing.is_stalled(now_s, stall_s)
 
     def close(self, verdict: CloseReason) -> None:
         """Cancel the answers, send the verdict, and break the connection if the client does not end it."""
@@ -186,7 +191,7 @@ class WebSocketConnection:
         elif not self._budget.take(self._front.now()):
             self.close(_TOO_MANY_MESSAGES)
         else:
-            self._take(message.data)
+            await self._take(message.data)
         return True
 
     async def _linger(self) -> None:
@@ -195,9 +200,12 @@ class WebSocketConnection:
         while not self._transport.is_closing() and self._front.now() < until_s:
             await asyncio.sleep(_POLL_S)
 
-    def _take(self, data: bytes) -> None:
+    async def _take(self, data: bytes) -> None:
         try:
-            message = parse_message(data)
+            message = await at_length(self._front, len(data), partial(parse_message, data))
+        except ApiError as error:  # no thread is left for a long one
+            self._refuse(None, error)
+            return
         except BadMessageError as bad:
             if bad.name in self._calls:
                 self.close(_NAME_IN_USE)
@@ -209,9 +217,9 @@ class WebSocketConnection:
         elif message.name in self._calls:
             self.close(_NAME_IN_USE)
         else:
-            self._start(message)
+            await self._start(message, len(data))
 
-    def _start(self, message: Request) -> None:
+    async def _start(self, message: Request, num_bytes: int) -> None:
         if len(self._calls) >= MAX_IN_FLIGHT:
             text = f"This connection has {MAX_IN_FLIGHT} answers under way, which is its limit."
             self._refuse(message.name, ApiError(429, "too_many_in_flight", text, retry_after_s=1.0))
@@ -219,7 +227,8 @@ class WebSocketConnection:
         try:
             authorise(self._front, self._handshake)
             sender = Caller(message.headers, f"req_{uuid.uuid4().hex}", grant_of(self._handshake))
-            call = _CALLS[message.endpoint](note_arrival(self._front), sender, message.body)
+            check = partial(_CALLS[message.endpoint], note_arrival(self._front), sender, message.body)
+            call = await at_length(self._front, num_bytes, check)
         except ApiError as error:
             self._refuse(message.name, error)
             return
@@ -256,7 +265,7 @@ class WebSocketConnection:
         """Send one message now, unless the connection is ending."""
         if self._verdict is not None or self._transport.is_closing():
             return
-        self._transport.write(text_frame(payload))
+        self._outgoing.send(text_frame(payload))
         if self.num_unsent_bytes > MAX_UNSENT_BYTES:
             self.close(_UNREAD)
 
