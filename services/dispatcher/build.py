@@ -117,6 +117,7 @@ class Dispatcher:
             bus=bus,
             codec=text.codec,
             pool=TextPool(settings.tokenizer_threads, settings.max_tokenizing),
+            bodies=TextPool(1, settings.max_tokenizing),
             sessions=self.service.sessions,
             streams=EventStreams(settings.keep_alive_s, ReaderLimits(settings.write_limit_s, settings.max_unsent), now),
             sockets=Sockets(settings.write_limit_s, lambda: self.service.sessions.draining, now),
@@ -159,4 +160,5 @@ class Dispatcher:
         await self.server.close()
         await self._tasks.close()
         await self.service.stop()
+        self.front.bodies.close()
         self.front.pool.close()

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 from aiohttp import web
 
 from services.dispatcher.answers import idempotency
 from services.dispatcher.answers.event_ids import EventIds
 from services.dispatcher.answers.logprobs import LogprobWriter
-from services.dispatcher.answers.readers import Collector, Streamer
+from services.dispatcher.answers.readers import ChoiceReader, Collector, Streamer
 from services.dispatcher.answers.resume import ResumableStreamer
 from services.dispatcher.answers.shapes import DONE, AnswerShape, ChoiceShape, Usage
 from services.dispatcher.endpoints.call import CheckedCall, Choice
 from services.dispatcher.http.errors import ApiError, error_body, error_content, failure_error
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.sse import EventWriter, Open, WholeAnswer
-from services.dispatcher.session.request import Reader, RequestFailedError
+from services.dispatcher.session.request import RequestFailedError
 from shared.process.log import get_logger
 
 _log = get_logger()
+
+MAX_TOKENS_AT_ONCE: Final = 1024
+"""Of an answer that goes on after what an earlier connection got, whose tokens are all there at once."""
 
 
 async def collect_answer(front: Front, call: CheckedCall, choices: Sequence[Choice]) -> web.StreamResponse:
@@ -32,7 +35,7 @@ async def collect_answer(front: Front, call: CheckedCall, choices: Sequence[Choi
     """
     logprobs = _logprob_writer(front, call)
     collectors = [Collector(choice, logprobs) for choice in choices]
-    await _follow_all(front, call, choices, collectors, lambda _: None)
+    await _follow_all(front, call, choices, collectors)
     errors = [_error_of(choice, len(choices)) for choice in choices]
     if None not in errors:
         raise errors[0] or AssertionError
@@ -57,11 +60,8 @@ async def stream_answer(
         streamers = _streamers(front, call, choices, shape, stream)
         for streamer in streamers:
             streamer.begin(front.now())
-
-        def end(choice: Choice) -> None:
-            streamers[choice.index].end(_estimate([choice]), front.now())
-
-        await _follow_all(front, call, choices, streamers, end)
+            await streamer.pause()
+        await _follow_all(front, call, choices, streamers)
         stream.write(_ending(shape, choices), front.now())
         await stream.end()
     finally:
@@ -86,16 +86,16 @@ def _streamers(
 
 
 async def _follow_all(
-    front: Front, call: CheckedCall, choices: Sequence[Choice], readers: Sequence[Reader], end: Callable[[Choice], None]
+    front: Front, call: CheckedCall, choices: Sequence[Choice], readers: Sequence[ChoiceReader]
 ) -> None:
     """Return when every choice has ended; the first is placed already."""
     if len(choices) == 1:
-        await _follow(front, choices[0], readers[0], end)
+        await _follow(front, choices[0], readers[0])
         return
     turn = asyncio.Lock()  # of several prompts one at a time asks for room: the others take no place in the queue
     async with asyncio.TaskGroup() as group:
         for choice, reader in zip(choices, readers, strict=True):
-            group.create_task(_place_and_follow(front, call, choice, reader, turn, end))
+            group.create_task(_place_and_follow(front, call, choice, reader, turn))
     for choice in choices:
         if choice.failure is not None:
             rid = choice.opened.request.request_id
@@ -103,7 +103,7 @@ async def _follow_all(
 
 
 async def _place_and_follow(
-    front: Front, call: CheckedCall, choice: Choice, reader: Reader, turn: asyncio.Lock, end: Callable[[Choice], None]
+    front: Front, call: CheckedCall, choice: Choice, reader: ChoiceReader, turn: asyncio.Lock
 ) -> None:
     try:
         async with call.stopper.waiting():
@@ -113,7 +113,7 @@ async def _place_and_follow(
         return
     finally:
         choice.placed.set()
-    await _follow(front, choice, reader, end)
+    await _follow(front, choice, reader)
 
 
 async def _place(front: Front, choice: Choice, turn: asyncio.Lock) -> None:
@@ -126,14 +126,15 @@ async def _place(front: Front, choice: Choice, turn: asyncio.Lock) -> None:
             await front.sessions.place(choice.opened)
 
 
-async def _follow(front: Front, choice: Choice, reader: Reader, end: Callable[[Choice], None]) -> None:
+async def _follow(front: Front, choice: Choice, reader: ChoiceReader) -> None:
     """Return when the choice has ended, with its failure noted and nothing of it left at a worker."""
     session = choice.opened
-    session.attach(reader, front.now())
+    while not session.attach(reader, front.now(), MAX_TOKENS_AT_ONCE):
+        await reader.pause()
     await session.ended.wait()
     choice.failure = choice.objection or front.sessions.outcome(session)
     if choice.failure is None:
-        end(choice)
+        reader.end(_estimate([choice]), front.now())
     front.sessions.release(session)  # before the last bytes are taken: the client may be slow
 
 

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from services.dispatcher.answers.answer_text import MAX_LOGPROB_TOKENS, json_text
 from services.dispatcher.answers.logprobs import KeptLogprobs, LogprobWriter
 from services.dispatcher.answers.shapes import FINISH_NAMES, NO_LOGPROBS, AnswerShape, ChoiceShape
 from services.dispatcher.endpoints.call import Choice
 from services.dispatcher.http.sse import EventWriter
+from services.dispatcher.session.request import Reader
 from shared.types import FinishReason
+
+
+class ChoiceReader(Reader, Protocol):
+    """Takes the tokens of one choice, and makes its part of the answer of them."""
+
+    async def pause(self) -> None:
+        """Return when others have had their turn, and a client has taken most of what it was sent."""
+
+    def end(self, estimate: dict[str, Any], now_s: float) -> None:
+        """The choice has its whole answer; `estimate` is the server's own account of it."""
 
 
 class Streamer:
@@ -75,6 +87,10 @@ class Streamer:
                 self._num_pending = 0
             is_over = not token_ids or self._text.was_cut
 
+    async def pause(self) -> None:
+        """Let others have their turn, and the client take most of what it was sent."""
+        await self._stream.drain()
+
     def end(self, estimate: dict[str, Any], now_s: float) -> None:
         """Write the finish reason of a choice that has one."""
         self._send(self._shape.finish_chunk(self._choice.opened.finish, estimate), now_s)
@@ -102,6 +118,13 @@ class Collector:
         if self._logprobs is not None:
             self._kept.add(self._choice, self._choice.text.take_shown())
         return not self._choice.text.was_cut
+
+    async def pause(self) -> None:
+        """Let others have their turn."""
+        await asyncio.sleep(0)
+
+    def end(self, estimate: dict[str, Any], now_s: float) -> None:
+        """Do nothing: such an answer has no account of how it was sent."""
 
     def parts(self, shape: AnswerShape, error: dict[str, Any] | None) -> Iterator[bytes]:
         """Return the choice as JSON, piece by piece; one that failed has what came of it, and its error.

@@ -19,6 +19,8 @@ from shared.messages.request import pack_token_ids
 DEFAULT_MAX_TOKENS: Final = 16
 """OpenAI's default for this endpoint."""
 MAX_PROMPTS: Final = 1024
+MAX_ECHOED_CHARS: Final = 1_048_576
+"""Of one prompt: a stream has it in one event."""
 _KNOWN = frozenset({*COMPLETIONS, *SHARED_NAMES, "prompt", "echo"})
 
 
@@ -65,9 +67,13 @@ def _check_count(num_prompts: int, num_choices: int, most: int) -> None:
 
 
 def _encode(prompt: str | list[int], codec: PromptCodec, *, echo: bool) -> Prompt:
-    if isinstance(prompt, str):
-        return Prompt(pack_token_ids(codec.encode_text(prompt)), prompt if echo else "")
-    return Prompt(pack_token_ids(prompt), codec.decode(prompt, skip_special_tokens=True) if echo else "")
+    text = ""
+    if echo:
+        text = prompt if isinstance(prompt, str) else codec.decode(prompt, skip_special_tokens=True)
+        if len(text) > MAX_ECHOED_CHARS:
+            message = f"At most {MAX_ECHOED_CHARS} characters of a prompt are echoed; this one has {len(text)}."
+            raise invalid("string_above_max_length", "prompt", message)
+    return Prompt(pack_token_ids(codec.encode_text(prompt) if isinstance(prompt, str) else prompt), text)
 
 
 def _prompts(value: Any, vocab_size: int) -> Sequence[str | list[int]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
-from typing import Final
+from typing import Any, Final
 
 from aiohttp import web
 
@@ -15,7 +16,6 @@ from services.dispatcher.endpoints.fields import Fields
 from services.dispatcher.endpoints.messages import count_chars, parse_messages
 from services.dispatcher.endpoints.unsupported import TOKENIZE, refuse_unsupported
 from services.dispatcher.http.arrival import check_model, in_thread, note_arrival
-from services.dispatcher.http.body import parse_object
 from services.dispatcher.http.errors import ApiError, invalid
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.sse import WholeAnswer
@@ -39,26 +39,30 @@ _KNOWN: Final = frozenset(
 
 async def tokenize(front: Front, request: web.BaseRequest, _public_id: str) -> web.StreamResponse:
     """Return the token ids of a prompt or of a conversation."""
-    data = await note_arrival(front).body(request)
-    ids, strings = await in_thread(front, lambda: _tokenized(front, data))
+    work = await note_arrival(front).read(request, partial(_tokenizing, front))
+    ids, strings = await in_thread(front.pool, work)
     return WholeAnswer(front.streams, _listed(ids, strings, front.max_request_tokens), {})
 
 
-def _tokenized(front: Front, data: bytes) -> tuple[list[int], list[str] | None]:
-    """Return the ids, and the tokens if they are asked for."""
-    fields = _fields(front, data)
-    refuse_unsupported(fields.values, TOKENIZE)
+def _tokenizing(front: Front, body: dict[str, Any]) -> Callable[[], tuple[list[int], list[str] | None]]:
+    """Return how to make the ids, and the tokens if they are asked for."""
+    fields = _fields(front, body)
+    refuse_unsupported(body, TOKENIZE)
     encode, param = _encoder(fields, front.codec)
     with_strings = fields.boolean("return_token_strs")
-    try:
-        ids = encode()
-    except TemplateRefusalError as error:
-        raise refused_by_template(error, param) from None
-    except TooManyTokensError as error:
-        raise _too_many(error.num_tokens, param) from None
-    if len(ids) > MAX_LISTED_TOKENS:
-        raise _too_many(len(ids), param)
-    return ids, front.codec.tokens_of(ids) if with_strings else None
+
+    def work() -> tuple[list[int], list[str] | None]:
+        try:
+            ids = encode()
+        except TemplateRefusalError as error:
+            raise refused_by_template(error, param) from None
+        except TooManyTokensError as error:
+            raise _too_many(error.num_tokens, param) from None
+        if len(ids) > MAX_LISTED_TOKENS:
+            raise _too_many(len(ids), param)
+        return ids, front.codec.tokens_of(ids) if with_strings else None
+
+    return work
 
 
 def _too_many(num_tokens: int, param: str) -> ApiError:
@@ -88,20 +92,19 @@ def _array(values: Sequence[int] | Sequence[str]) -> Iterator[bytes]:
 
 async def detokenize(front: Front, request: web.BaseRequest, _public_id: str) -> web.StreamResponse:
     """Return the text of token ids, control tokens included."""
-    data = await note_arrival(front).body(request)
-    text = await in_thread(front, lambda: _detokenized(front, data))
+    ids = await note_arrival(front).read(request, partial(_ids_of, front))
+    text = await in_thread(front.pool, lambda: front.codec.decode(ids))
     return WholeAnswer(front.streams, chain((b'{"prompt": ',), json_text_parts(text), (b"}",)), {})
 
 
-def _detokenized(front: Front, data: bytes) -> str:
-    fields = _fields(front, data)
-    if fields.values.get("tokens") is None:
+def _ids_of(front: Front, body: dict[str, Any]) -> tuple[int, ...]:
+    fields = _fields(front, body)
+    if body.get("tokens") is None:
         raise invalid("missing_required_parameter", "tokens", "Missing required parameter: 'tokens'.")
-    return front.codec.decode(fields.tokens("tokens", MAX_LISTED_TOKENS, front.codec.vocab_size))
+    return fields.tokens("tokens", MAX_LISTED_TOKENS, front.codec.vocab_size)
 
 
-def _fields(front: Front, data: bytes) -> Fields:
-    body = parse_object(data)
+def _fields(front: Front, body: dict[str, Any]) -> Fields:
     fields = Fields(body)
     if body.get("model") is not None:
         check_model(front, fields)

@@ -18,7 +18,7 @@ from services.dispatcher.http.body import parse_object, read_body
 from services.dispatcher.http.errors import ApiError, failure_error, invalid
 from services.dispatcher.http.front import Front
 from services.dispatcher.session.request import FailureCode
-from services.dispatcher.text.pool import TextPoolFullError
+from services.dispatcher.text.pool import TextPool, TextPoolFullError
 from shared.ids import RequestId
 
 R = TypeVar("R")
@@ -73,18 +73,14 @@ class Arrival:
     arrival_s: float
     created_unix_s: int
 
-    async def body(self, request: web.BaseRequest) -> bytes:
-        """Return what was sent."""
-        settings = self.front.settings
-        return await read_body(request, settings.body_limit, settings.body_limit_s)
-
     async def read(self, request: web.BaseRequest, understand: Callable[[dict[str, Any]], R]) -> R:
         """Return what is understood of the JSON object that was sent; of a long one in a thread.
 
         Raises:
-            ApiError: it is none, or is not understood; 429 if too many wait for a thread.
+            ApiError: it is none, or is not understood; 429 if too many wait for the thread.
         """
-        data = await self.body(request)
+        settings = self.front.settings
+        data = await read_body(request, settings.body_limit, settings.body_limit_s)
         return await at_length(self.front, len(data), lambda: understand(parse_object(data)))
 
 
@@ -94,22 +90,22 @@ def note_arrival(front: Front) -> Arrival:
 
 
 async def at_length(front: Front, num_bytes: int, work: Callable[[], R]) -> R:
-    """Return the result of work on so many bytes, done at once if they are few, else in a thread.
+    """Return the result of reading so many bytes: at once if they are few, else in a thread, one after the other.
 
     Raises:
-        ApiError: the work raised it; 429 if too many wait for a thread.
+        ApiError: the work raised it; 429 if too many wait.
     """
-    return work() if num_bytes <= MAX_SHORT_BYTES else await in_thread(front, work)
+    return work() if num_bytes <= MAX_SHORT_BYTES else await in_thread(front.bodies, work)
 
 
-async def in_thread(front: Front, work: Callable[[], R]) -> R:
+async def in_thread(pool: TextPool, work: Callable[[], R]) -> R:
     """Return the result of work that takes its time.
 
     Raises:
         ApiError: the work raised it; 429 if too many wait for a thread.
     """
     try:
-        return await front.pool.run(work)
+        return await pool.run(work)
     except TextPoolFullError:
         raise failure_error(FailureCode.QUEUE_FULL) from None
 

@@ -52,6 +52,8 @@ class Front:
     bus: Bus
     codec: PromptCodec
     pool: TextPool
+    bodies: TextPool
+    """Of one thread, which reads long bodies: while it does, the event loop has its turns between two long calls."""
     sessions: Sessions
     streams: EventStreams
     sockets: Sockets

@@ -45,6 +45,9 @@ class EventWriter(Protocol):
     def write(self, data: bytes, now_s: float) -> None:
         """Send one or more whole events now, as server-sent events have them."""
 
+    async def drain(self) -> None:
+        """Return when others have had their turn, and the client has taken most of what it was sent."""
+
 
 class Stream(EventWriter, Protocol):
     """A streamed answer on its way. Whoever opened it must close it."""
@@ -137,11 +140,12 @@ class Outgoing:
 class EventStream(Outgoing):
     """One client's stream. Made by `EventStreams.open`."""
 
-    __slots__ = ("_is_chunked", "_max_bytes", "_response", "_streams", "keep_alive", "last_write_s")
+    __slots__ = ("_is_chunked", "_max_bytes", "_response", "_streams", "_writer", "keep_alive", "last_write_s")
 
     def __init__(
         self,
         response: web.StreamResponse,
+        writer: AbstractStreamWriter,
         transport: asyncio.Transport,
         streams: EventStreams,
         *,
@@ -150,6 +154,7 @@ class EventStream(Outgoing):
     ) -> None:
         super().__init__(transport, streams.now())
         self._response = response
+        self._writer = writer
         self._streams = streams
         self._is_chunked = is_chunked
         self._max_bytes = streams.limits.max_bytes
@@ -172,6 +177,11 @@ class EventStream(Outgoing):
         self.send(framed)
         if transport.get_write_buffer_size() > self._max_bytes:
             self._streams.cut(self)
+
+    async def drain(self) -> None:
+        """Return when others have had their turn, and the client has taken most of what it was sent."""
+        await asyncio.sleep(0)
+        await self._writer.drain()
 
     async def end(self) -> None:
         """Finish the response in an orderly way."""
@@ -219,7 +229,7 @@ class EventStreams:
         if connection is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         is_chunked = request.version >= HttpVersion11
-        stream = EventStream(response, transport, self, is_chunked=is_chunked, has_ids=has_ids)
+        stream = EventStream(response, writer, transport, self, is_chunked=is_chunked, has_ids=has_ids)
         self._open[stream] = None
         return stream
 

@@ -269,6 +269,11 @@ class WebSocketConnection:
         if self.num_unsent_bytes > MAX_UNSENT_BYTES:
             self.close(_UNREAD)
 
+    async def drain(self) -> None:
+        """Return when others have had their turn, and the client has taken most of what it was sent."""
+        await asyncio.sleep(0)
+        await self._handshake.writer.drain()
+
 
 class SocketOutlet:
     """One answer over a WebSocket.
@@ -293,6 +298,10 @@ class SocketOutlet:
         """Send one or more whole events now."""
         for message in self._writer.events(data):
             self._connection.send(message)
+
+    async def drain(self) -> None:
+        """Return when others have had their turn, and the client has taken most of what it was sent."""
+        await self._connection.drain()
 
     @property
     def response(self) -> None:

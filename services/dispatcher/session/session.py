@@ -220,14 +220,27 @@ class Session:
         if self.started_s is None:
             self.started_s = now_s
 
-    def attach(self, reader: Reader, now_s: float) -> None:
-        """Give the reader what has come so far, and everything from now on."""
+    def attach(self, reader: Reader, now_s: float, most: int | None = None) -> bool:
+        """Give the reader what has come so far, and everything from now on.
+
+        Args:
+            reader: takes it.
+            now_s: the event loop's clock.
+            most: tokens at a time; None: all of them.
+
+        Returns:
+            False if there is more than that: the reader has the first part, and is to be attached again.
+        """
         assert self.reader is None, "a session has one reader"
-        self.reader = reader
-        backlog = self.tokens[self.num_delivered :]
-        finish = self.finish if self.is_over else FinishReason.NONE
+        backlog = self.tokens[self.num_delivered :][:most]
+        is_all = self.num_delivered + len(backlog) == len(self.tokens)
+        finish = self.finish if self.is_over and is_all else FinishReason.NONE
+        is_wanted = True
         if backlog or finish is not FinishReason.NONE:
-            self._deliver(backlog, finish, now_s)
+            is_wanted = self._deliver(reader, backlog, finish, now_s)
+        if is_all or not is_wanted:
+            self.reader = reader
+        return self.reader is not None
 
     def take_next(self, first_index: int, token_id: int, now_s: float) -> bool:
         """Take one token, as `receive` would, if it is the next one and nothing but it is to be seen to.
@@ -248,7 +261,7 @@ class Session:
         token_s.append(now_s)
         self.progress_s = now_s
         if self.reader is not None:
-            self._deliver([token_id], FinishReason.NONE, now_s)
+            self._deliver(self.reader, [token_id], FinishReason.NONE, now_s)
         return True
 
     def receive(
@@ -296,7 +309,7 @@ class Session:
             if self.logprobs is not None:
                 self.logprobs += logprobs[-len(token_ids) :] or [None] * len(token_ids)
         if self.reader is not None and (token_ids or finish):
-            self._deliver(token_ids, finish, now_s)
+            self._deliver(self.reader, token_ids, finish, now_s)
         if finish and not self.is_over:
             self.finish = finish
             self._end()
@@ -341,13 +354,15 @@ class Session:
         self.token_s.extend([now_s] * len(token_ids))
         self.history.progress()
 
-    def _deliver(self, token_ids: list[int], finish: FinishReason, now_s: float) -> None:
-        assert self.reader is not None
-        self.num_delivered = len(self.tokens)
-        if not self.reader.on_tokens(token_ids, finish, now_s) and not self.is_over:
+    def _deliver(self, reader: Reader, token_ids: list[int], finish: FinishReason, now_s: float) -> bool:
+        """Hand tokens on; return whether the reader wants more."""
+        self.num_delivered += len(token_ids)
+        is_wanted = reader.on_tokens(token_ids, finish, now_s)
+        if not is_wanted and not self.is_over:
             self.was_stopped = True
             self.finish = FinishReason.STOP
             self._end()
+        return is_wanted
 
     def fail(self, code: FailureCode) -> None:
         """End it without (the rest of) an answer, unless it has ended."""

@@ -1,0 +1,39 @@
+"""How long callbacks keep an event loop, in processor time of its thread: what other work on the machine cannot add to."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest.mock import patch
+
+
+@dataclass(slots=True)
+class Callbacks:
+    """What has run on one event loop."""
+
+    longest_s: float = 0.0
+    longest: str = ""
+    """Which callback that was."""
+
+
+@contextmanager
+def timed_callbacks() -> Iterator[Callbacks]:
+    """Measure every callback of the running event loop within the block; those that are under way are left out."""
+    loop, seen, run = asyncio.get_running_loop(), Callbacks(), asyncio.events.Handle._run
+
+    def timed(handle: asyncio.Handle) -> None:
+        if handle._loop is not loop:
+            run(handle)
+            return
+        began_s = time.thread_time()
+        name = repr(handle._callback) if time is None else handle
+        run(handle)
+        taken_s = time.thread_time() - began_s
+        if taken_s > seen.longest_s:
+            seen.longest_s, seen.longest = taken_s, repr(name)[:300]
+
+    with patch.object(asyncio.events.Handle, "_run", timed):
+        yield seen
