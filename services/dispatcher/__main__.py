@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 from services.dispatcher.build import Dispatcher, load_text
 from services.dispatcher.config import DispatcherSettings
@@ -23,6 +24,8 @@ async def serve(settings: DispatcherSettings, process: ServiceProcess) -> None:
     text = await asyncio.to_thread(load_text, settings)
     async with process.bus() as bus:
         dispatcher = Dispatcher(settings, bus, text, process.fail)
+        gc.collect()
+        gc.freeze()  # what stays is not looked through again and again, while every thread stands still
         try:
             port = await dispatcher.start()
             if not settings.has_keys:

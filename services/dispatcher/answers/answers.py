@@ -13,7 +13,7 @@ from services.dispatcher.answers.event_ids import EventIds
 from services.dispatcher.answers.logprobs import LogprobWriter
 from services.dispatcher.answers.readers import ChoiceReader, Collector, Streamer
 from services.dispatcher.answers.resume import ResumableStreamer
-from services.dispatcher.answers.shapes import DONE, AnswerShape, ChoiceShape, Usage
+from services.dispatcher.answers.shapes import DONE, AnswerShape, ChoiceShape, usage_of
 from services.dispatcher.endpoints.call import CheckedCall, Choice
 from services.dispatcher.http.errors import ApiError, error_body, error_content, failure_error
 from services.dispatcher.http.front import Front
@@ -151,16 +151,6 @@ def _error_of(choice: Choice, num_choices: int) -> ApiError | None:
     if choice.failure is None:
         return None
     return failure_error(choice.failure, f"Choice {choice.index}: " if num_choices > 1 else "")
-
-
-def usage_of(choices: Sequence[Choice]) -> Usage:
-    """Return what an admitted request costs."""
-    firsts = [choice.opened for choice in choices if choice.parent is None]
-    return Usage(
-        num_prompt_tokens=sum(session.request.num_prompt_tokens for session in firsts),
-        num_output_tokens=sum(choice.text.num_tokens for choice in choices),
-        num_cached_tokens=sum(session.cached_tokens or 0 for session in firsts),
-    )
 
 
 def _estimate(choices: Sequence[Choice]) -> dict[str, Any]:

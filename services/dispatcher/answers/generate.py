@@ -11,7 +11,7 @@ from aiohttp import web
 
 from services.dispatcher.answers.answer_text import AnswerText
 from services.dispatcher.answers.answers import collect_answer, stream_answer
-from services.dispatcher.answers.live import Start
+from services.dispatcher.answers.live import Live, Start
 from services.dispatcher.endpoints.call import CheckedCall, Choice, Prompt
 from services.dispatcher.http import quota
 from services.dispatcher.http.arrival import Arrival, Caller, note_arrival
@@ -33,6 +33,8 @@ SLACK: Final = 4
 """A prompt is refused untokenised if it has this many times more characters than the context could hold."""
 MAX_COPIED_TOKENS: Final = 4_000_000
 """Tokens of all prompts times `n`: each choice's submission carries its prompt."""
+MAX_KEPT_LOGPROBS: Final = 4_000_000
+"""Log-probabilities of an answer that is not streamed: 9 bytes for an alternative, 20 for a token (`logprobs.py`)."""
 
 
 async def respond(
@@ -64,15 +66,17 @@ async def generate(front: Front, call: CheckedCall, open_stream: Open) -> web.St
     """
     choices = _make_choices(front, call)
     try:
-        starts = front.live.enter(call, choices)
+        live = front.live.enter(call, choices)
     except ApiError as error:
+        if error.code == FailureCode.DRAINING:
+            front.metrics.refused(error.code, call.params.service_tier)
         call.fate.finish = error.code or "error"
         report_record(front, make_record(front, call, choices))
         raise
-    permit: Permit | None = None
     try:
-        permit = quota.enter(front, call)
-        await _admit(front, call, choices, starts, permit)
+        if live.permit is None:
+            live.permit = quota.enter(front, call)
+        await _admit(front, live, live.permit)
         call.headers.update(quota.rate_headers(front, call.grant.tenant))
         if call.params.stream:
             response = await stream_answer(front, call, choices, open_stream)
@@ -92,17 +96,14 @@ async def generate(front: Front, call: CheckedCall, open_stream: Open) -> web.St
             if choice.session is not None:
                 front.sessions.release(choice.session)
         front.live.leave(call)
-        _settle(front, call, make_record(front, call, choices), starts, permit)
+        _settle(front, live, make_record(front, call, choices))
     return response
 
 
-def _settle(
-    front: Front, call: CheckedCall, record: RequestRecord, starts: Sequence[Start], permit: Permit | None
-) -> None:
+def _settle(front: Front, live: Live, record: RequestRecord) -> None:
     """Give back what the tenant was charged too much, and report the request."""
-    if permit is not None:
-        num_known = sum(len(start.tokens) for start in starts)  # charged to the connection that got them first
-        permit.close(record.num_prompt_tokens + record.num_output_tokens - num_known, front.now())
+    if live.permit is not None:
+        live.permit.close(live.num_used, front.now())
     report_record(front, record)
 
 
@@ -135,15 +136,17 @@ def _finish_of(choices: Sequence[Choice]) -> str:
     return (choices[0].failure or FailureCode.INTERNAL).value
 
 
-async def _admit(
-    front: Front, call: CheckedCall, choices: Sequence[Choice], starts: Sequence[Start], permit: Permit
-) -> None:
+async def _admit(front: Front, live: Live, permit: Permit) -> None:
     """Give every choice a session, and the first one a worker."""
+    call, choices = live.call, live.choices
     try:
         async with call.stopper.waiting():
-            front.sessions.check_admission(len(choices), call.params.tier)
-            prompts = await _encode(front, call)
-            requests = _new_requests(front, call, prompts, starts)
+            if not live.has_replaced:
+                front.sessions.check_admission(len(choices), call.params.tier)
+            prompts = live.prompts = live.prompts or await _encode(front, call)
+            _check_prompts(front, call, prompts)
+            requests = _new_requests(front, call, prompts, live.starts)
+            _check_logprobs(call, requests)
             quota.charge(front, call, permit, _most_tokens(prompts, requests))
             sessions = front.sessions.open(requests)
             for choice, session in zip(choices, sessions, strict=True):
@@ -165,6 +168,19 @@ async def _admit(
     raise refusal
 
 
+def _check_logprobs(call: CheckedCall, requests: Sequence[NewRequest]) -> None:
+    """Raise the 400 for an answer whose log-probabilities are too many to be kept until it is whole."""
+    num_top = call.params.sampling.common.logprobs
+    if num_top is None or call.params.stream:
+        return
+    num_per_token = 1 + num_top
+    if sum(request.sampling.max_tokens for request in requests) * num_per_token > MAX_KEPT_LOGPROBS:
+        most = MAX_KEPT_LOGPROBS // (len(requests) * num_per_token)
+        message = f"An answer that is not streamed has at most {MAX_KEPT_LOGPROBS} log-probabilities: with"
+        message += f" {len(requests)} choices and {num_top} alternatives per token 'max_tokens' is at most {most}."
+        raise invalid("integer_above_max_value", "max_tokens", message)
+
+
 def _most_tokens(prompts: Sequence[Prompt], requests: Sequence[NewRequest]) -> int:
     """Return what the request costs if every answer becomes as long as it may; each prompt counts once."""
     answers = sum(request.sampling.max_tokens - len(request.generated) for request in requests)
@@ -176,11 +192,15 @@ async def _encode(front: Front, call: CheckedCall) -> list[Prompt]:
     if call.num_chars > SLACK * limit * front.codec.max_token_bytes:
         raise _too_long(call, limit, "far more")
     try:
-        prompts = await front.pool.run(call.encode)
+        return await front.pool.run(call.encode)
     except TemplateRefusalError as error:
         raise refused_by_template(error, call.prompt_param) from None
     except TooManyTokensError as error:
         raise _too_long(call, limit, str(error.num_tokens)) from None
+
+
+def _check_prompts(front: Front, call: CheckedCall, prompts: Sequence[Prompt]) -> None:
+    limit = front.max_request_tokens
     for prompt in prompts:
         if not prompt.num_tokens:
             raise invalid("invalid_value", call.prompt_param, "The prompt has no tokens.")
@@ -190,7 +210,6 @@ async def _encode(front: Front, call: CheckedCall) -> list[Prompt]:
     if num_tokens * call.params.num_choices > MAX_COPIED_TOKENS:
         most = MAX_COPIED_TOKENS // num_tokens
         raise invalid("integer_above_max_value", "n", f"With {num_tokens} tokens of prompts, 'n' is at most {most}.")
-    return prompts
 
 
 def refused_by_template(error: TemplateRefusalError, param: str) -> ApiError:

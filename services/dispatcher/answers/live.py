@@ -1,8 +1,8 @@
 """Requests under way, by the names under which their senders cancel them or send them again.
 
 A sender may ask twice for one answer (`Idempotency-Key`): the newest connection gets it, and goes on from the tokens
-that the one before had. They are kept for a while after a connection has gone, although the work itself stops at once:
-the next connection costs a prompt pass, not the whole answer.
+that the one before had, with what that one had taken of its tenant's limits. The tokens are kept for a while after a
+connection has gone, although the work itself stops at once: the next connection costs a prompt pass, not the answer.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from services.dispatcher.endpoints.call import CheckedCall, Choice
+from services.dispatcher.answers.shapes import usage_of
+from services.dispatcher.endpoints.call import CheckedCall, Choice, Prompt
 from services.dispatcher.http.errors import ApiError, failure_error
+from services.dispatcher.limits.tenants import Permit
 from services.dispatcher.session.request import FailureCode
 from services.dispatcher.session.sessions import Sessions
 from shared.ids import RequestId
@@ -45,12 +47,26 @@ class Start:
 
 
 @dataclass(slots=True)
-class _Live:
+class Live:
     """A request under way."""
 
     call: CheckedCall
     choices: Sequence[Choice]
     starts: Sequence[Start]
+    num_paid: int
+    """Output tokens that permits of earlier connections, which have ended, were charged."""
+    permit: Permit | None = None
+    """What it takes of its tenant's limits: that of the connection that it replaced, if that was open."""
+    prompts: Sequence[Prompt] | None = None
+    """As tokenised, by this connection or the one that it replaced."""
+    has_replaced: bool = False
+    """It goes on in place of another connection: whatever let that one in holds for it."""
+
+    @property
+    def num_used(self) -> int:
+        """Tokens that its permit is charged for: of prompts and outputs, but for what others have paid."""
+        usage = usage_of(self.choices)
+        return usage.num_prompt_tokens + usage.num_output_tokens - self.num_paid
 
     def names(self) -> list[tuple[str, str]]:
         """Return what it can be cancelled by."""
@@ -83,8 +99,8 @@ class LiveCalls:
     def __init__(self, sessions: Sessions, now: Callable[[], float]) -> None:
         self._sessions = sessions
         self._now = now
-        self._by_name: dict[tuple[str, str], dict[int, _Live]] = {}
-        self._by_key: dict[str, _Live] = {}
+        self._by_name: dict[tuple[str, str], dict[int, Live]] = {}
+        self._by_key: dict[str, Live] = {}
         self._ended: OrderedDict[tuple[str, str], tuple[CancelState, float]] = OrderedDict()
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._num_kept_tokens = 0
@@ -92,21 +108,21 @@ class LiveCalls:
     def __len__(self) -> int:
         return len({id(live) for group in self._by_name.values() for live in group.values()})
 
-    def enter(self, call: CheckedCall, choices: Sequence[Choice]) -> Sequence[Start]:
-        """Note a request and return where its choices go on; the caller must let it `leave`.
+    def enter(self, call: CheckedCall, choices: Sequence[Choice]) -> Live:
+        """Note a request; the caller must let it `leave`, and close its permit.
 
-        One with the same key that is still under way ends at once with `SUPERSEDED`.
+        One with the same key that is still under way ends at once with `SUPERSEDED`, and its permit is handed over.
 
         Raises:
-            ApiError: its key was used with another body, or the request was cancelled.
+            ApiError: its key was used with another body, the request was cancelled, or it goes on over another
+                connection while the server drains.
         """
-        starts = [Start()] * len(choices) if call.retry is None else self._take_over(call, len(choices))
-        live = _Live(call, choices, starts)
+        live = self._begin(call, choices)
         if call.retry is not None:
             self._by_key[call.retry.name] = live
         for name in live.names():
             self._by_name.setdefault(name, {})[id(call)] = live
-        return starts
+        return live
 
     def leave(self, call: CheckedCall) -> None:
         """Forget a request whose sessions are released, but what came of it."""
@@ -140,7 +156,7 @@ class LiveCalls:
         state, ended_s = self._ended.get((caller, name), (None, 0.0))
         return state if self._now() - ended_s <= KEEP_S else None
 
-    def _stop(self, live: _Live, code: FailureCode) -> None:
+    def _stop(self, live: Live, code: FailureCode) -> None:
         """End a request wherever it is; its work is gone from the workers within a step."""
         live.call.stopper.stop(code)
         for choice in live.choices:
@@ -148,9 +164,10 @@ class LiveCalls:
                 choice.session.fail(code)
                 self._sessions.release(choice.session)
 
-    def _take_over(self, call: CheckedCall, num_choices: int) -> Sequence[Start]:
-        """Return where the choices of a request with a key go on."""
-        assert call.retry is not None, "the request has a key"
+    def _begin(self, call: CheckedCall, choices: Sequence[Choice]) -> Live:
+        """Return the request with what is known of its answer, and with what another connection for it had."""
+        if call.retry is None:
+            return Live(call, choices, [Start()] * len(choices), num_paid=0)
         name = call.retry.name
         self._forget_old()
         live, kept = self._by_key.get(name), self._kept.get(name)
@@ -161,16 +178,23 @@ class LiveCalls:
         if live is not None:
             if live.call.stopper.code is FailureCode.CANCELLED:
                 raise failure_error(FailureCode.CANCELLED)
-            self._stop(live, FailureCode.SUPERSEDED)
-            return _starts(live)
+            return self._replace(live, call, choices)
         if kept is None:
-            return [Start()] * num_choices
+            return Live(call, choices, [Start()] * len(choices), num_paid=0)
         if kept.was_cancelled:
             raise failure_error(FailureCode.CANCELLED)
         self._drop(name)
-        return kept.starts
+        return Live(call, choices, kept.starts, num_paid=kept.num_tokens)
 
-    def _keep(self, name: str, live: _Live) -> None:
+    def _replace(self, old: Live, call: CheckedCall, choices: Sequence[Choice]) -> Live:
+        """End a connection for the same answer, and return what goes on in its place."""
+        if self._sessions.draining:  # nothing new begins here, and what runs may end
+            raise failure_error(FailureCode.DRAINING)
+        self._stop(old, FailureCode.SUPERSEDED)
+        permit = None if old.permit is None else old.permit.hand_over(old.num_used)
+        return Live(call, choices, _starts(old), old.num_paid, permit, old.prompts, has_replaced=True)
+
+    def _keep(self, name: str, live: Live) -> None:
         was_cancelled = live.call.stopper.code is FailureCode.CANCELLED
         kept = _Kept(live.call.request_id, () if was_cancelled else _starts(live), was_cancelled, self._now())
         self._drop(name)
@@ -192,7 +216,7 @@ class LiveCalls:
             self._num_kept_tokens -= kept.num_tokens
 
 
-def _starts(live: _Live) -> list[Start]:
+def _starts(live: Live) -> list[Start]:
     """Return where the choices of a request that was stopped would go on.
 
     Answers with log-probabilities begin anew: the numbers of tokens that were sent are gone.

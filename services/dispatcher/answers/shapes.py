@@ -6,11 +6,12 @@ A chunk's parts before and after the text are bytes that are made once per choic
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from services.dispatcher.answers.answer_text import escape_line_ends, json_text_parts
+from services.dispatcher.endpoints.call import Choice
 from shared.types import FinishReason
 
 FINISH_NAMES: Final = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
@@ -40,6 +41,16 @@ class Usage:
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": 0},
         }
+
+
+def usage_of(choices: Sequence[Choice]) -> Usage:
+    """Return what a request costs; one that was not admitted costs nothing."""
+    firsts = [choice.session for choice in choices if choice.parent is None and choice.session is not None]
+    return Usage(
+        num_prompt_tokens=sum(session.request.num_prompt_tokens for session in firsts),
+        num_output_tokens=sum(choice.text.num_tokens for choice in choices),
+        num_cached_tokens=sum(session.cached_tokens or 0 for session in firsts),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Final
 
-from services.dispatcher.answers.answers import usage_of
-from services.dispatcher.answers.shapes import Usage
+from services.dispatcher.answers.shapes import usage_of
 from services.dispatcher.endpoints.call import CheckedCall, Choice
 from services.dispatcher.http.front import Front
 from services.dispatcher.metrics import WHOLE, RequestRecord
@@ -33,7 +32,7 @@ def make_record(front: Front, call: CheckedCall, choices: Sequence[Choice]) -> R
     """
     sessions = [choice.session for choice in choices if choice.session is not None]
     first = sessions[0] if sessions else None
-    usage = usage_of(choices) if sessions else Usage(0, 0)
+    usage = usage_of(choices)
     finish = "cancelled" if call.fate.finish in _WANTED else call.fate.finish
     admitted_s = min((s.admitted_s for s in sessions if s.admitted_s is not None), default=None)
     first_s = min((s.first_token_s for s in sessions if s.first_token_s is not None), default=None)

@@ -1,6 +1,7 @@
 """What each tenant takes of this dispatcher: the only writer of its rates and counts.
 
     enter ──► charge (once the prompts are tokenised) ──► close (gives back what was not used)
+      └─ hand_over: to a newer connection for the same answer, which goes on as if it were the same request
 
 Whoever was given a permit must close it. Several dispatchers count apart from each other.
 """
@@ -68,13 +69,14 @@ class Permit:
         self._tenant = tenant
         self._usage = usage
         self._num_choices = num_choices
-        self._num_charged = 0
+        self._num_charged: int | None = None
+        self._num_used = 0  # at least
         self._is_open = True
 
     def charge(self, num_tokens: int, now_s: float) -> OverLimit | None:
-        """Take what the request may cost at most, in tokens; return why that is too much, if it is."""
+        """Take what the request may cost at most, in tokens, once; return why that is too much, if it is."""
         allowed = self._tenant.limits.tokens_per_min
-        if allowed is None:
+        if allowed is None or self._num_charged is not None:
             return None
         outcome = take(self._usage.tokens, allowed, num_tokens, now_s)
         if isinstance(outcome, Short):
@@ -83,15 +85,29 @@ class Permit:
         self._num_charged = num_tokens
         return None
 
+    def hand_over(self, num_used: int) -> Permit:
+        """Return a permit with all that this one has taken, and nothing more; this one is closed.
+
+        Args:
+            num_used: tokens that were used so far; the new one is closed with no fewer.
+        """
+        assert self._is_open, "a closed permit has nothing to hand over"
+        self._is_open = False
+        heir = Permit(self._tenant, self._usage, self._num_choices)
+        heir._num_charged = self._num_charged
+        heir._num_used = max(num_used, self._num_used)
+        return heir
+
     def close(self, num_used: int, now_s: float) -> None:
-        """Give back the places and the tokens that were charged and not used. Idempotent."""
+        """Give back the places and the tokens that were charged and not used; idempotent, and nothing once handed over."""
         if not self._is_open:
             return
         self._is_open = False
         self._usage.num_open -= self._num_choices
         allowed = self._tenant.limits.tokens_per_min
-        if allowed is not None and self._num_charged > num_used:
-            self._usage.tokens = give_back(self._usage.tokens, allowed, self._num_charged - num_used, now_s)
+        num_left = (self._num_charged or 0) - max(num_used, self._num_used)
+        if allowed is not None and num_left > 0:
+            self._usage.tokens = give_back(self._usage.tokens, allowed, num_left, now_s)
 
 
 class Tenants:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Final
 
@@ -18,6 +19,8 @@ MAX_LOST_REPLIES: Final = 3
 """Unanswered questions in a row after which the worker counts as lost for this request."""
 MAX_REPLAYS: Final = 64
 """Questions at a time."""
+ROWS_AT_A_TIME: Final = 4
+"""Of an answer; each has 255 tokens at most."""
 
 
 class Replays:
@@ -74,20 +77,24 @@ class Replays:
         if session.attempt != attempt or not session.is_running:
             return
         if isinstance(answer, TokenBatch):
-            self._take(session, answer)
+            await self._take(session, answer)
         else:
             self._on_nothing(session, answer, question.first_index)
 
-    def _take(self, session: Session, batch: TokenBatch) -> None:
-        now_s, start = self._now(), 0
+    async def _take(self, session: Session, batch: TokenBatch) -> None:
+        """Hand the tokens on, some at a time: after another dispatcher's death it is a whole answer."""
+        attempt, start = session.attempt, 0
         session.questions.answer()
         tokens = batch.tokens.tolist()
         columns = (batch.first_index.tolist(), batch.count.tolist(), batch.finish.tolist(), extras_of(batch))
-        for first_index, count, finish, extra in zip(*columns, strict=True):
-            if not session.ended.is_set():
-                part = tokens[start : start + count]
-                self._table.receive(session, first_index, part, FINISH_REASONS[finish], now_s, extra)
+        for number, (first_index, count, finish, extra) in enumerate(zip(*columns, strict=True), start=1):
+            part = tokens[start : start + count]
+            self._table.receive(session, first_index, part, FINISH_REASONS[finish], self._now(), extra)
             start += count
+            if number % ROWS_AT_A_TIME == 0:
+                await asyncio.sleep(0)
+            if session.attempt != attempt or session.ended.is_set():
+                return
 
     def _on_nothing(self, session: Session, answer: ReplayUnknown | Silence, first_index: int) -> None:
         if len(session.tokens) > first_index or not self._calls.connected:
