@@ -21,7 +21,7 @@ from sluice_client.pacer import Piece
 from sluice_client.protocol import AnswerRecord
 from sluice_client.retry import Resumes
 
-RESUMED_CODES = frozenset({"draining", "no_capacity"})
+RESUMED_CODES = frozenset({"draining", "no_capacity", "queue_full"})
 """Errors in a stream that say that this server cannot go on, not that nobody can."""
 _INCOMPLETE = "the stream ended without a finish reason; the text is not the whole answer"
 

@@ -22,7 +22,7 @@ from sluice_client import (
 )
 from tests.support.cutting_proxy import cutting
 from tests.support.dispatchers import TEXT, Running, Serve
-from tests.support.fake_worker import make_status
+from tests.support.fake_worker import FakeWorker, make_status
 from tests.support.waiting import until
 
 LIMITS = ClientLimits(retry=RetryPolicy(first_backoff_s=0.002, max_backoff_s=0.01))
@@ -119,6 +119,27 @@ async def test_a_draining_dispatcher_hands_its_clients_over(serve: Serve) -> Non
         await until(lambda: answer.text)
         await first.dispatcher.service.drain(0.0)
         assert await reading == TEXT
+
+
+async def test_an_answer_that_lost_its_worker_and_found_no_room_goes_on_when_there_is_some(serve: Serve) -> None:
+    """The other worker is ready and full, so the stream ends with `queue_full`."""
+    async with serve(queue_limit_s=0.2) as running, client_of(running.url) as client:
+        full = FakeWorker(running.bus, "w1", lambda _: [*running.encode(TEXT), running.end_id])
+        full.refuse = RefusalReason.FULL
+        await full.start()
+        answer = client.chat("hi", pace=None)
+        reading = asyncio.create_task(answer.read())
+        (item,) = await running.begun()
+        await running.worker.emit(item, running.encode(TEXT)[:4])
+        await until(lambda: answer.text)
+        await running.worker.stop()
+        await running.view(make_status(phase=WorkerPhase.STOPPED), make_status("w1"))
+        await until(lambda: not running.table)
+        full.refuse = None
+        assert await reading == TEXT
+        await full.stop()
+        samples = [sample for sample in await running.samples() if sample.name == "sluice:requests_total"]
+        assert {sample.labels["finish"] for sample in samples} >= {"queue_full", "stop"}
 
 
 @pytest.mark.parametrize("way", ["http", "websocket"])

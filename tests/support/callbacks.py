@@ -1,4 +1,4 @@
-"""How long callbacks keep an event loop, in processor time of its thread: what other work on the machine cannot add to."""
+"""How long callbacks keep an event loop, in processor time of its thread: other work on the machine adds nothing."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ def timed_callbacks() -> Iterator[Callbacks]:
             run(handle)
             return
         began_s = time.thread_time()
-        name = repr(handle._callback) if time is None else handle
         run(handle)
         taken_s = time.thread_time() - began_s
         if taken_s > seen.longest_s:
-            seen.longest_s, seen.longest = taken_s, repr(name)[:300]
+            seen.longest_s, seen.longest = taken_s, repr(handle)[:300]
 
     with patch.object(asyncio.events.Handle, "_run", timed):
         yield seen

@@ -99,7 +99,7 @@ class Permit:
         return heir
 
     def close(self, num_used: int, now_s: float) -> None:
-        """Give back the places and the tokens that were charged and not used; idempotent, and nothing once handed over."""
+        """Give back the places and the tokens that were charged and not used: once, and nothing after a hand-over."""
         if not self._is_open:
             return
         self._is_open = False
