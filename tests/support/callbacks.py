@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,10 +23,10 @@ class Callbacks:
 @contextmanager
 def timed_callbacks() -> Iterator[Callbacks]:
     """Measure every callback of the running event loop within the block; those that are under way are left out."""
-    loop, seen, run = asyncio.get_running_loop(), Callbacks(), asyncio.events.Handle._run
+    thread, seen, run = threading.get_ident(), Callbacks(), asyncio.events.Handle._run
 
     def timed(handle: asyncio.Handle) -> None:
-        if handle._loop is not loop:
+        if threading.get_ident() != thread:
             run(handle)
             return
         began_s = time.thread_time()

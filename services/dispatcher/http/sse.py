@@ -220,6 +220,9 @@ class EventStreams:
             ConnectionError: the client is gone.
         """
         response = web.StreamResponse(headers={**HEADERS, **headers})
+        is_chunked = request.version >= HttpVersion11
+        if not is_chunked:
+            response.force_close()
         writer = await response.prepare(request)
         transport = request.transport
         if writer is None or transport is None:
@@ -228,7 +231,6 @@ class EventStreams:
         connection = transport.get_extra_info("socket")
         if connection is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-        is_chunked = request.version >= HttpVersion11
         stream = EventStream(response, writer, transport, self, is_chunked=is_chunked, has_ids=has_ids)
         self._open[stream] = None
         return stream
@@ -286,6 +288,8 @@ class WholeAnswer(web.StreamResponse):
         first = list(islice(self._pieces, 2))
         if len(first) == 1:
             self.content_length = len(first[0])
+        elif request.version < HttpVersion11:
+            self.force_close()  # only the end of the connection says that it is whole, also to one that is kept
         self._pieces = chain(first, self._pieces)
         self._transport = request.transport
         return await super().prepare(request)
