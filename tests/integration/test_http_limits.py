@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.dispatcher.access.grants import Grant
+from services.dispatcher.limits.tenants import Permit, Tenants, UsageLimit
 from shared.messages.request import RefusalReason
 from shared.types import FinishReason, RequestClass
 from tests.support.dispatchers import COMPLETIONS, Running, Serve, write_keys
+from tests.support.fake_worker import Running as RunningRequest
 from tests.support.fake_worker import make_status
 from tests.support.raw_http import chat_bytes, connect_narrow
 from tests.support.socket_talks import talk
@@ -152,6 +155,139 @@ async def test_what_an_earlier_connection_got_is_charged_once(limited: Limited) 
         used = 2 * NUM_PROMPT + 4 + 3
         refilled = (time.monotonic() - started_s) * 1000 / 60 + 1
         assert 1000 - used <= rate.remaining <= 1000 - used + refilled
+
+
+def resumed(running: Running, **body: Any) -> Any:
+    """Return a request of tenant `a` that is the same one each time; an asynchronous context, or to be awaited."""
+    headers = {"Authorization": "Bearer a", "Idempotency-Key": "mine"}
+    return running.ask(headers=headers, **{"max_tokens": 100, "stream": True, **body})
+
+
+async def newest(running: Running, count: int) -> RunningRequest:
+    """Return what the worker runs once it has been asked so often."""
+    submits = running.worker.submits
+    await until(lambda: len(submits) >= count)
+    await until(lambda: (submits[-1].request_id, submits[-1].attempt) in running.worker.running)
+    return running.worker.running[submits[-1].request_id, submits[-1].attempt]
+
+
+def tokens_left(running: Running) -> int:
+    grant = running.front.access.authenticate("Bearer a", "")
+    assert isinstance(grant, Grant)
+    (left,) = [
+        rate.remaining
+        for rate in running.front.tenants.rates(grant.tenant, running.front.now())
+        if rate.limit is UsageLimit.TOKENS
+    ]
+    return left
+
+
+async def test_who_asks_again_takes_over_what_the_connection_before_had_of_the_limits(limited: Limited) -> None:
+    """One at a time, one a minute, and tokens for one: the newer connection is refused nothing, and charged nothing."""
+    limits = "max_concurrent = 1\nrequests_per_min = 1\ntokens_per_min = 120"
+    async with limited(limits, script=None) as running:
+        started_s, usage = time.monotonic(), running.front.tenants._usage
+        async with resumed(running) as first:
+            item = await newest(running, 1)
+            await running.worker.emit(item, [65, 66, 67, 68])
+            async with resumed(running) as second:
+                await newest(running, 2)
+                assert (second.status, usage["a"].num_open) == (200, 1)
+                async with resumed(running) as third:
+                    item = await newest(running, 3)
+                    assert (third.status, usage["a"].num_open) == (200, 1)
+                    await running.worker.emit(item, [65, 66, 67], FinishReason.STOP)
+                    await third.read()
+                assert b"request_superseded" in await second.read()
+            assert b"request_superseded" in await first.read()
+        await until(lambda: usage["a"].num_open == 0)
+        used = NUM_PROMPT + 4 + 3
+        assert 120 - used <= tokens_left(running) <= 120 - used + (time.monotonic() - started_s) * 2 + 1
+        async with resumed(running) as again:  # that answer is over: a request of its own
+            assert again.status == 429
+        assert usage["a"].num_open == 0
+
+
+async def test_who_asks_again_is_not_refused_because_the_queue_is_full_of_itself(limited: Limited) -> None:
+    async with limited("max_queued = 1\nmax_concurrent = 1", max_queued=1) as running:
+        running.worker.refuse = RefusalReason.FULL
+        sessions = running.front.sessions
+        old = asyncio.create_task(resumed(running, stream=False).__aenter__())
+        await until(lambda: sessions.num_queued == 1)
+        new = asyncio.create_task(resumed(running, stream=False).__aenter__())
+        assert (await old).status == 409
+        await until(lambda: sessions.num_queued == 1)
+        running.worker.refuse = None
+        await running.view(make_status())
+        assert (await new).status == 200
+
+
+async def test_who_asks_again_while_the_server_drains_does_not_end_what_runs(limited: Limited) -> None:
+    async with limited("max_concurrent = 1", script=None) as running, resumed(running) as old:
+        item = await newest(running, 1)
+        running.front.sessions.draining = True
+        async with resumed(running) as new:
+            assert (new.status, (await new.json())["error"]["code"]) == (503, "draining")
+        await running.worker.emit(item, [65], FinishReason.STOP)
+        assert b"[DONE]" in await old.read()
+        assert running.front.tenants._usage["a"].num_open == 0
+        running.front.sessions.draining = False
+
+
+async def disturb(
+    running: Running, rng: random.Random, tasks: list[asyncio.Task[Any]], connect: Callable[[], Any]
+) -> None:
+    """Open a connection, or close one, or have the worker send a token; and let some callbacks run."""
+    what = rng.choice(("ask", "ask", "token", "token", "token", "leave", "wait"))
+    if what == "ask":
+        tasks.append(asyncio.create_task(connect()))
+    elif what == "leave" and tasks:
+        rng.choice(tasks).cancel()
+    elif what == "token" and running.worker.running:
+        await running.worker.emit(list(running.worker.running.values())[-1], [65])
+    for _ in range(rng.choice((0, 1, 5, 30))):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_whatever_the_order_of_connections_and_ends_each_token_is_paid_once_and_each_place_given_back(
+    limited: Limited, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Connections for one answer come and go; each that comes while another is open replaces it, whatever that does."""
+    rng, permits = random.Random(seed), []
+    enter = Tenants.enter
+
+    def counted(*args: Any) -> Any:
+        permits.append(enter(*args))
+        return permits[-1]
+
+    monkeypatch.setattr(Tenants, "enter", counted)
+    async with limited("max_concurrent = 1\ntokens_per_min = 10000", script=None) as running:
+        worker, started_s, tasks = running.worker, time.monotonic(), list[asyncio.Task[Any]]()
+
+        async def connect() -> tuple[int, bytes]:
+            async with resumed(running, max_tokens=400) as response:
+                return response.status, await response.read()
+
+        for _ in range(40):
+            await disturb(running, rng, tasks, connect)
+            assert not permits or running.front.tenants._usage["a"].num_open in (0, 1)
+        tasks.append(asyncio.create_task(connect()))
+        while not all(task.done() for task in tasks):  # whichever is the newest in the end
+            item = list(worker.running.values())[-1] if worker.running else None
+            if item is not None and not item.finish:
+                await worker.emit(item, [66], FinishReason.STOP)
+            await asyncio.sleep(0.002)
+        for task in tasks:
+            with suppress(asyncio.CancelledError):
+                assert (await task)[0] in (200, 409)
+        await running.until_nothing_is_left()
+        assert running.front.tenants._usage["a"].num_open == 0
+        assert all(isinstance(permit, Permit) for permit in permits), "none was refused"
+        assert item is not None
+        num_tokens, refilled = len(item.tokens), (time.monotonic() - started_s) * 10_000 / 60 + 1
+        used = 10_000 - tokens_left(running)
+        assert num_tokens + NUM_PROMPT - refilled <= used <= num_tokens + len(permits) * NUM_PROMPT
 
 
 async def test_a_request_that_can_never_fit_is_not_to_be_tried_again(limited: Limited) -> None:

@@ -145,7 +145,7 @@ async def _admit(front: Front, live: Live, permit: Permit) -> None:
                 front.sessions.check_admission(len(choices), call.params.tier)
             prompts = live.prompts = live.prompts or await _encode(front, call)
             _check_prompts(front, call, prompts)
-            requests = _new_requests(front, call, prompts, live.starts)
+            requests = _new_requests(front, live, prompts)
             _check_logprobs(call, requests)
             quota.charge(front, call, permit, _most_tokens(prompts, requests))
             sessions = front.sessions.open(requests)
@@ -223,23 +223,19 @@ def _too_long(call: CheckedCall, limit: int, found: str) -> ApiError:
     return invalid(FailureCode.TOO_LONG.value, call.prompt_param, message)
 
 
-def _new_requests(
-    front: Front, call: CheckedCall, prompts: Sequence[Prompt], starts: Sequence[Start]
-) -> list[NewRequest]:
+def _new_requests(front: Front, live: Live, prompts: Sequence[Prompt]) -> list[NewRequest]:
     """Return each choice's request in tokens, prompt by prompt."""
     found: list[NewRequest] = []
     for prompt in prompts:
-        found += _of_prompt(front, call, prompt, len(found))
-    return [_go_on(request, start) for request, start in zip(found, starts, strict=True)]
+        found += _of_prompt(front, live.call, prompt, len(found))
+    return [_go_on(live, request, start) for request, start in zip(found, live.starts, strict=True)]
 
 
-def _go_on(request: NewRequest, start: Start) -> NewRequest:
+def _go_on(live: Live, request: NewRequest, start: Start) -> NewRequest:
     """Return the request as one that goes on after what an earlier connection got."""
-    if not start.num_attempts:
-        return request
     # what lies beyond the limit now is no part of the answer: the context of the workers may have become smaller
     tokens = tuple(start.tokens[: request.sampling.max_tokens])
-    return replace(request, generated=tokens, num_attempts=start.num_attempts)
+    return replace(request, generated=tokens, num_attempts=start.num_attempts, replaces=live.has_replaced)
 
 
 def _of_prompt(front: Front, call: CheckedCall, prompt: Prompt, first_index: int) -> list[NewRequest]:

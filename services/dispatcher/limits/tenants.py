@@ -74,9 +74,12 @@ class Permit:
         self._is_open = True
 
     def charge(self, num_tokens: int, now_s: float) -> OverLimit | None:
-        """Take what the request may cost at most, in tokens, once; return why that is too much, if it is."""
+        """Take what the request may cost at most, in tokens, once; return why that is too much, if it is.
+
+        Nothing is taken for a request that has just been replaced, and goes on up to its next wait.
+        """
         allowed = self._tenant.limits.tokens_per_min
-        if allowed is None or self._num_charged is not None:
+        if allowed is None or self._num_charged is not None or not self._is_open:
             return None
         outcome = take(self._usage.tokens, allowed, num_tokens, now_s)
         if isinstance(outcome, Short):

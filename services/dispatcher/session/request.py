@@ -49,6 +49,8 @@ class NewRequest:
     """Output tokens that an earlier connection got already; generation goes on after them."""
     num_attempts: int = 0
     """Submissions that were made under the same id before, as far as this dispatcher knows."""
+    replaces: bool = False
+    """It goes on in place of one of this dispatcher's that has just ended for it, and is admitted as that one was."""
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -125,7 +125,8 @@ class Sessions:
         Raises:
             RequestFailedError: draining, no worker, or too many requests.
         """
-        self.check_admission(len(requests), requests[0].tier)
+        if not requests[0].replaces:
+            self.check_admission(len(requests), requests[0].tier)
         return [self.table.open(request) for request in requests]
 
     async def place(self, session: Session, parent: Session | None = None) -> None:

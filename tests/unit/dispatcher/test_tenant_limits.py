@@ -159,3 +159,35 @@ def test_the_books_balance(requests: list[tuple[str, int, int, int]]) -> None:
         (rate,) = tenants.rates(Tenant(name, limits=limits), 0.0)
         assert rate.remaining == 200 - used[name] - held[name]
         assert tenants._usage[name].num_open == places[name]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["replace", "end", "end late", "charge", "charge late"]), st.integers(0, 50)))
+)
+def test_a_permit_that_is_handed_on_is_closed_once_by_whoever_has_it_last(events: list[tuple[str, int]]) -> None:
+    """One request at a time. What a connection does that was replaced already, `late`, changes nothing."""
+    limits = TenantLimits(requests_per_min=1, tokens_per_min=100, max_concurrent=1)
+    tenants, tenant = Tenants(), Tenant("a", limits=limits)
+    permit, replaced = enter(tenants, tenant), list[Permit]()
+    is_charged, num_used = False, 0
+    for what, number in events:
+        assert tenants._usage["a"].num_open == 1
+        if what == "replace":
+            num_used = max(num_used, number)
+            replaced.append(permit)
+            permit = permit.hand_over(number)
+        elif what == "charge":
+            assert permit.charge(60, 0.0) is None
+            is_charged = True
+        elif what == "charge late" and replaced:
+            assert replaced[-1].charge(60, 0.0) is None
+        elif what == "end late" and replaced:
+            replaced[-1].close(number, 0.0)
+        elif what == "end":
+            num_used = max(num_used, number)
+            break
+    for each in (permit, permit, *replaced):
+        each.close(num_used, 0.0)
+    assert tenants._usage["a"].num_open == 0
+    left = {rate.limit: rate.remaining for rate in tenants.rates(tenant, 0.0)}
+    assert left == {UsageLimit.REQUESTS: 0, UsageLimit.TOKENS: 100 - (num_used if is_charged else 0)}
