@@ -75,13 +75,13 @@ class DispatcherSettings(ServiceSettings):
     keep_alive_s: _Seconds = 15.0
     """Seconds of silence on a stream after which a comment is sent, so that proxies keep it open."""
     write_limit_s: _Seconds = 30.0
-    """Seconds for which a reader may take nothing, or leave 64 KiB waiting, before it is cut."""
+    """Seconds for which a reader may take nothing of what waits for it before it is cut."""
     max_unsent: Size = 8 * 1024 * 1024
     """Bytes of one stream that may wait for its reader; one that has more waiting is cut at once."""
     tokenizer_threads: Annotated[int, Field(ge=1, le=64)] = 2
     """Prompts tokenised at a time."""
     max_tokenizing: Annotated[int, Field(ge=1, le=65_536)] = 512
-    """Prompts that wait for the tokenizer or are in it; more are refused with 429."""
+    """Prompts that wait for the tokenizer or are in it, and long bodies that are to be read; more get 429."""
 
     @property
     def has_keys(self) -> bool:

@@ -139,6 +139,33 @@ def test_parts_in_any_order_doubled_or_overlapping_give_the_exact_output_and_eac
         assert found in (None, number)
 
 
+@given(
+    received=st.lists(st.integers(1, 5), max_size=12),
+    between=st.lists(st.integers(0, 3), max_size=12),
+    most=st.integers(1, 4),
+    stop_at=st.integers(1, 80),
+)
+def test_a_reader_that_gets_the_beginning_in_parts_gets_what_one_that_gets_all_at_once_does(
+    received: list[int], between: list[int], most: int, stop_at: int
+) -> None:
+    """Tokens come before it and between its parts; it wants no more once it has so many."""
+    session, reader = new_session(), Taker(stop_at)
+    output = list(range(200))
+    for count in received:
+        session.receive(len(session.tokens), output[len(session.tokens) :][:count], NONE, 1.0)
+    while not session.attach(reader, 1.0, most):
+        count = between.pop() if between else 0
+        if not session.is_over:
+            session.receive(len(session.tokens), output[len(session.tokens) :][:count], NONE, 1.0)
+    if not session.is_over:
+        session.receive(len(session.tokens), output[len(session.tokens) :], LENGTH, 1.0)
+        assert reader.finish is LENGTH
+    assert reader.tokens == output[: len(reader.tokens)]
+    assert session.was_stopped == (len(reader.tokens) >= stop_at)
+    assert session.was_stopped or reader.tokens == output
+    assert session.num_delivered == len(reader.tokens)
+
+
 def test_as_many_early_parts_as_may_be_held_follow_the_one_that_was_missing() -> None:
     session, reader = new_session(), Taker()
     session.attach(reader, 0.0)

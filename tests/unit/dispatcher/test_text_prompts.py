@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from services.dispatcher.text.model_folder import read_model_folder
-from services.dispatcher.text.prompts import PromptCodec
+from services.dispatcher.text.prompts import PromptCodec, longest_of
 from services.dispatcher.text.template import ChatTemplate, TemplateRefusalError
 from shared.errors import StartupError
 from tests.support.text_models import CHATML, metaspace_json, sentencepiece_json, write_model_folder
@@ -55,6 +56,15 @@ def test_ordinary_messages_give_transformers_ids(
     codec: PromptCodec, reference: Any, messages: list[dict[str, Any]]
 ) -> None:
     assert codec.encode_chat(messages) == transformers_ids(reference, messages)
+
+
+@given(
+    st.lists(st.text("<|ab>", min_size=1, max_size=6), min_size=1, max_size=8, unique=True),
+    st.text("<|ab>", max_size=60),
+)
+def test_the_expression_for_many_texts_finds_what_trying_the_longest_first_finds(texts: list[str], text: str) -> None:
+    longest_first = "|".join(re.escape(each) for each in sorted(texts, key=lambda each: -len(each)))
+    assert re.findall(longest_of(sorted(texts)), text) == re.findall(longest_first, text)
 
 
 @given(st.lists(st.lists(st.sampled_from(CONTROL), max_size=5).map("".join), min_size=1, max_size=3))
