@@ -13,8 +13,8 @@ from services.dispatcher.endpoints.sampling import completion_logprobs
 from services.dispatcher.endpoints.unsupported import COMPLETIONS, SHARED_NAMES, refuse_unsupported
 from services.dispatcher.http.arrival import Arrival, Caller, check_model
 from services.dispatcher.http.errors import invalid, unsupported
-from services.dispatcher.text.prompts import PromptCodec
-from shared.messages.request import pack_token_ids
+from services.dispatcher.text.prompts import PromptCodec, TooManyTokensError
+from shared.messages.request import MAX_PROMPT_TOKENS, pack_token_ids
 
 DEFAULT_MAX_TOKENS: Final = 16
 """OpenAI's default for this endpoint."""
@@ -67,6 +67,8 @@ def _check_count(num_prompts: int, num_choices: int, most: int) -> None:
 
 
 def _encode(prompt: str | list[int], codec: PromptCodec, *, echo: bool) -> Prompt:
+    if isinstance(prompt, list) and len(prompt) > MAX_PROMPT_TOKENS:
+        raise TooManyTokensError(len(prompt))
     text = ""
     if echo:
         text = prompt if isinstance(prompt, str) else codec.decode(prompt, skip_special_tokens=True)
