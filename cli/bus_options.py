@@ -1,4 +1,4 @@
-"""The commands about the bus as the command line knows them: `sluice tap`, `sluice nats-config`."""
+"""The commands about the bus as the command line knows them: `sluice tap`, `sluice nats-config`, `nats-setup`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,18 @@ Examples:
   sluice nats-config --out ./nats --store /var/lib/nats
   sluice nats-config --out ./nats --server a=10.0.0.1 --server b=10.0.0.2 --server c=10.0.0.3
   nats-server -c ./nats/nats/nats.conf
+  SLUICE_NATS_USER=setup SLUICE_NATS_PASSWORD_FILE=./nats/setup/password sluice nats-setup
   SLUICE_NATS_USER=worker SLUICE_NATS_PASSWORD_FILE=./nats/worker/password python -m services.worker …
 
 Give each host the folders of the roles that run there, and no other. Passwords that exist are kept.
+"""
+
+NATS_SETUP_EPILOG = """\b
+Examples:
+  SLUICE_NATS_USER=setup SLUICE_NATS_PASSWORD_FILE=./nats/setup/password sluice nats-setup
+  SLUICE_NATS_REPLICAS=3 sluice nats-setup                 for a NATS cluster of three servers
+
+The roles' users may not make buckets: services wait until they are there. `sluice up` makes those of its own broker.
 """
 
 
@@ -69,3 +78,15 @@ def nats_config(*, out: str, clusters: tuple[str, ...], servers: tuple[str, ...]
     for path in write_nats_config(Path(out), BrokerConfig(clusters=checked, **options), named):
         click.echo(path)
     return 0
+
+
+@click.command("nats-setup", epilog=NATS_SETUP_EPILOG)
+@click.option("--nats-url", metavar="URL", default=None, help="Broker. [NATS_URL, else nats://127.0.0.1:4222]")
+@click.option("--cluster", metavar="NAME", default=None, help="Name of the cluster on a shared broker. [default]")
+@click.option("--keep", is_flag=True, help="Stay, and make them again if the broker loses its disk.")
+def nats_setup(*, keep: bool, **flags: Any) -> int:
+    """Make the key-value buckets of a cluster at a broker that runs, or will within a minute; print their names."""
+    from cli.cluster.settings import load_up_settings
+    from cli.nats_setup import run_nats_setup
+
+    return asyncio.run(run_nats_setup(load_up_settings(flags), keep=keep))

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from cli.bench.options import bench
-from cli.bus_options import nats_config, tap
+from cli.bus_options import nats_config, nats_setup, tap
 from cli.chaos.options import chaos
 from cli.exit_codes import FAILED, KILLED, REFUSED, CommandError
 from cli.groups.options import drop, planner, restore
@@ -258,7 +258,9 @@ def version() -> int:
     return 0
 
 
-for _command in (bench, chaos, planner, drop, restore, keys, replay, tap, nats_config, simulate, compare, plan):
+for _command in (bench, chaos, planner, drop, restore, keys, replay, simulate, compare, plan):
+    cli.add_command(_command)
+for _command in (tap, nats_config, nats_setup):
     cli.add_command(_command)
 
 

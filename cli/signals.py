@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -35,18 +34,3 @@ class StopSignals:
         if self.stop.is_set() and number is signal.SIGINT:
             self._on_second()
         self.stop.set()
-
-
-async def ends_before(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Do the work; return whether it came to its end. It is cancelled when somebody wants a stop before."""
-    working = asyncio.create_task(work, name="work")
-    stopping = asyncio.create_task(stop.wait(), name="stop")
-    try:
-        await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            working.result()
-        return working.done()
-    finally:
-        working.cancel()
-        stopping.cancel()
-        await asyncio.gather(working, stopping, return_exceptions=True)

@@ -10,6 +10,7 @@ from typing import Final, Protocol
 
 from shared.messages.report import ClusterView
 from shared.subjects import Subjects
+from shared.transport.buckets import open_bucket
 from shared.transport.bus import Bus, KvEntry, Message, Subscription
 from shared.wire import WireError, decode_json
 
@@ -52,7 +53,7 @@ class ViewFeed:
             BusError: the broker does not answer.
         """
         self._open.append(await self._bus.subscribe(self._subjects.view(), self._on_published))
-        bucket = await self._bus.key_value(self._subjects.view_bucket())
+        bucket = await open_bucket(self._bus, self._subjects.view_bucket())
         self._open.append(await bucket.watch(VIEW_KEY, self._on_stored))
 
     async def close(self) -> None:

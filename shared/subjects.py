@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Final
 
 from shared.ids import DispatcherId, WorkerId
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
+
+
+OWNER_KEEP_S: Final = 3600.0
+"""How long a request's owner is remembered whom nobody forgets: its dispatcher died, its client did not come back."""
 
 
 def check_token(text: str) -> str:
@@ -99,3 +104,7 @@ class Subjects:
     def plan_bucket(self) -> str:
         """Key-value bucket of the planner: key `plan` holds the newest plan and its epoch as JSON."""
         return f"sluice_{self.cluster}_plan"
+
+    def buckets(self) -> dict[str, float]:
+        """Every bucket of the cluster, and the seconds after which a value there is gone; 0: values stay."""
+        return {self.view_bucket(): 0.0, self.plan_bucket(): 0.0, self.owners_bucket(): OWNER_KEEP_S}

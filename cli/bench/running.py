@@ -14,8 +14,9 @@ import aiohttp
 from cli.bench.load import BenchLoad
 from cli.console import Console
 from cli.exit_codes import KILLED
-from cli.signals import StopSignals, ends_before
+from cli.signals import StopSignals
 from shared.errors import StartupError
+from shared.process.tasks import ends_before
 
 PROGRESS_PERIOD_S = 0.25
 CONNECT_LIMIT_S = 30

@@ -1,6 +1,7 @@
 """The cluster's broker: one that runs already, or one of our own among the supervised children.
 
-Our own has a user per role, with passwords that are made for the run and reach each child by its environment.
+Our own has a user per role, with passwords that are made for the run and reach each child by its environment. The
+set-up user's stays here: its buckets are made before the children start, and again when the broker comes back without.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from cli.cluster import checks
 from cli.cluster.settings import UpSettings
 from cli.cluster.supervisor import ChildSpec, Supervisor
 from shared.errors import StartupError
+from shared.process.tasks import TaskOwner
+from shared.subjects import Subjects
+from shared.transport.buckets import keep_buckets, make_buckets
 from shared.transport.bus import BusError
 from shared.transport.nats_bus import NatsBus, without_credentials
 from shared.transport.nats_config import new_passwords
-from shared.transport.nats_roles import BrokerRole
+from shared.transport.nats_roles import BrokerRole, inbox_prefix
 from shared.transport.nats_server import accepts_connections, find_binary, server_command
 
 START_LIMIT_S = 10.0
@@ -102,6 +106,8 @@ class Broker:
         self._settings = settings
         self._supervisor = supervisor
         self._run_dir = run_dir
+        self._tasks = TaskOwner()
+        self._setup: NatsBus | None = None
 
     def check(self) -> None:
         """Check what can be known before anything starts.
@@ -140,4 +146,27 @@ class Broker:
             raise StartupError(
                 f"nats-server did not start within {START_LIMIT_S:g} s", "Look into its log with --log-dir"
             ) from error
+        await self._set_up(access)
         return access
+
+    async def close(self) -> None:
+        """Look after the buckets no more. The broker itself is the supervisor's. Idempotent."""
+        await self._tasks.close()
+        if self._setup is not None:
+            await self._setup.close()
+
+    async def _set_up(self, access: BrokerAccess) -> None:
+        role, subjects = BrokerRole.SETUP, Subjects(self._settings.cluster)
+        bus = self._setup = await NatsBus.connect(
+            access.url,
+            name="sluice-setup",
+            inbox_prefix=inbox_prefix(role, "up"),
+            credentials=(role, access.passwords[role]),
+        )
+        try:
+            await make_buckets(bus, subjects)
+        except BusError as error:
+            raise StartupError(
+                f"the broker's buckets cannot be made: {error}", "Set TMPDIR to where there is room"
+            ) from error
+        self._tasks.start(keep_buckets(bus, subjects), name="buckets")

@@ -19,6 +19,7 @@ from cli.http import ask
 from cli.model import find_model
 from cli.pull import show_progress
 from cli.signals import StopSignals
+from shared.process.log import only_from
 from shared.subjects import Subjects
 
 POLL_S = 0.1
@@ -41,9 +42,9 @@ class Cluster:
     def __init__(self, settings: UpSettings, console: Console, run_dir: RunDir) -> None:
         self._settings = settings
         self._console = console
-        self._run_dir = run_dir
         self.log_dir = log_dir_of(settings, run_dir.path)
         self.supervisor = Supervisor(self.log_dir, self._show, group=run_dir.group)
+        self._broker = Broker(settings, self.supervisor, run_dir.path)
         self._plan: ClusterPlan | None = None
 
     @property
@@ -64,10 +65,9 @@ class Cluster:
         port = checks.find_port(settings.host, settings.port)
         model = await asyncio.to_thread(find_model, settings.model, show_progress(self._console, settings.model))
         self._console.end_status()
-        broker = Broker(settings, self.supervisor, self._run_dir.path)
-        broker.check()
+        self._broker.check()
         self._announce(", ".join(names_of(settings, model)))
-        access = await broker.start(port)
+        access = await self._broker.start(port)
         self._plan = ClusterPlan(settings, model, access, port)
         for spec in self._plan.specs():
             await self.supervisor.start(spec)
@@ -88,6 +88,7 @@ class Cluster:
             ([MONITOR], STOP_LIMIT_S),
             ([Broker.NAME], STOP_LIMIT_S),
         ]
+        await self._broker.close()
         for names, limit_s in order:
             for name in await self.supervisor.stop(names, limit_s):
                 self._show(f"{name} did not end within {limit_s:g} s and was killed")
@@ -141,7 +142,7 @@ async def run_cluster(
         use: called once the cluster is ready, with the event that says that it should end; cancelled when the cluster
             fails or a signal comes while it starts.
     """
-    with RunDir() as run_dir:
+    with RunDir() as run_dir, only_from("error"):  # warnings are the children's, which are shown as lines
 
         def kill() -> None:
             console.line("stopped at once")

@@ -10,8 +10,8 @@ from cli.cluster.cluster import Cluster, run_cluster
 from cli.cluster.hints import describe
 from cli.cluster.settings import UpSettings
 from cli.console import Console
-from cli.signals import ends_before
 from shared.errors import StartupError
+from shared.process.tasks import ends_before
 from sluice_client.client import SluiceClient
 
 DEFAULTS = {"workers": 2, "port": 0}

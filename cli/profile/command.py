@@ -24,13 +24,13 @@ from cli.exit_codes import DONE, FAILED, CommandError
 from cli.profile.driver import Driver, find_worker
 from cli.profile.shapes import WARM_UP, plan_shapes
 from cli.profile.steps import columns_of, groups_of, overheads_s
-from cli.signals import ends_before
 from shared.cost import Profile, profile_toml
 from shared.cost_fit import Fit, TooFewStepsError, fit_held_out
 from shared.errors import StartupError
 from shared.ids import WorkerId
 from shared.messages.report import WorkerReport
 from shared.messages.steps import StepRecord
+from shared.process.tasks import ends_before
 from shared.subjects import Subjects
 from shared.transport.bus import Bus
 

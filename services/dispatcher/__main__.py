@@ -27,15 +27,19 @@ async def serve(settings: DispatcherSettings, process: ServiceProcess) -> None:
         gc.collect()
         gc.freeze()  # what stays is not looked through again and again, while every thread stands still
         try:
-            port = await dispatcher.start()
-            if not settings.has_keys:
-                _say_no_keys(settings.host)
-            _log.info("dispatcher_ready", url=f"http://{settings.host}:{port}", model=settings.model_name())
-            await process.wait_stop()
-            if process.failure is None:
-                await dispatcher.drain()
+            if await process.begin(_start(dispatcher, settings)):
+                await process.wait_stop()
+                if process.failure is None:
+                    await dispatcher.drain()
         finally:
             await dispatcher.stop()
+
+
+async def _start(dispatcher: Dispatcher, settings: DispatcherSettings) -> None:
+    port = await dispatcher.start()
+    if not settings.has_keys:
+        _say_no_keys(settings.host)
+    _log.info("dispatcher_ready", url=f"http://{settings.host}:{port}", model=settings.model_name())
 
 
 def _say_no_keys(host: str) -> None:

@@ -12,9 +12,9 @@ async def serve(settings: MonitorSettings, process: ServiceProcess) -> None:
     """Run one monitor until told to stop."""
     async with process.bus() as bus:
         monitor = Monitor(settings, bus, process.fail)
-        await monitor.start()
-        get_logger().info("monitor_ready", cluster=settings.cluster)
-        await process.wait_stop()
+        if await process.begin(monitor.start()):
+            get_logger().info("monitor_ready", cluster=settings.cluster)
+            await process.wait_stop()
         await monitor.stop()
 
 

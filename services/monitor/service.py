@@ -24,6 +24,7 @@ from shared.messages.report import WorkerReport
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
 from shared.subjects import Subjects, check_token
+from shared.transport.buckets import open_bucket
 from shared.transport.bus import Bus, BusError, Endpoint, KeyValue, KvEntry, Message, ServiceInfo, Subscription
 from shared.version import VERSION
 from shared.wire import WireError, WireVersionError, decode_json, encode_json
@@ -65,11 +66,11 @@ class Monitor:
 
     async def start(self) -> None:
         """Hear reports and write views from now on."""
-        self._view = await self._bus.key_value(self._subjects.view_bucket())
+        self._view = await open_bucket(self._bus, self._subjects.view_bucket())
         self._last_turn_s = self._now()
         # a new monitor has heard nobody yet: it lets every worker report before it replaces the view that is there
         self._next_view_s = self._last_turn_s + self._settings.suspect_after_s
-        plans = await self._bus.key_value(self._subjects.plan_bucket())
+        plans = await open_bucket(self._bus, self._subjects.plan_bucket())
         self._open.append(await plans.watch(PLAN_KEY, self._on_plan))
         self._open.append(await self._bus.subscribe(self._subjects.all_reports(), self._on_report))
         self._open.append(await self._bus.serve(self._info(), self._endpoints()))

@@ -24,9 +24,9 @@ async def serve(settings: PlannerSettings, process: ServiceProcess) -> None:
                     names=settings.metrics_allow_host,
                 )
             )
-        await planner.start()
-        get_logger().info("planner_ready", cluster=settings.cluster)
-        await process.wait_stop()
+        if await process.begin(planner.start()):
+            get_logger().info("planner_ready", cluster=settings.cluster)
+            await process.wait_stop()
         await planner.stop()
 
 

@@ -32,6 +32,7 @@ from shared.messages.report import ClusterView
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
 from shared.subjects import Subjects
+from shared.transport.buckets import open_bucket
 from shared.transport.bus import Bus, BusError, KvEntry, ServiceInfo, Subscription
 from shared.version import VERSION
 from shared.wire import WireError, encode_json
@@ -107,7 +108,7 @@ class Planner:
             StartupError: the plan key cannot be claimed.
             BusError: the broker does not answer.
         """
-        plans = await self._bus.key_value(self._subjects.plan_bucket())
+        plans = await open_bucket(self._bus, self._subjects.plan_bucket())
         book = self._book = PlanBook(plans)
         plan = await book.claim("the planner started")
         if plan.wanted is not None:

@@ -7,16 +7,16 @@ listens for answers where only its role may (`shared.transport.nats_roles`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from shared.process.config import ServiceSettings, load
 from shared.process.health import write_health
 from shared.process.log import configure, get_logger
 from shared.process.run import run_service
-from shared.process.tasks import TaskOwner
+from shared.process.tasks import TaskOwner, ends_before
 from shared.transport.bus import BusError
 from shared.transport.bus_rules import is_power_of_two
 from shared.transport.nats_bus import NatsBus
@@ -47,6 +47,10 @@ class ServiceProcess:
     async def wait_stop(self) -> None:
         """Return when the process is to end."""
         await self._stop.wait()
+
+    async def begin(self, start: Coroutine[Any, Any, object]) -> bool:
+        """Start the service, which may have to wait for others; return False if it is told to end before that."""
+        return await ends_before(self._stop, start)
 
     def fail(self, name: str, error: BaseException) -> None:
         """End the process because of this error (the `on_failure` of everything in it)."""

@@ -83,3 +83,18 @@ class TaskOwner:
         get_logger().error("task died", task=task.get_name(), exc_info=error)
         if self._on_failure is not None:
             self._on_failure(task.get_name(), error)
+
+
+async def ends_before(stop: asyncio.Event, work: Coroutine[Any, Any, object]) -> bool:
+    """Do the work; return whether it came to its end. It is cancelled when somebody wants a stop before."""
+    working = asyncio.create_task(work, name="work")
+    stopping = asyncio.create_task(stop.wait(), name="stop")
+    try:
+        await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+        return working.done()
+    finally:
+        working.cancel()
+        stopping.cancel()
+        await asyncio.gather(working, stopping, return_exceptions=True)

@@ -10,7 +10,8 @@ and in order; whoever needs to wait starts an owned task.
     ├── NoRespondersError       nobody serves this subject
     ├── BusTimeoutError         somebody may have taken the request, but no answer came in time
     ├── MessageTooLargeError    the payload exceeds the broker's limit
-    └── WrongRevisionError      the key changed in between (compare-and-set)
+    ├── WrongRevisionError      the key changed in between (compare-and-set)
+    └── NoBucketError           the bucket is not there, and it is not this user who makes it
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from shared.transport.bus_rules import BusStats
 
 MAX_PAYLOAD_BYTES = 1024 * 1024
 """NATS's default limit for one message; both buses enforce it."""
+WATCH_PERIOD_S = 3.0
+"""How often a watch asks the store although it heard of no write: so long a lost hint delays an entry."""
 
 
 class BusError(Exception):
@@ -68,6 +71,14 @@ class WrongRevisionError(BusError):
         super().__init__(f"key '{key}' is no longer at revision {expected}")
         self.key = key
         self.expected = expected
+
+
+class NoBucketError(BusError):
+    """There is no such bucket, and this process signed in as a user who may not make it."""
+
+    def __init__(self, bucket: str) -> None:
+        super().__init__(f"bucket '{bucket}' is not there; the set-up user makes it: run `sluice nats-setup`")
+        self.bucket = bucket
 
 
 def check_size(subject: str, data: bytes, max_bytes: int) -> None:
@@ -140,6 +151,9 @@ class KeyValue(Protocol):
 
     async def watch(self, key: str, handler: WatchHandler) -> Subscription:
         """Call the handler with the present value of each matching key, then with every change, in revision order.
+
+        What a write tells its watchers is a hint and may be lost; the store is asked, at the latest `WATCH_PERIOD_S`
+        later. A write that the store refused is never seen.
 
         Args:
             key: one key, or `>` for every key.
@@ -227,12 +241,15 @@ class Bus(Protocol):
         """
 
     async def key_value(self, bucket: str, *, history: int = 1, max_age_s: float = 0.0) -> KeyValue:
-        """Open the bucket, and create it if it does not exist (file storage).
+        """Open the bucket, and create it (file storage) if it does not exist and this user may.
 
         Args:
             bucket: its name.
             history: values that are kept of each key.
             max_age_s: a value that is older than this is gone; 0: values stay. Of a bucket that is created only.
+
+        Raises:
+            NoBucketError: it does not exist, and another user makes it.
         """
 
     async def flush(self) -> None:

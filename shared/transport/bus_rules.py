@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Final
 
 from shared.process.log import get_logger
 
 _TOKEN = re.compile(r"[^\s.*>]+\Z")
 _KEY = re.compile(r"[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*\Z")
 _BUCKET = re.compile(r"[a-zA-Z0-9_-]+\Z")
+_SAID_HEADERS: Final = (b"nats-service-error", b"nats-expected-")
+"""What processes put into headers of this kind; every other one is put there by a broker that reads out of a stream."""
 
 
 @dataclass(slots=True)
@@ -29,6 +32,8 @@ class BusStats:
     """Answers that the broker did not permit: their requests came over a connection that is gone."""
     disconnects: int = 0
     reconnects: int = 0
+    strays: int = 0
+    """Messages that were dropped unread: see `is_stray`."""
     other_errors: int = 0
 
     def note_handler_error(self, subject: str, error: Exception) -> None:
@@ -41,6 +46,12 @@ class BusStats:
         self.dropped_in += 1
         if is_power_of_two(self.dropped_in):
             get_logger().warning("slow consumer, messages dropped", subject=subject, dropped=self.dropped_in)
+
+    def note_stray(self, subject: str) -> None:
+        """Count and log a message that is dropped unread."""
+        self.strays += 1
+        if is_power_of_two(self.strays):
+            get_logger().warning("message out of a stream dropped", subject=subject, dropped=self.strays)
 
 
 def is_power_of_two(count: int) -> bool:
@@ -113,3 +124,25 @@ def matches(pattern: list[str], subject: list[str]) -> bool:
     elif len(subject) != len(pattern):
         return False
     return all(token in ("*", found) for token, found in zip(pattern, subject, strict=False))
+
+
+def is_stray(pattern: str, subject: str, headers: bytes | None) -> bool:
+    """Return whether a message did not come straight from a process that may say this on this subject.
+
+    A broker checks what clients publish. What it takes out of a stream by itself (a push consumer, a republished
+    write, a stored message that is read with another's subject as the place for the answer) it delivers anywhere, in
+    the words of whoever wrote to the stream. Such a message has the stream's subject, or headers that tell of it.
+
+    Args:
+        pattern: subscribed to.
+        subject: of the message.
+        headers: as they came, `NATS/1.0…`; None or empty: it has none.
+    """
+    if subject != pattern and not (has_wildcard(pattern) and matches(pattern.split("."), subject.split("."))):
+        return True
+    if not headers:
+        return False
+    status, *lines = headers.lower().split(b"\r\n")
+    if status.startswith(b"nats/1.0 503"):  # nobody listens: the broker says to what
+        lines = [line for line in lines if not line.startswith(b"nats-subject:")]
+    return any(line.startswith(b"nats-") and not line.startswith(_SAID_HEADERS) for line in lines)

@@ -5,8 +5,9 @@ has one trace. A message takes `latency_s` from publisher to subscriber; who rec
 broker does it. Of a queue group one member after the other hears (a real broker draws one by chance).
 
 A `deliver` policy may lose, delay or double each delivery; it is asked once per message and receiver, in order. Writes
-to a key-value bucket and their watches are not subject to it: the live ones are acknowledged and made good. Each
-connection's `link` can be cut (`shared.transport.memory_link`), and the broker can be down or hang.
+to a key-value bucket are not subject to it, as the live ones are acknowledged; the hints that their watches get are,
+and one that is lost is made good `WATCH_PERIOD_S` later. Each connection's `link` can be cut
+(`shared.transport.memory_link`), and the broker can be down or hang.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ class MemoryBus:
         found = self._broker.buckets.get(check_bucket(bucket))
         if found is None:
             assert history >= 1, "a bucket keeps at least the newest value"
-            found = self._broker.buckets[bucket] = MemoryBucket(self._router, max_age_s)
+            found = self._broker.buckets[bucket] = MemoryBucket(bucket, self._router, max_age_s)
         return MemoryKeyValue(found, self)
 
     async def flush(self) -> None:

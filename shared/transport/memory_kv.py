@@ -1,4 +1,8 @@
-"""Key-value buckets in memory, with the revisions, conflicts and watches of the live ones."""
+"""Key-value buckets in memory, with the revisions, conflicts and watches of the live ones.
+
+What a write sends to its watches is a hint (`shared.transport.nats_watch`): the bus's policy may lose or delay it. One
+that arrives brings its entry along, in the order of revisions; the way to the store and back is not modelled.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,10 @@ import asyncio
 from functools import partial
 from typing import Protocol
 
-from shared.transport.bus import KvEntry, Subscription, WatchHandler, WrongRevisionError, check_size
+from shared.transport.bus import WATCH_PERIOD_S, KvEntry, Subscription, WatchHandler, WrongRevisionError, check_size
 from shared.transport.bus_rules import BusStats, check_key, check_pattern, has_wildcard, matches
 from shared.transport.memory_link import Link
-from shared.transport.memory_router import Inbox, Router
+from shared.transport.memory_router import Delivery, Inbox, Router
 
 _MAX_PENDING = 65_536
 
@@ -17,6 +21,7 @@ _MAX_PENDING = 65_536
 class KvTransport(Protocol):
     """What a bucket's client needs of its bus."""
 
+    name: str
     stats: BusStats
     link: Link
 
@@ -34,23 +39,24 @@ class KvTransport(Protocol):
 class MemoryBucket:
     """The broker's side of one bucket. A deleted key keeps its revision, as a marker does in the live one."""
 
-    def __init__(self, router: Router, max_age_s: float = 0.0) -> None:
+    def __init__(self, name: str, router: Router, max_age_s: float = 0.0) -> None:
+        self.name = name
+        self.router = router
         self.entries: dict[str, KvEntry] = {}
         self._written_s: dict[str, float] = {}
         self._max_age_s = max_age_s
-        self._router = router
         self._revision = 0
         self._watches: dict[MemoryWatch, None] = {}
 
-    def write(self, key: str, value: bytes | None) -> int:
-        """Store the value (None = deleted), send it to whoever watches, and return its revision."""
+    def write(self, key: str, value: bytes | None, writer: str) -> int:
+        """Store the value (None = deleted), tell whoever watches who (by connection) wrote it; return its revision."""
         self._revision += 1
         entry = KvEntry(key, value, self._revision)
         self.entries[key] = entry
         self._written_s[key] = asyncio.get_running_loop().time()
         for watch in list(self._watches):
             if watch.wants(key):
-                self._router.after(self._router.latency_s, partial(watch.arrive, entry))
+                self.router.after(self.router.latency_s, partial(watch.hear, entry, writer))
         return self._revision
 
     def find(self, key: str) -> KvEntry | None:
@@ -145,7 +151,7 @@ class MemoryKeyValue:
         return await self._apply(key, value)
 
     async def _apply(self, key: str, value: bytes | None) -> int:
-        revision = self._bucket.write(key, value)
+        revision = self._bucket.write(key, value, self._transport.name)
         await self._go(key, back=True)
         return revision
 
@@ -157,11 +163,12 @@ class MemoryKeyValue:
 
 
 class MemoryWatch:
-    """A running watch. What it misses while its link is cut is made good by the newest values when that is mended."""
+    """A running watch. Newest values make good what it misses: a lost hint later, a cut link when it is mended."""
 
     def __init__(self, pattern: str, handler: WatchHandler, bucket: MemoryBucket, transport: KvTransport) -> None:
         self._pattern = pattern.split(".")
         self._bucket = bucket
+        self._name = transport.name
         self._link = transport.link
         self._closed = False
         self._seen_revision = 0
@@ -172,8 +179,21 @@ class MemoryWatch:
         """Return whether the key matches."""
         return matches(self._pattern, key.split("."))
 
-    def arrive(self, entry: KvEntry) -> None:
-        """Take an entry that the broker sent, if the link carries it and no newer one came first."""
+    def hear(self, entry: KvEntry, writer: str) -> None:
+        """Take the entry of a write by way of its hint, which the bus's policy may lose, delay or double."""
+        if self._closed or not self._link.receives:
+            return
+        router = self._bucket.router
+        delivery = Delivery(writer, self._name, f"$KV.{self._bucket.name}.{entry.key}", len(entry.value or b""))
+        delays_s = (0.0,) if router.deliver is None else router.deliver(delivery)
+        for delay_s in delays_s or (WATCH_PERIOD_S,):
+            if delay_s > 0:
+                router.after(delay_s, self._catch_up)
+            else:
+                self._arrive(entry)
+
+    def _arrive(self, entry: KvEntry) -> None:
+        """Take an entry, if the link carries it and no newer one came first."""
         if self._link.receives and entry.revision > self._seen_revision:
             self.take(entry)
 
@@ -199,6 +219,8 @@ class MemoryWatch:
         self.end()
 
     def _catch_up(self) -> None:
+        if not self._link.receives:
+            return
         for entry in sorted(self._bucket.entries.values(), key=lambda entry: entry.revision):
             if entry.revision > self._seen_revision and self.wants(entry.key):
                 self.take(entry)

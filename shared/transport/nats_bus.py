@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
 import nats.errors
-from nats.aio.client import Client
 
 from shared.errors import StartupError
 from shared.process.log import get_logger
@@ -33,8 +32,9 @@ from shared.transport.bus import (
     check_size,
 )
 from shared.transport.bus_rules import BusStats, check_bucket, check_pattern, check_subject, is_power_of_two
-from shared.transport.nats_client import NatsSubscription, cancellable, disconnect, drain, round_trip
+from shared.transport.nats_client import GuardedClient, NatsSubscription, cancellable, disconnect, drain, round_trip
 from shared.transport.nats_kv import BucketShape, NatsKeyValue
+from shared.transport.nats_roles import makes_buckets
 from shared.transport.nats_service import (
     ERROR_CODE_HEADER,
     ERROR_HEADER,
@@ -90,6 +90,7 @@ class NatsBus:
         stats: what went wrong so far.
         last_error: the newest error of the connection itself.
         kv_replicas: copies of each bucket that this bus creates; more than 1 needs a cluster of servers.
+        makes_buckets: whether it creates a bucket that is missing (`nats_roles.makes_buckets`).
     """
 
     def __init__(self, name: str, on_fatal: Callable[[BusError], None] | None) -> None:
@@ -97,14 +98,15 @@ class NatsBus:
         self.stats = BusStats()
         self.last_error: Exception | None = None
         self.kv_replicas = 1
-        self._client = Client()
+        self.makes_buckets = True
+        self._client = GuardedClient(self.stats)
         self._on_fatal = on_fatal
         self._was_connected = False
         self._closing = False
         self._closed = False
         self._services: list[RunningService] = []
         self._subscriptions: dict[NatsSubscription, None] = {}
-        self._buckets: list[NatsKeyValue] = []
+        self._buckets: dict[str, NatsKeyValue] = {}
 
     @classmethod
     async def connect(
@@ -147,6 +149,8 @@ class NatsBus:
         self, url: str, inbox_prefix: str, credentials: tuple[str | None, str | None], timeout_s: float
     ) -> None:
         """Connect; called once, by `connect`."""
+        user = credentials[0] or urlsplit(url.split(",")[0]).username
+        self.makes_buckets = makes_buckets(user)
         await self._client.connect(
             servers=url.split(","),
             name=self.name,
@@ -227,10 +231,10 @@ class NatsBus:
     async def key_value(self, bucket: str, *, history: int = 1, max_age_s: float = 0.0) -> KeyValue:
         """See `Bus.key_value`."""
         self._check_open()
-        shape = BucketShape(history, max_age_s, self.kv_replicas)
-        opened = await NatsKeyValue.open(self._client, check_bucket(bucket), shape, self.stats)
-        self._buckets.append(opened)
-        return opened
+        shape = BucketShape(history, max_age_s, self.kv_replicas) if self.makes_buckets else None
+        known = self._buckets.get(check_bucket(bucket)) or NatsKeyValue(self._client, bucket, shape, self.stats)
+        await known.open()
+        return self._buckets.setdefault(bucket, known)
 
     async def flush(self) -> None:
         """See `Bus.flush`.
@@ -254,7 +258,7 @@ class NatsBus:
         self._closing = True
         for service in self._services:
             await service.close()
-        for bucket in self._buckets:
+        for bucket in self._buckets.values():
             await bucket.close()
         await drain(self._client, CLOSE_TIMEOUT_S)
         self._closed = True
@@ -315,7 +319,7 @@ class NatsBus:
     async def _on_reconnected(self) -> None:
         self.stats.reconnects += 1
         get_logger().warning("connection to the broker is back", bus=self.name)
-        for bucket in self._buckets:
+        for bucket in self._buckets.values():
             bucket.reconnected()
 
     async def _on_closed(self) -> None:

@@ -16,7 +16,7 @@ from nats.aio.subscription import Subscription as ClientSubscription
 
 from shared.process.log import get_logger
 from shared.transport.bus import BusError, Handler, Message
-from shared.transport.bus_rules import BusStats
+from shared.transport.bus_rules import BusStats, is_stray
 
 PENDING_IN_BYTES = 64 * 1024 * 1024
 """Most bytes that wait for one handler."""
@@ -42,6 +42,26 @@ async def cancellable(operation: Awaitable[_T]) -> _T:
     if task.cancelling() > before:
         raise asyncio.CancelledError
     return result
+
+
+class GuardedClient(Client):
+    """nats-py's client, but that it drops strays: the one place that subscriptions, endpoints and answers share."""
+
+    def __init__(self, bus_stats: BusStats) -> None:
+        super().__init__()
+        self._bus_stats = bus_stats
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        subscription = self._subs.get(sid)
+        if subscription is None:
+            return
+        try:
+            if not is_stray(subscription.subject, subject.decode(), headers):
+                await super()._process_msg(sid, subject, reply, data, headers)
+                return
+        except (UnicodeDecodeError, IndexError):  # no text, or no headers: nats-py would read nothing more
+            pass
+        self._bus_stats.note_stray(subject.decode(errors="replace"))
 
 
 class NatsSubscription:

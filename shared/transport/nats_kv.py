@@ -11,7 +11,7 @@ import nats.errors
 import nats.js.errors
 from nats.aio.client import Client
 from nats.js import JetStreamContext
-from nats.js.api import KeyValueConfig, StorageType
+from nats.js.api import KeyValueConfig, StorageType, StreamInfo
 from nats.js.kv import KeyValue as Bucket
 
 from shared.transport.bus import (
@@ -19,6 +19,7 @@ from shared.transport.bus import (
     BusError,
     BusTimeoutError,
     KvEntry,
+    NoBucketError,
     Subscription,
     WatchHandler,
     WrongRevisionError,
@@ -49,28 +50,34 @@ class BucketShape:
 
 
 class NatsKeyValue:
-    """One bucket; implements `shared.transport.bus.KeyValue`. Made by `open`."""
+    """One bucket; implements `shared.transport.bus.KeyValue`. To be opened before anything else.
 
-    def __init__(self, client: Client, name: str, shape: BucketShape, stats: BusStats) -> None:
-        self._client = client
-        self._name = name
+    Args:
+        client: connected.
+        name: of the bucket.
+        shape: in which it is created if it does not exist, now or later; None: another user makes it.
+        stats: of the connection.
+    """
+
+    def __init__(self, client: Client, name: str, shape: BucketShape | None, stats: BusStats) -> None:
+        self.client = client
+        self.name = name
         self._shape = shape
-        self._stats = stats
-        self._js = JetStreamContext(client, timeout=KV_TIMEOUT_S)
+        self.stats = stats
+        self.js = JetStreamContext(client, timeout=KV_TIMEOUT_S)
         self._bucket: Bucket | None = None
+        self._is_sure = False
         self._watches: dict[NatsWatch, None] = {}
 
-    @classmethod
-    async def open(cls, client: Client, name: str, shape: BucketShape, stats: BusStats) -> NatsKeyValue:
-        """Return the bucket; it is created in this shape if it does not exist.
+    async def open(self) -> None:
+        """Find the bucket, or create it. May be called again.
 
         Raises:
+            NoBucketError: it does not exist, and another user makes it.
             BusError: the broker has no JetStream, or did not answer.
         """
-        opened = cls(client, name, shape, stats)
-        with _translated(name):
-            await cancellable(opened.ensure_soon())
-        return opened
+        with _translated(self.name):
+            await cancellable(self.ensure_soon())
 
     async def ensure_soon(self) -> None:
         """Find or create the stream, with patience: servers of a cluster that start need seconds to elect a leader."""
@@ -78,32 +85,43 @@ class NatsKeyValue:
             with suppress(nats.errors.TimeoutError):
                 await self.ensure()
                 return
-            if self._stats.refused:  # patience is of no use
+            if self.stats.refused:  # patience is of no use
                 raise nats.errors.TimeoutError
         await self.ensure()
 
     async def ensure(self) -> Bucket:
-        """Find or create the stream behind the bucket."""
+        """Find the stream behind the bucket, or create it if that is for us to do."""
         try:
-            self._bucket = await self._js.key_value(self._name)
+            self._bucket = await self.js.key_value(self.name)
         except nats.js.errors.BucketNotFoundError:
+            if self._shape is None:
+                raise
             config = KeyValueConfig(
-                bucket=self._name,
+                bucket=self.name,
                 history=self._shape.history,
                 ttl=self._shape.max_age_s or None,
                 storage=StorageType.FILE,
                 replicas=self._shape.replicas,
             )
             try:
-                self._bucket = await self._js.create_key_value(config)
+                self._bucket = await self.js.create_key_value(config)
             except nats.js.errors.BadRequestError:  # somebody created it in between, with another history
-                self._bucket = await self._js.key_value(self._name)
+                self._bucket = await self.js.key_value(self.name)
+        self._is_sure = True
         return self._bucket
+
+    async def find(self) -> StreamInfo:
+        """See `nats_watch.Store.find`."""
+        try:
+            return await self.js.stream_info(f"KV_{self.name}")
+        except nats.js.errors.NotFoundError:
+            await self.ensure()
+            return await self.js.stream_info(f"KV_{self.name}")
 
     async def get(self, key: str) -> KvEntry | None:
         """See `KeyValue.get`."""
         check_key(key)
-        with _translated(self._name):
+        with _translated(self.name):
             try:
                 entry = await self._attempt(lambda bucket: bucket.get(key))
             except nats.js.errors.KeyNotFoundError:
@@ -126,7 +144,7 @@ class NatsKeyValue:
     async def delete(self, key: str) -> None:
         """See `KeyValue.delete`."""
         check_key(key)
-        with _translated(self._name):
+        with _translated(self.name):
             await self._attempt(lambda bucket: bucket.delete(key))
 
     async def watch(self, key: str, handler: WatchHandler) -> Subscription:
@@ -139,7 +157,8 @@ class NatsKeyValue:
         return watch
 
     def reconnected(self) -> None:
-        """Let every watch ask for what it missed."""
+        """Look whether the bucket is still there, and let every watch ask for what it missed."""
+        self._is_sure = False
         for watch in self._watches:
             watch.renew()
 
@@ -150,8 +169,8 @@ class NatsKeyValue:
         self._watches.clear()
 
     async def _start_watch(self, key: str, handler: WatchHandler) -> NatsWatch:
-        watch = NatsWatch(self._client, self._js, self._name, key, handler, self._stats)
-        with _translated(self._name):
+        watch = NatsWatch(self, key, handler)
+        with _translated(self.name):
             try:
                 await cancellable(watch.start())
             except BaseException:
@@ -160,20 +179,26 @@ class NatsKeyValue:
         return watch
 
     async def _write(self, key: str, value: bytes, expected: int, operation: Callable[[Bucket], Awaitable[int]]) -> int:
-        check_size(check_key(key), value, int(self._client.max_payload))
-        with _translated(self._name):
+        check_size(check_key(key), value, int(self.client.max_payload))
+        with _translated(self.name):
             try:
                 return await self._attempt(operation)
             except nats.js.errors.KeyWrongLastSequenceError:
                 raise WrongRevisionError(key, expected) from None
 
     async def _attempt(self, operation: Callable[[Bucket], Awaitable[_T]]) -> _T:
-        """Run the operation; if the stream is gone (a broker that lost its disk), create it and run it again."""
-        assert self._bucket is not None, "made by open()"
+        """Run the operation; if the stream is gone (a broker that lost its disk), see to it and run it again.
+
+        With a watch somewhere nobody says that it is gone: the write is heard, and not answered.
+        """
+        assert self._bucket is not None, "opened"
         try:
-            return await cancellable(operation(self._bucket))
+            return await cancellable(operation(self._bucket if self._is_sure else await self.ensure()))
         except nats.js.errors.NoStreamResponseError:
             return await cancellable(operation(await self.ensure()))
+        except nats.errors.TimeoutError:
+            self._is_sure = False
+            raise
 
 
 @contextmanager
@@ -185,6 +210,8 @@ def _translated(bucket: str) -> Iterator[None]:
         raise BusClosedError(f"the bus is closed; bucket '{bucket}' cannot be reached") from None
     except (nats.errors.TimeoutError, nats.errors.OutboundBufferLimitError):
         raise BusTimeoutError(f"bucket '{bucket}'", KV_TIMEOUT_S) from None
+    except nats.js.errors.NotFoundError:
+        raise NoBucketError(bucket) from None
     except (nats.errors.NoRespondersError, nats.js.errors.ServiceUnavailableError):
         raise BusError(f"bucket '{bucket}': the nats-server runs without JetStream; start it with -js") from None
     except nats.errors.Error as error:

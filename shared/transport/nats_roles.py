@@ -6,8 +6,11 @@
     planner      plans to workers, events, answers       views                         view: reads; plan: writes
     dispatcher   questions to workers, events, answers   views, tokens                 view: reads; owners: writes
     operator     questions to everybody                  everything of the cluster     reads all
+    setup        nothing                                 nothing                       makes all
 
 What is not listed is denied, and a denied message is fatal to the service that sent it (`NatsBus`, `on_fatal`).
+Whoever may make a stream or a consumer can have the broker say anything on any subject (`republish`,
+`deliver_subject`): so only the set-up user makes buckets, and nobody has consumers.
 Answers go where a request asked for them and nowhere else (`allow_responses`). Each process listens for answers under
 an inbox of its role and id, so that no other role can read them. An operator's inboxes are those that NATS tools use
 unasked: all but the services'. That takes a list of what is denied, which the server applies to each message; an
@@ -36,6 +39,7 @@ class BrokerRole(StrEnum):
     PLANNER = "planner"
     WORKER = "worker"
     OPERATOR = "operator"
+    SETUP = "setup"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,15 @@ class Permissions:
     """What it does not hear although `subscribe` allows it."""
 
 
+def makes_buckets(user: str | None) -> bool:
+    """Return whether this user creates a bucket that is missing.
+
+    At a broker with the roles' users that is the set-up user's to do. Elsewhere (no users, or somebody's own) whoever
+    needs a bucket makes it.
+    """
+    return user == BrokerRole.SETUP or user not in set(BrokerRole)
+
+
 def inbox_prefix(role: BrokerRole, instance_id: str) -> str:
     """Return under which subject this process listens for answers."""
     return "_INBOX" if role is BrokerRole.OPERATOR else f"_INBOX.{role}.{instance_id}"
@@ -62,8 +75,8 @@ def permissions(role: BrokerRole, cluster: str = "default") -> Permissions:
         ValueError: the cluster's name cannot be part of a subject.
     """
     subjects = Subjects(cluster)
-    if role is BrokerRole.OPERATOR:
-        return _operator(subjects)
+    if role in _TOOLS:
+        return _TOOLS[role](subjects)
     publish, subscribe = _SERVICES[role](subjects)
     return Permissions(
         publish=(subjects.event(role, ANY), *publish),
@@ -82,26 +95,27 @@ def _worker(subjects: Subjects) -> tuple[list[str], list[str]]:
 
 def _monitor(subjects: Subjects) -> tuple[list[str], list[str]]:
     view, plan = subjects.view_bucket(), subjects.plan_bucket()
-    publish = [subjects.view(), *_open(view), *_write(view), *_open(plan), *_read(plan)]
+    publish = [subjects.view(), _info(view), _write(view), *_read(plan)]
     asked = [subjects.admin(BrokerRole.MONITOR, ANY, verb) for verb in ("view", "counters")]
-    return publish, [subjects.all_reports(), *asked, _inboxes(BrokerRole.MONITOR)]
+    return publish, [subjects.all_reports(), _write(plan), *asked, _inboxes(BrokerRole.MONITOR)]
 
 
 def _planner(subjects: Subjects) -> tuple[list[str], list[str]]:
     view, plan = subjects.view_bucket(), subjects.plan_bucket()
-    publish = [subjects.plan(_WORKERS), *_open(view), *_read(view), *_open(plan), *_read(plan), *_write(plan)]
-    return publish, [subjects.view(), *_asked_of_planner(subjects), _inboxes(BrokerRole.PLANNER)]
+    publish = [subjects.plan(_WORKERS), *_read(view), *_read(plan), _write(plan)]
+    heard = [subjects.view(), _write(view), _write(plan), *_asked_of_planner(subjects)]
+    return publish, [*heard, _inboxes(BrokerRole.PLANNER)]
 
 
 def _dispatcher(subjects: Subjects) -> tuple[list[str], list[str]]:
     view, owners = subjects.view_bucket(), subjects.owners_bucket()
-    publish = [*_requests(subjects), *_open(view), *_read(view), *_open(owners), *_read(owners), *_write(owners)]
-    heard = [subjects.view(), subjects.tokens(_DISPATCHERS), subjects.admin(BrokerRole.DISPATCHER, ANY, "dump")]
+    publish = [*_requests(subjects), *_read(view), *_read(owners), _write(owners)]
+    asked = subjects.admin(BrokerRole.DISPATCHER, ANY, "dump")
+    heard = [subjects.view(), _write(view), subjects.tokens(_DISPATCHERS), asked]
     return publish, [*heard, _inboxes(BrokerRole.DISPATCHER)]
 
 
 def _operator(subjects: Subjects) -> Permissions:
-    buckets = (subjects.view_bucket(), subjects.plan_bucket(), subjects.owners_bucket())
     asked = [
         subjects.admin(BrokerRole.MONITOR, ANY, "view"),
         subjects.admin(BrokerRole.MONITOR, ANY, "counters"),
@@ -109,15 +123,19 @@ def _operator(subjects: Subjects) -> Permissions:
         subjects.admin(BrokerRole.DISPATCHER, ANY, "dump"),
         *_asked_of_workers(subjects),  # also `submit`: `sluice profile` loads a worker
     ]
-    lists = ["$JS.API.INFO", "$JS.API.STREAM.NAMES", "$JS.API.STREAM.LIST"]
-    reads = [subject for bucket in buckets for subject in (_info(bucket), *_read(bucket))]
-    writes = [subject for bucket in buckets for subject in _write(bucket)]
+    reads = [subject for bucket in subjects.buckets() for subject in _read(bucket)]
+    writes = [_write(bucket) for bucket in subjects.buckets()]
     return Permissions(
-        publish=("$SRV.>", *asked, *lists, *reads),
+        publish=("$SRV.>", *asked, *reads),
         subscribe=(f"sluice.{subjects.cluster}.>", "$SRV.>", *writes, "_INBOX.>"),
         responds=False,
-        hidden=tuple(f"_INBOX.{role}.>" for role in _SERVICES),
+        hidden=tuple(f"_INBOX.{role}.>" for role in BrokerRole if role is not BrokerRole.OPERATOR),
     )
+
+
+def _setup(subjects: Subjects) -> Permissions:
+    makes = [subject for bucket in subjects.buckets() for subject in (_info(bucket), _create(bucket))]
+    return Permissions(publish=tuple(makes), subscribe=(_inboxes(BrokerRole.SETUP),), responds=False)
 
 
 _SERVICES: Final = {
@@ -126,6 +144,7 @@ _SERVICES: Final = {
     BrokerRole.PLANNER: _planner,
     BrokerRole.DISPATCHER: _dispatcher,
 }
+_TOOLS: Final = {BrokerRole.OPERATOR: _operator, BrokerRole.SETUP: _setup}
 
 
 def _requests(subjects: Subjects) -> list[str]:
@@ -156,17 +175,14 @@ def _info(bucket: str) -> str:
     return f"$JS.API.STREAM.INFO.KV_{bucket}"
 
 
-def _open(bucket: str) -> list[str]:
-    """Return what it takes to find the bucket, or to create it: services start in any order."""
-    return [_info(bucket), f"$JS.API.STREAM.CREATE.KV_{bucket}"]
+def _create(bucket: str) -> str:
+    return f"$JS.API.STREAM.CREATE.KV_{bucket}"
 
 
 def _read(bucket: str) -> list[str]:
-    get = [f"$JS.API.STREAM.MSG.GET.KV_{bucket}", f"$JS.API.DIRECT.GET.KV_{bucket}.>"]
-    create = f"$JS.API.CONSUMER.CREATE.KV_{bucket}"
-    watch = [create, f"{create}.>", f"$JS.API.CONSUMER.DELETE.KV_{bucket}.*", f"$JS.API.CONSUMER.INFO.KV_{bucket}.*"]
-    return [*get, *watch]
+    """Return what it takes to find the bucket and read its entries; who watches also hears `_write`, as hints."""
+    return [_info(bucket), f"$JS.API.STREAM.MSG.GET.KV_{bucket}"]
 
 
-def _write(bucket: str) -> list[str]:
-    return [f"$KV.{bucket}.>"]
+def _write(bucket: str) -> str:
+    return f"$KV.{bucket}.>"

@@ -1,9 +1,12 @@
-"""A watch on a key-value bucket that survives broken connections and restarted brokers.
+"""A watch on a key-value bucket that asks the store, and survives broken connections and restarted brokers.
 
-nats-py's own watcher is not used: it resets itself in tasks that nobody owns, does not try again when that fails, and
-notices a restarted broker only after ten seconds. This one owns a push consumer and one supervising task. Whenever an
-entry is missing (numbers with a gap, no heartbeats, a new connection) it makes a new consumer that starts behind the
-last revision that was handed over.
+    core message on the bucket's subject ──► a hint: somebody wants to write ──┐
+    the start, a new connection, every WATCH_PERIOD_S ─────────────────────────┴──► the store is asked ──► handler
+
+No consumer: who may create one may have the broker say anything on any subject. A hint proves nothing, as a write that
+the store refuses is heard too, and may be lost like any message. So nothing of it is used but that it came; what the
+store returns, by rising revision, is handed over. A hint may overtake its write: a watch that finds fewer entries than
+it heard of looks again, soon at first and then more seldom.
 
 A bucket keeps `history` values of each key. A watch that falls further behind, or was away for longer, skips those in
 between and goes on with what is kept: the newest value of each key is always seen, older ones perhaps not.
@@ -12,85 +15,86 @@ between and goes on with what is kept: the newest value of each key is always se
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
-from functools import partial
+from datetime import datetime
+from typing import Protocol
 
 import nats.errors
+import nats.js.errors
 from nats.aio.client import Client
-from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
-from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+from nats.js.api import RawStreamMsg, StreamInfo
 
 from shared.process.log import get_logger
-from shared.transport.bus import KvEntry, WatchHandler
-from shared.transport.bus_rules import BusStats
-from shared.transport.nats_client import STATUS_HEADER, cancellable, end_tasks, unsubscribe
+from shared.transport.bus import WATCH_PERIOD_S, KvEntry, Message, NoBucketError, WatchHandler
+from shared.transport.bus_rules import BusStats, is_power_of_two
+from shared.transport.nats_client import NatsSubscription, cancellable, end_tasks
 
-HEARTBEAT_S = 1.0
-MAX_SILENCE_S = 3.0
-RETRY_S = 0.5
-START_TIMEOUT_S = 5.0
-KEEP_CONSUMER_S = 30.0
-"""After this long without us the broker forgets the consumer."""
+FIRST_LOOK_S = 0.02
+"""Pause before the store is asked again for a write that was heard of and is not there yet."""
+LOOK_GROWTH = 4.0
+"""Factor from one such pause to the next, up to `WATCH_PERIOD_S`."""
+MAX_HINTS = 1024
+"""Hints that may wait to be taken; those beyond it are lost, which harms nobody."""
 
 _OPERATION_HEADER = "KV-Operation"
 _MARKER_HEADER = "Nats-Marker-Reason"
-_LAST_HEADER = "Nats-Last-Consumer"
+
+
+class Store(Protocol):
+    """The bucket that a watch asks."""
+
+    name: str
+    client: Client
+    js: JetStreamContext
+    stats: BusStats
+
+    async def find(self) -> StreamInfo:
+        """Return what the broker says of the stream behind the bucket.
+
+        Raises:
+            nats.js.errors.NotFoundError: there is none.
+            nats.errors.Error: the broker did not answer.
+        """
 
 
 class NatsWatch:
     """Calls the handler with present values, then with every change, in revision order."""
 
-    def __init__(
-        self,
-        client: Client,
-        js: JetStreamContext,
-        bucket: str,
-        key: str,
-        handler: WatchHandler,
-        stats: BusStats,
-    ) -> None:
+    def __init__(self, store: Store, key: str, handler: WatchHandler) -> None:
         self.closed = False
-        self._client = client
-        self._js = js
-        self._stream = f"KV_{bucket}"
-        self._prefix = f"$KV.{bucket}."
-        self._key = key
+        self._store = store
+        self._prefix = f"$KV.{store.name}."
+        self._subject = f"{self._prefix}{key}"
         self._handler = handler
-        self._stats = stats
+        self._hints = NatsSubscription(self._subject, self._on_hint, store.stats)
+        self._num_owed = 0
+        self._num_missing = 0
+        self._created: datetime | None = None
         self._revision = 0
-        self._shown: set[str] = set()
-        self._present_done = asyncio.Event()
-        self._renew = asyncio.Event()
-        self._heard = False
-        self._generation = 0
-        self._expected = 1
-        self._inner: Subscription | None = None
-        self._consumer = ""
+        self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Return when the handler has seen the present values.
 
         Raises:
-            nats.errors.Error: the broker did not answer.
+            nats.errors.Error: the broker did not answer, or there is no such bucket.
         """
         try:
-            await self._open(ConsumerConfig(deliver_policy=DeliverPolicy.LAST_PER_SUBJECT))
-            async with asyncio.timeout(START_TIMEOUT_S):
-                await self._present_done.wait()
-        except TimeoutError:
-            await self.close()
-            raise nats.errors.TimeoutError from None
+            await self._hints.start(self._store.client, "", MAX_HINTS)  # before the look, so that nothing is missed
+            newest: dict[str, KvEntry] = {}
+            await self._look(newest)
+            for entry in sorted(newest.values(), key=lambda entry: entry.revision):
+                if entry.value is not None:
+                    self._hand_over(entry)
         except BaseException:
             await self.close()
             raise
-        self._task = asyncio.get_running_loop().create_task(self._supervise(), name=f"watch {self._prefix}{self._key}")
+        self._task = asyncio.get_running_loop().create_task(self._follow(), name=f"watch {self._subject}")
 
     def renew(self) -> None:
         """Ask for what was missed; returns at once."""
-        self._renew.set()
+        self._wake.set()
 
     async def close(self) -> None:
         """See `Subscription.close`."""
@@ -99,102 +103,78 @@ class NatsWatch:
         self.closed = True
         if self._task is not None:
             await end_tasks([self._task])
-        await self._leave()
-        if self._consumer and self._client.is_connected:
-            with suppress(nats.errors.Error, TimeoutError):  # else the broker forgets it by itself
-                async with asyncio.timeout(RETRY_S):
-                    await self._js.delete_consumer(self._stream, self._consumer)
+        await self._hints.close()
 
-    async def _supervise(self) -> None:
+    def _on_hint(self, _message: Message) -> None:
+        self._num_owed += 1
+        self._wake.set()
+
+    async def _follow(self) -> None:
+        pause_s = WATCH_PERIOD_S
         while not self.closed:
-            self._heard = False
             try:
-                async with asyncio.timeout(MAX_SILENCE_S):
-                    await self._renew.wait()
+                async with asyncio.timeout(pause_s):
+                    await self._wake.wait()
+                pause_s = FIRST_LOOK_S
             except TimeoutError:
-                if self._heard:
-                    continue
-            self._renew.clear()
-            await self._reopen()
-
-    async def _reopen(self) -> None:
-        while not self.closed:
-            await self._leave()
+                pause_s = min(pause_s * LOOK_GROWTH, WATCH_PERIOD_S)
+            self._wake.clear()
             try:
-                await cancellable(self._open(await self._resume()))
+                await cancellable(self._look())
+            except nats.js.errors.NotFoundError:
+                self._note_missing()
             except (nats.errors.Error, OSError) as error:
-                get_logger().debug("watch not renewed yet", stream=self._stream, error=str(error))
-                await asyncio.sleep(RETRY_S)
-            else:
+                self._num_owed += 1
+                get_logger().debug("watch not renewed yet", bucket=self._store.name, error=str(error))
+            if self._num_owed == 0 or pause_s >= WATCH_PERIOD_S:
+                self._num_owed, pause_s = 0, WATCH_PERIOD_S
+
+    def _note_missing(self) -> None:
+        """Look again soon, and say what is to be done."""
+        self._num_owed += 1
+        self._num_missing += 1
+        if is_power_of_two(self._num_missing):
+            get_logger().warning("bucket_missing", error=str(NoBucketError(self._store.name)))
+
+    async def _look(self, newest: dict[str, KvEntry] | None = None) -> None:
+        """Take what the store has behind the last revision, or all of it if the broker lost its disk.
+
+        Args:
+            newest: where entries are put, by key, instead of being handed over.
+        """
+        info = await self._store.find()
+        if info.created != self._created:
+            self._created, self._revision = info.created, 0
+        while self._revision < info.state.last_seq and not self.closed:
+            found = await self._next()
+            if found is None:
+                self._revision = info.state.last_seq  # what is left is of other keys
                 return
+            entry = self._entry(found)
+            self._revision = entry.revision
+            self._num_owed = max(0, self._num_owed - 1)
+            if newest is None:
+                self._hand_over(entry)
+            else:
+                newest[entry.key] = entry
 
-    async def _resume(self) -> ConsumerConfig:
-        """Return where to go on: behind the last revision, or from the start if the broker lost its disk."""
-        info = await self._js.stream_info(self._stream)
-        if info.state.last_seq < self._revision:
-            self._revision = 0
-        if self._revision == 0:
-            return ConsumerConfig(deliver_policy=DeliverPolicy.LAST_PER_SUBJECT)
-        return ConsumerConfig(deliver_policy=DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=self._revision + 1)
-
-    async def _open(self, start: ConsumerConfig) -> None:
-        self._generation += 1
-        self._expected = 1
-        inbox = self._client.new_inbox()
-        self._inner = await self._client.subscribe(inbox, cb=partial(self._take, self._generation))
-        config = start.evolve(
-            deliver_subject=inbox,
-            filter_subject=f"{self._prefix}{self._key}",
-            ack_policy=AckPolicy.NONE,
-            idle_heartbeat=HEARTBEAT_S,
-            inactive_threshold=KEEP_CONSUMER_S,
-            mem_storage=True,
-            num_replicas=1,
-        )
-        info = await self._js.add_consumer(self._stream, config)
-        self._consumer = info.name
-        if not info.num_pending and (info.delivered is None or info.delivered.consumer_seq == 0):
-            self._present_done.set()
-
-    async def _leave(self) -> None:
-        """Stop listening to the present consumer."""
-        self._generation += 1
-        if self._inner is not None:
-            await unsubscribe(self._inner)
-            self._inner = None
-
-    async def _take(self, generation: int, msg: Msg) -> None:
-        if generation != self._generation:
-            return
-        self._heard = True
-        headers = msg.headers or {}
-        if STATUS_HEADER in headers:
-            if int(headers.get(_LAST_HEADER, 0)) >= self._expected:
-                self._renew.set()  # the newest entries never came
-            return
-        metadata = msg.metadata
-        if metadata.sequence.consumer != self._expected:
-            self._generation += 1  # nothing more from this consumer: order before speed
-            self._renew.set()
-            return
-        self._expected += 1
-        self._hand_over(msg, metadata.sequence.stream)
-        if metadata.num_pending == 0:
-            self._present_done.set()
-            self._shown.clear()
-
-    def _hand_over(self, msg: Msg, revision: int) -> None:
-        if revision <= self._revision:
-            return
-        self._revision = revision
-        key = msg.subject[len(self._prefix) :]
-        headers = msg.headers or {}
-        deleted = _OPERATION_HEADER in headers or _MARKER_HEADER in headers
-        if not self._present_done.is_set():
-            if deleted and key not in self._shown:
-                return  # was deleted before the watch began: there is no present value
-            self._shown.add(key)
+    async def _next(self) -> RawStreamMsg | None:
+        """Return the oldest message of the watched keys behind the last revision."""
         try:
-            self._handler(KvEntry(key, None if deleted else msg.data, revision))
+            stream, after = f"KV_{self._store.name}", self._revision
+            return await self._store.js.get_msg(stream, seq=after + 1, subject=self._subject, next=True)
+        except nats.js.errors.NotFoundError:
+            return None
+
+    def _entry(self, found: RawStreamMsg) -> KvEntry:
+        assert found.subject is not None, "the store says where a message was written"
+        assert found.seq is not None, "a stored message has a sequence number"
+        headers = found.headers or {}
+        deleted = _OPERATION_HEADER in headers or _MARKER_HEADER in headers
+        return KvEntry(found.subject.removeprefix(self._prefix), None if deleted else found.data or b"", found.seq)
+
+    def _hand_over(self, entry: KvEntry) -> None:
+        try:
+            self._handler(entry)
         except Exception as error:  # the supervisor of the handler: logged and counted
-            self._stats.note_handler_error(msg.subject, error)
+            self._store.stats.note_handler_error(f"{self._prefix}{entry.key}", error)

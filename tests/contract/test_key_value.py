@@ -181,6 +181,46 @@ async def test_a_watch_of_an_empty_bucket_starts_at_once_and_sees_the_first_writ
 
 
 @contract
+async def test_a_refused_write_is_never_seen_by_a_watch(net: Net) -> None:
+    """Also not by one that looks after each: the hint of a refused write is heard as that of any other."""
+    name, seen = net.unique("watch"), Seen[KvEntry]()
+    writer = await (await net.connect()).key_value(name, history=HISTORY)
+    await (await (await net.connect()).key_value(name)).watch(">", seen)
+    first = await writer.put("k", b"0")
+    for number in range(20):
+        with pytest.raises(WrongRevisionError):
+            await writer.update("k", b"refused %d" % number, first + 7)
+        with pytest.raises(WrongRevisionError):
+            await writer.create("k", b"refused %d" % number)
+    last = await writer.put("k", b"1")
+    assert await seen.wait(2) == [KvEntry("k", b"0", first), KvEntry("k", b"1", last)]
+    await asyncio.sleep(0.2)
+    assert len(seen.items) == 2
+
+
+@contract
+async def test_a_lost_hint_is_made_good(net: Net) -> None:
+    name, seen, one = net.unique("watch"), Seen[KvEntry](), Seen[KvEntry]()
+    writer = await (await net.connect()).key_value(name, history=HISTORY)
+    reader = await (await net.connect()).key_value(name)
+    with net.deaf_watches():
+        await reader.watch(">", seen)
+        await reader.watch("k", one)
+        await writer.put("k", b"0")
+        await writer.put("other", b"0")
+        await seen.wait(2)
+        await writer.delete("k")
+        await seen.wait(3)
+        await one.wait(2)
+    assert [(entry.key, entry.value, entry.revision) for entry in seen.items] == [
+        ("k", b"0", 1),
+        ("other", b"0", 2),
+        ("k", None, 3),
+    ]
+    assert [(entry.value, entry.revision) for entry in one.items] == [(b"0", 1), (None, 3)]
+
+
+@contract
 async def test_a_raising_watch_handler_is_counted_and_sees_the_next_change(net: Net) -> None:
     bus = await net.connect()
     bucket, seen = await bus.key_value(net.unique("bucket"), history=HISTORY), Seen[KvEntry]()

@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import pytest
 import uvloop
 
+from shared.transport import memory_kv, nats_watch
 from shared.transport.bus import Bus, Handler, Subscription
-from shared.transport.memory_bus import MemoryBroker, MemoryBus
+from shared.transport.memory_bus import Delivery, MemoryBroker, MemoryBus
 from shared.transport.nats_bus import NatsBus
 from shared.transport.nats_server import EmbeddedNats
 from sim import virtual_time
@@ -58,9 +60,12 @@ class Seen(Generic[T]):
 class Net:
     """What a scenario gets: connections to one broker, all closed when it ends."""
 
-    def __init__(self, kind: str, connect: Callable[[str], Awaitable[NatsBus | MemoryBus]]) -> None:
+    def __init__(
+        self, kind: str, connect: Callable[[str], Awaitable[NatsBus | MemoryBus]], broker: MemoryBroker
+    ) -> None:
         self.kind = kind
         self._connect = connect
+        self._broker = broker
         self._buses: list[NatsBus | MemoryBus] = []
 
     async def connect(self, name: str = "test") -> NatsBus | MemoryBus:
@@ -71,6 +76,20 @@ class Net:
     async def close(self) -> None:
         for bus in self._buses:
             await bus.close()
+
+    @contextmanager
+    def deaf_watches(self) -> Iterator[None]:
+        """Let no watch that begins meanwhile hear a hint, and let each ask the store by itself 20 times a second."""
+
+        def deaf(delivery: Delivery) -> Sequence[float]:
+            return () if delivery.subject.startswith("$KV.") else (0.0,)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(nats_watch, "WATCH_PERIOD_S", 0.05)
+            patch.setattr(memory_kv, "WATCH_PERIOD_S", 0.05)
+            patch.setattr(nats_watch.NatsWatch, "_on_hint", lambda _watch, _message: None)
+            patch.setattr(self._broker.router, "deliver", deaf)
+            yield
 
     @staticmethod
     def unique(prefix: str) -> str:
@@ -116,7 +135,7 @@ class World:
             live = self.kind.startswith("nats")
             return await NatsBus.connect(self._server.url, name=name) if live else broker.connect(name)
 
-        net = Net(self.kind, connect)
+        net = Net(self.kind, connect, broker)
         try:
             await scenario(net)
         finally:

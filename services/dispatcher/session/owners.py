@@ -7,21 +7,16 @@ that could not be written, or is too old, costs a second computation of the same
 from __future__ import annotations
 
 import asyncio
-from typing import Final
 
 from shared.errors import WireError
 from shared.ids import RequestId
 from shared.messages.owner import Owner
 from shared.process.log import get_logger
-from shared.subjects import Subjects
+from shared.subjects import OWNER_KEEP_S, Subjects
 from shared.transport.bus import Bus, BusError, KeyValue
 from shared.wire import decode_json, encode_json
 
 _log = get_logger()
-
-
-KEEP_S: Final = 3600.0
-"""How long a record stays whose request nobody ends: its dispatcher died and its client did not come back."""
 
 
 class Owners:
@@ -63,5 +58,5 @@ class Owners:
 
     async def _records(self) -> KeyValue:
         if self._opened is None:
-            self._opened = await self._bus.key_value(self._bucket, max_age_s=KEEP_S)
+            self._opened = await self._bus.key_value(self._bucket, max_age_s=OWNER_KEEP_S)
         return self._opened

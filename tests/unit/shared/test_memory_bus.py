@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.transport import memory_bus
-from shared.transport.bus import BusTimeoutError, Endpoint, KvEntry, Message, NoRespondersError, ServiceInfo
+from shared.transport.bus import (
+    WATCH_PERIOD_S,
+    BusTimeoutError,
+    Endpoint,
+    KvEntry,
+    Message,
+    NoRespondersError,
+    ServiceInfo,
+)
 from shared.transport.bus_rules import matches
 from shared.transport.memory_bus import Delivery, MemoryBroker
 from sim.virtual_time import run
@@ -160,13 +168,22 @@ async def test_a_lost_answer_is_a_timeout_though_the_responder_ran() -> None:
     assert ran == [b"x"]
 
 
-async def test_buckets_and_their_watches_are_not_subject_to_the_policy() -> None:
-    broker, seen = MemoryBroker(deliver=lambda _delivery: ()), list[KvEntry]()
+async def test_writes_are_not_subject_to_the_policy_and_what_watches_miss_by_it_comes_later() -> None:
+    asked, seen = list[Delivery](), list[tuple[float, KvEntry]]()
+
+    def lose(delivery: Delivery) -> Sequence[float]:
+        asked.append(delivery)
+        return ()
+
+    broker = MemoryBroker(deliver=lose)
     bucket = await broker.connect("b").key_value("plans")
-    await bucket.watch(">", seen.append)
-    await bucket.put("k", b"v")
-    await asyncio.sleep(0.01)
-    assert seen == [KvEntry("k", b"v", 1)]
+    await (await broker.connect("c").key_value("plans")).watch(">", lambda entry: seen.append((now(), entry)))
+    began_s = now()
+    assert await bucket.put("k", b"v") == 1
+    await asyncio.sleep(WATCH_PERIOD_S + 0.01)
+    ((at_s, entry),) = seen
+    assert (at_s - began_s, entry) == (pytest.approx(WATCH_PERIOD_S, abs=0.01), KvEntry("k", b"v", 1))
+    assert asked == [Delivery("b", "c", "$KV.plans.k", 1)]
 
 
 async def test_a_broker_that_is_down_loses_messages_and_fails_the_rest_in_time() -> None:

@@ -9,7 +9,7 @@ import pytest
 from shared.ids import DispatcherId, WorkerId
 from shared.subjects import Subjects
 from shared.transport.bus_rules import matches
-from shared.transport.nats_roles import BrokerRole, Permissions, inbox_prefix, permissions
+from shared.transport.nats_roles import BrokerRole, Permissions, inbox_prefix, makes_buckets, permissions
 
 SUBJECTS = Subjects()
 W0, D0 = WorkerId("w0"), DispatcherId("d0")
@@ -44,10 +44,13 @@ def inboxes(role: BrokerRole) -> list[str]:
         (f"$KV.{SUBJECTS.view_bucket()}.cluster", {BrokerRole.MONITOR}),
         (f"$KV.{SUBJECTS.plan_bucket()}.plan", {BrokerRole.PLANNER}),
         (
-            f"$JS.API.DIRECT.GET.KV_{SUBJECTS.plan_bucket()}.plan",
+            f"$JS.API.STREAM.MSG.GET.KV_{SUBJECTS.plan_bucket()}",
             {BrokerRole.MONITOR, BrokerRole.PLANNER, BrokerRole.OPERATOR},
         ),
-        (f"$JS.API.STREAM.CREATE.KV_{SUBJECTS.plan_bucket()}", {BrokerRole.MONITOR, BrokerRole.PLANNER}),
+        (f"$JS.API.DIRECT.GET.KV_{SUBJECTS.plan_bucket()}.plan", set()),
+        (f"$JS.API.STREAM.CREATE.KV_{SUBJECTS.plan_bucket()}", {BrokerRole.SETUP}),
+        (f"$JS.API.CONSUMER.CREATE.KV_{SUBJECTS.plan_bucket()}", set()),
+        (f"$JS.API.CONSUMER.CREATE.KV_{SUBJECTS.view_bucket()}.c.$KV.{SUBJECTS.view_bucket()}.>", set()),
         (SUBJECTS.admin("planner", "p", "drop"), {BrokerRole.OPERATOR}),
         (SUBJECTS.admin("planner", "p", "restore"), {BrokerRole.OPERATOR}),
         (SUBJECTS.admin("planner", "p", "metrics"), {BrokerRole.OPERATOR}),
@@ -80,7 +83,8 @@ def test_each_subject_is_published_by_these_roles_and_no_other(subject: str, who
         (SUBJECTS.tokens(D0), {BrokerRole.DISPATCHER, BrokerRole.OPERATOR}),
         (SUBJECTS.view(), {BrokerRole.DISPATCHER, BrokerRole.PLANNER, BrokerRole.OPERATOR}),
         (SUBJECTS.event("monitor", "m"), {BrokerRole.OPERATOR}),
-        ("$SRV.PING", set(BrokerRole)),
+        (f"$KV.{SUBJECTS.plan_bucket()}.plan", {BrokerRole.MONITOR, BrokerRole.PLANNER, BrokerRole.OPERATOR}),
+        ("$SRV.PING", set(BrokerRole) - {BrokerRole.SETUP}),
         ("$SRV.INFO.sluice-worker.w0", {BrokerRole.WORKER, BrokerRole.OPERATOR}),
         ("sluice.other.worker.w0.report", set()),
         ("$SYS.ACCOUNT.x", set()),
@@ -97,8 +101,25 @@ def test_no_role_reads_the_inbox_of_another_and_a_worker_has_none(reader: Broker
         assert (allows(allowed.subscribe, inbox) and not allows(allowed.hidden, inbox)) == may
 
 
-def test_services_answer_and_operators_do_not() -> None:
-    assert {role for role in BrokerRole if permissions(role).responds} == set(BrokerRole) - {BrokerRole.OPERATOR}
+def test_services_answer_and_people_and_the_set_up_do_not() -> None:
+    tools = {BrokerRole.OPERATOR, BrokerRole.SETUP}
+    assert {role for role in BrokerRole if permissions(role).responds} == set(BrokerRole) - tools
+
+
+@pytest.mark.parametrize(
+    ("user", "makes"),
+    [
+        (None, True),
+        ("", True),
+        ("me", True),
+        ("setup", True),
+        ("worker", False),
+        ("planner", False),
+        ("operator", False),
+    ],
+)
+def test_buckets_are_made_by_the_set_up_user_and_by_users_that_are_no_role_s(user: str | None, makes: bool) -> None:
+    assert makes_buckets(user) == makes
 
 
 def test_nothing_is_allowed_wholesale() -> None:
