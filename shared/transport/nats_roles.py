@@ -111,7 +111,7 @@ def _dispatcher(subjects: Subjects) -> tuple[list[str], list[str]]:
     view, owners = subjects.view_bucket(), subjects.owners_bucket()
     publish = [*_requests(subjects), *_read(view), *_read(owners), _write(owners)]
     asked = subjects.admin(BrokerRole.DISPATCHER, ANY, "dump")
-    heard = [subjects.view(), _write(view), subjects.tokens(_DISPATCHERS), asked]
+    heard = [subjects.view(), _write(view), _write(owners), subjects.tokens(_DISPATCHERS), asked]
     return publish, [*heard, _inboxes(BrokerRole.DISPATCHER)]
 
 

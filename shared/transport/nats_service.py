@@ -27,6 +27,9 @@ ERROR_CODE_HEADER = "Nats-Service-Error-Code"
 QUEUE_GROUP = "q"
 """The group of every endpoint: of several services with one subject, one answers."""
 
+INBOXES = "_INBOX."
+"""Under which answers go. Where who asks could name any subject, it would have the service speak there for it."""
+
 MAX_WAITING = 1024
 """Requests of one endpoint that wait for a free place; more are answered with an error at once."""
 
@@ -92,9 +95,11 @@ class EndpointRunner:
         self._busy_s = 0.0
 
     def take(self, message: Message) -> None:
-        """Start answering, or let the request wait; refuse it if too many wait already."""
+        """Start answering, or let the request wait; refuse it if too many do, drop it if its answer is for no inbox."""
         self._num_requests += 1
-        if self._closing:
+        if message.reply and not message.reply.startswith(INBOXES):
+            self._note_failure(ServiceError("400", f"'{message.reply[:80]}' is no inbox for an answer"))
+        elif self._closing:
             self._refuse(message, "closing")
         elif len(self._running) < self.endpoint.max_in_flight:
             self._start(message)

@@ -110,13 +110,27 @@ async def test_every_instance_answers_and_one_gets_each_request(net: Net) -> Non
     server, tool, answers = await net.connect("s"), await net.connect("t"), Seen[Message]()
     await start(server)
     await start(await net.connect("s2"), replace(INFO, instance_id="w-1"))
-    await listen(tool, "tool.inbox", answers)
-    await tool.publish("$SRV.PING.sluice-worker", b"", reply="tool.inbox")
+    await listen(tool, "_INBOX.tool", answers)
+    await tool.publish("$SRV.PING.sluice-worker", b"", reply="_INBOX.tool")
     assert sorted(json.loads(m.data)["id"] for m in await answers.wait(2)) == ["w-0", "w-1"]
     for _ in range(10):
         await tool.request(ENDPOINT["subject"], b"", timeout_s=WAIT_S)
     counts = [(await ask(tool, f"$SRV.STATS.sluice-worker.w-{n}"))["endpoints"][0]["num_requests"] for n in (0, 1)]
     assert sum(counts) == 10
+
+
+@contract
+async def test_answers_go_to_inboxes_and_nowhere_else(net: Net) -> None:
+    """Who asks names where the answer goes: on any subject it would be the service that speaks there."""
+    server, tool, heard = await net.connect("s"), await net.connect("t"), Seen[Message]()
+    await start(server)
+    await listen(tool, "sluice.default.worker.*.plan", heard)
+    for subject in (ENDPOINT["subject"], "$SRV.INFO.sluice-worker"):
+        await tool.publish(subject, b"", reply="sluice.default.worker.w-9.plan")
+    (figures,) = (await ask(tool, "$SRV.STATS.sluice-worker"))["endpoints"]
+    assert (figures["num_requests"], figures["num_errors"]) == (1, 1)
+    assert figures["last_error"] == "400: 'sluice.default.worker.w-9.plan' is no inbox for an answer"
+    assert heard.items == []
 
 
 @contract
