@@ -26,6 +26,7 @@ from shared.transport.nats_client import round_trip
 from shared.transport.nats_config import new_passwords
 from shared.transport.nats_roles import BrokerRole, inbox_prefix
 from shared.transport.nats_server import EmbeddedNats
+from shared.transport.nats_service import QUEUE_GROUP
 from shared.wire import WireError, decode_json, encode_json
 from tests.support.broker import Seen, listen
 from tests.support.ports import free_port
@@ -228,7 +229,8 @@ async def test_a_forged_plan_is_obeyed_from_nobody_but_the_planner(guarded: Guar
         guarded.client(role) as (attacker, refused),
         guarded.bus(BrokerRole.PLANNER) as planner,
     ):
-        consumer = {"stream_name": f"KV_{bucket}", "config": {"deliver_subject": WORKER_PLAN, "ack_policy": "none"}}
+        config = {"deliver_subject": WORKER_PLAN, "deliver_group": QUEUE_GROUP, "ack_policy": "none"}
+        consumer = {"stream_name": f"KV_{bucket}", "config": config}
         stream = {"name": f"KV_{bucket}", "subjects": [f"$KV.{bucket}.>"], "storage": "file", "max_msgs_per_subject": 1}
         republished = {**stream, "republish": {"src": ">", "dest": WORKER_PLAN}}
         own = {**republished, "name": "mine", "subjects": ["mine"]}
@@ -286,6 +288,7 @@ async def deliver_from_a_stream(attacker: Client, stream: str, target: str) -> N
     await js.add_stream(StreamConfig(name=stream, subjects=[f"{stream}.>"], republish=republish, allow_direct=True))
     await js.publish(f"{stream}.once", FORGED)
     once = ConsumerConfig(deliver_subject=target, ack_policy=AckPolicy.NONE, filter_subject=f"{stream}.once")
+    once.deliver_group = QUEUE_GROUP if target == WORKER_PLAN else None  # as endpoints listen
     await js.add_consumer(stream, once)
     await attacker.publish(f"$JS.API.DIRECT.GET.{stream}", b'{"seq":1}', reply=target)
     await js.publish(f"{stream}.again", FORGED)
