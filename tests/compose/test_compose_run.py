@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
 
 URL = "http://127.0.0.1:8000"
 START_LIMIT_S = 240.0
-LASTING = {"nats", "monitor", "planner", "worker-0", "worker-1", "dispatcher"}
+LASTING = {"nats", "buckets", "monitor", "planner", "worker-0", "worker-1", "dispatcher"}
 PAUSE_S = 5.0
 """Longer than the lease, so that the paused worker's requests are taken elsewhere."""
 
@@ -78,12 +78,13 @@ def test_the_setup_has_done_its_work_and_nobody_sees_more_than_its_own_password(
     for name in sorted(LASTING - {"nats"}):
         code, output = engine.run(name, "python", "-c", "import os; print(sorted(os.listdir('/keys')))")
         assert code == 0
-        listed = [key for key in ("dispatcher", "monitor", "planner", "worker", "nats") if f"'{key}'" in output]
+        keys = ("dispatcher", "monitor", "planner", "worker", "nats", "setup", "operator")
+        listed = [key for key in keys if f"'{key}'" in output]
         readable = [key for key in listed if engine.run(name, "ls", f"/keys/{key}")[1]]
-        assert readable == [name.split("-")[0]]
+        assert readable == ["setup" if name == "buckets" else name.split("-")[0]]
 
 
-@pytest.mark.parametrize("name", ["dispatcher", "monitor", "planner"])
+@pytest.mark.parametrize("name", ["buckets", "dispatcher", "monitor", "planner"])
 def test_images_without_a_model_have_no_torch(engine: Engine, name: str) -> None:
     code, output = engine.run(name, "python", "-c", "import importlib.util as u; print(u.find_spec('torch'))")
     assert (code, output) == (0, "None")
@@ -145,3 +146,47 @@ def test_a_restarted_broker_is_a_pause_for_all_readers_and_no_more(engine: Engin
 
     assert texts_of(read_all([URL], restart, count=16)) == expected
     wait_until(lambda: num_ready() == 2, "the workers are back", 60)
+
+
+def test_a_broker_that_lost_its_volume_gets_its_buckets_again(engine: Engine, expected: list[str]) -> None:
+    engine.act("kill", "nats")
+    empty_volume(engine)
+    engine.act("start", "nats")
+    wait_until(lambda: num_ready() == 2, "the workers are back", 60)
+    assert texts_of(read_all([URL], count=16)) == expected
+    code, output = engine.run("buckets", "python", "-c", LIST_BUCKETS)
+    assert (code, output.split()[-3:]) == (0, ["sluice_default_owners", "sluice_default_plan", "sluice_default_view"])
+
+
+LIST_BUCKETS = """
+import asyncio
+from shared.subjects import Subjects
+from shared.transport.nats_bus import NatsBus
+
+async def main():
+    login = ("setup", open("/keys/setup/password").readline().strip())
+    bus = await NatsBus.connect("nats://nats:4222", name="test", inbox_prefix="_INBOX.setup.test", credentials=login)
+    for bucket in sorted(Subjects().buckets()):
+        answer = await bus.request(f"$JS.API.STREAM.INFO.KV_{bucket}", b"", timeout_s=5)
+        print(bucket if b'"config"' in answer else answer)
+    await bus.close()
+
+asyncio.run(main())
+"""
+
+
+def empty_volume(engine: Engine) -> None:
+    """Remove all that the broker has stored, in a container made for it: the broker's own has no shell."""
+    (volume,) = [mount["Name"] for mount in engine.inspect("nats")["Mounts"] if mount["Destination"] == "/data"]
+    host = {"Binds": [f"{volume}:/data"], "NetworkMode": "none"}
+    command = {
+        "Image": engine.inspect("setup")["Image"],
+        "Entrypoint": ["sh", "-c", "rm -rf /data/*"],
+        "HostConfig": host,
+    }
+    made = engine.ask("POST", "/containers/create", command)["Id"]
+    try:
+        engine.ask("POST", f"/containers/{made}/start")
+        assert engine.ask("POST", f"/containers/{made}/wait")["StatusCode"] == 0
+    finally:
+        engine.ask("DELETE", f"/containers/{made}?force=1")
