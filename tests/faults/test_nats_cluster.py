@@ -25,7 +25,7 @@ from shared.transport.nats_roles import BrokerRole
 from shared.transport.nats_server import accepts_connections, find_binary
 from tests.support.chat_readers import read_all, texts_of
 from tests.support.cluster import ROOT, Cluster, cluster
-from tests.support.processes import wait_until
+from tests.support.processes import sluice, wait_until
 from tests.support.raw_nats import RawNats
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
@@ -82,6 +82,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     try:
         for name in HOSTS:
             found.start(name)
+        setup = {"SLUICE_NATS_USER": "setup", "SLUICE_NATS_PASSWORD_FILE": str(folder / "setup" / "password")}
+        done = sluice("nats-setup", env={**os.environ, **found.env(), **setup})
+        assert (done.returncode, done.stdout.split()) == (0, list(Subjects().buckets())), done.stderr
         yield found
     finally:
         for process in found.processes.values():

@@ -183,6 +183,26 @@ async def _ignore(_msg: Msg) -> None:
     return
 
 
+async def test_an_operator_s_tools_get_and_hear_what_is_stored(guarded: Guarded) -> None:
+    """As `nats kv get` and `nats sub` ask: the bucket's description, then the message in an envelope."""
+    await guarded.make()
+    async with guarded.client(BrokerRole.OPERATOR) as (tool, refused), guarded.bus(BrokerRole.MONITOR) as monitor:
+        heard = Seen[Msg]()
+
+        async def hear(msg: Msg) -> None:
+            heard(msg)
+
+        await tool.subscribe(f"$KV.{VIEW}.>", cb=hear)
+        await tool.subscribe("sluice.default.>", cb=hear)
+        await round_trip(tool)
+        await (await monitor.key_value(VIEW)).put("cluster", b"{}")
+        await monitor.publish(SUBJECTS.view(), b"{}")
+        bucket = await JetStreamContext(tool).key_value(VIEW)
+        assert (await bucket.get("cluster")).value == b"{}"
+        assert [msg.subject for msg in await heard.wait(2)] == [f"$KV.{VIEW}.cluster", SUBJECTS.view()]
+        assert refused == []
+
+
 # forged plans
 
 STEP = RestoreInstance(worker=PlannedWorker(worker_id=WorkerId("w0"), held=(0, 4)))

@@ -13,6 +13,7 @@ from services.monitor.service import Monitor
 from services.planner.config import PlannerSettings
 from services.planner.service import Planner
 from shared.subjects import Subjects
+from shared.transport.buckets import make_buckets
 from shared.transport.nats_bus import NatsBus
 from shared.transport.nats_config import new_passwords
 from shared.transport.nats_roles import BrokerRole, inbox_prefix
@@ -39,7 +40,9 @@ async def test_the_planner_is_found_and_its_reason_is_told(tmp_path: Path) -> No
             await run_verb("drop", {}, flags, limit_s=5, as_json=False)
         assert nobody.value.code == UNREACHABLE
 
-        buses = {role: await connect(role) for role in (BrokerRole.MONITOR, BrokerRole.PLANNER, BrokerRole.WORKER)}
+        roles = (BrokerRole.MONITOR, BrokerRole.PLANNER, BrokerRole.WORKER, BrokerRole.SETUP)
+        buses = {role: await connect(role) for role in roles}
+        await make_buckets(buses[BrokerRole.SETUP], Subjects())
         monitor = Monitor(MonitorSettings(instance_id="monitor", suspect_after_s=0.2), buses[BrokerRole.MONITOR])
         planner = Planner(PlannerSettings(instance_id="planner", system="kunserve"), buses[BrokerRole.PLANNER])
         await monitor.start()
