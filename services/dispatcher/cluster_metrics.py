@@ -63,6 +63,7 @@ class ClusterMetrics:
         self._nats = {
             "reconnects": Growing(counter("sluice:nats_reconnects", "Connections to the broker made again", model)),
             "slow": Growing(counter("sluice:nats_slow_consumer", "Messages dropped before a full queue here", model)),
+            "strays": Growing(counter("sluice:nats_strays", "Messages out of a stream, dropped unread", model)),
             "gaps": Growing(counter("sluice:nats_gaps", "Token messages of workers that never came", model)),
         }
 
@@ -108,4 +109,5 @@ class ClusterMetrics:
             self._bus.follow(value, model_name=model, what=what)
         self._nats["reconnects"].follow(bus.stats.reconnects, model_name=model)
         self._nats["slow"].follow(bus.stats.dropped_in, model_name=model)
+        self._nats["strays"].follow(bus.stats.strays, model_name=model)
         self._nats["gaps"].follow(counters.num_lost_messages, model_name=model)
