@@ -2,11 +2,15 @@
 
 Our own has a user per role, with passwords that are made for the run and reach each child by its environment. The
 set-up user's stays here: its buckets are made before the children start, and again when the broker comes back without.
+It says over HTTP, under a path that nobody else knows, whether its store still works: a bucket that once met a full
+disk takes nothing more until the broker is started anew.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,18 +21,26 @@ from urllib.parse import quote
 from cli.cluster import checks
 from cli.cluster.settings import UpSettings
 from cli.cluster.supervisor import ChildSpec, Supervisor
+from cli.exit_codes import CommandError
+from cli.http import ask
 from shared.errors import StartupError
 from shared.process.tasks import TaskOwner
 from shared.subjects import Subjects
 from shared.transport.buckets import keep_buckets, make_buckets
 from shared.transport.bus import BusError
 from shared.transport.nats_bus import NatsBus, without_credentials
-from shared.transport.nats_config import new_passwords
+from shared.transport.nats_config import new_password, new_passwords
 from shared.transport.nats_roles import BrokerRole, inbox_prefix
 from shared.transport.nats_server import accepts_connections, find_binary, server_command
 
 START_LIMIT_S = 10.0
 LOOK_S = 0.02
+CARE_PERIOD_S = 1.0
+"""Pause between two looks at the store."""
+RESTART_GAP_S = 10.0
+"""After a restart for the store's sake, until the next look: each makes streams wait for a moment."""
+ROOM_BYTES = 1024**2
+"""What must fit on the disk before a broker is restarted for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +110,21 @@ class Broker:
         settings: whether a broker is named.
         supervisor: runs one if not.
         run_dir: its store is removed with this folder.
+        show: takes one line for the person: that its store has failed, that it is started anew for that.
     """
 
     NAME: ClassVar[str] = "nats"
 
-    def __init__(self, settings: UpSettings, supervisor: Supervisor, run_dir: Path) -> None:
+    def __init__(
+        self, settings: UpSettings, supervisor: Supervisor, run_dir: Path, show: Callable[[str], None]
+    ) -> None:
         self._settings = settings
         self._supervisor = supervisor
         self._run_dir = run_dir
+        self._show = show
         self._tasks = TaskOwner()
         self._setup: NatsBus | None = None
+        self._monitoring_url = ""
 
     def check(self) -> None:
         """Check what can be known before anything starts.
@@ -131,13 +148,17 @@ class Broker:
         """
         if not self._settings.has_own_broker:
             return named_broker(self._settings)
-        port = checks.find_port("127.0.0.1", 0, promised_port)
+        port = checks.find_port("127.0.0.1", 0, [promised_port])
+        monitoring_port = checks.find_port("127.0.0.1", 0, [promised_port, port])
+        self._monitoring_url = f"http://127.0.0.1:{monitoring_port}/{new_password()}"
         access = BrokerAccess(f"nats://127.0.0.1:{port}", new_passwords())
         try:
-            command = server_command(self._run_dir / "nats", port, access.passwords, self._settings.cluster)
+            command = server_command(
+                self._run_dir / "nats", port, access.passwords, self._settings.cluster, self._monitoring_url
+            )
         except OSError as error:
             raise StartupError(f"cannot write to {self._run_dir} ({error.strerror})", "Set TMPDIR") from error
-        await self._supervisor.start(ChildSpec(self.NAME, tuple(command)))
+        await self._supervisor.start(ChildSpec(self.NAME, tuple(command), needed_as=self.NAME, excuse=self._excuse))
         try:
             async with asyncio.timeout(START_LIMIT_S):
                 while not await asyncio.to_thread(accepts_connections, access.url):
@@ -147,10 +168,11 @@ class Broker:
                 f"nats-server did not start within {START_LIMIT_S:g} s", "Look into its log with --log-dir"
             ) from error
         await self._set_up(access)
+        self._tasks.start(self._care(), name="broker")
         return access
 
     async def close(self) -> None:
-        """Look after the buckets no more. The broker itself is the supervisor's. Idempotent."""
+        """Look after buckets and store no more. The broker itself is the supervisor's. Idempotent."""
         await self._tasks.close()
         if self._setup is not None:
             await self._setup.close()
@@ -170,3 +192,42 @@ class Broker:
                 f"the broker's buckets cannot be made: {error}", "Set TMPDIR to where there is room"
             ) from error
         self._tasks.start(keep_buckets(bus, subjects), name="buckets")
+
+    async def _care(self) -> None:
+        """Restart a broker whose store has failed as soon as there is room for one; until cancelled."""
+        told = ""
+        while True:
+            await asyncio.sleep(CARE_PERIOD_S)
+            problem = await self._find_problem()
+            can_mend = bool(problem) and await asyncio.to_thread(has_room, self._run_dir)
+            failed = f"the broker's store has failed ({problem})"
+            if can_mend:
+                self._show(f"{failed}; there is room on its disk, so the broker is started anew")
+                self._supervisor.restart(self.NAME)
+                await asyncio.sleep(RESTART_GAP_S)
+                problem = ""
+            elif problem and not told:
+                self._show(f"{failed}; views and plans are not kept until there is room on its disk")
+            told = problem
+
+    async def _find_problem(self) -> str:
+        """Return what the broker says is wrong with its store; "" if nothing, or if it says nothing."""
+        try:
+            answer = await ask(f"{self._monitoring_url}/healthz")
+            return str(json.loads(answer.body)["error"]) if answer.status == 503 else ""
+        except (CommandError, ValueError, KeyError, TypeError):  # it is not there, or begins: another matter
+            return ""
+
+    def _excuse(self) -> str:
+        return "" if has_room(self._run_dir) else "its disk is full"
+
+
+def has_room(folder: Path) -> bool:
+    """Return whether a file of some size can be written there; what counts may be blocks, inodes or a quota."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(ROOM_BYTES))
+            file.flush()
+    except OSError:
+        return False
+    return True

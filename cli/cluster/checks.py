@@ -9,6 +9,7 @@ import random
 import re
 import socket
 import time
+from collections.abc import Collection
 from urllib.parse import urlsplit
 
 from cli.cluster.settings import UpSettings
@@ -49,19 +50,19 @@ def check_settings(settings: UpSettings) -> None:
         raise StartupError(f"there is no file of keys {settings.api_keys_file}", hint)
 
 
-def find_port(host: str, port: int, promised: int = 0) -> int:
+def find_port(host: str, port: int, promised: Collection[int] = ()) -> int:
     """Return the port if it is free, or a free one for 0.
 
     Args:
         host: at which somebody will listen.
         port: at which; 0 = any.
-        promised: a port that somebody else will listen at, and does not yet: it is not chosen.
+        promised: ports that somebody will listen at, and does not yet: none of them is chosen.
 
     Raises:
         StartupError: it is taken or not allowed, or the address is not this machine's.
     """
     for candidate in random.sample(QUIET_PORTS, _NUM_TRIES) if port == 0 else ():
-        if candidate != promised:
+        if candidate not in promised:
             with contextlib.suppress(StartupError):
                 return _probe(host, candidate)
     return _probe(host, port)

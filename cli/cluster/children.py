@@ -85,7 +85,7 @@ class ClusterPlan:
         flags += [] if settings.graphs else ["--no-graphs"]
         flags += [] if settings.fused else ["--no-fused"]
         flags += [] if settings.overlap is None else ["--overlap" if settings.overlap else "--no-overlap"]
-        return self._service(name, *flags)
+        return replace(self._service(name, *flags), needed_as="worker")
 
     def _dispatcher(self) -> ChildSpec:
         settings = self.settings
@@ -100,7 +100,7 @@ class ClusterPlan:
         spec = self._service(DISPATCHER, *flags, instance_id=f"{DISPATCHER}-0")
         # a key in the flags could be read by everybody on this machine
         key = {"SLUICE_DISPATCHER_API_KEY": settings.api_key} if settings.api_key else {}
-        return replace(spec, env={**spec.env, **key})
+        return replace(spec, env={**spec.env, **key}, needed_as=DISPATCHER)
 
 
 def names_of(settings: UpSettings, model: Model) -> tuple[str, ...]:

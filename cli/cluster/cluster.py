@@ -20,6 +20,7 @@ from cli.model import find_model
 from cli.pull import show_progress
 from cli.signals import StopSignals
 from shared.process.log import only_from
+from shared.process.tasks import TaskOwner
 from shared.subjects import Subjects
 
 POLL_S = 0.1
@@ -42,9 +43,11 @@ class Cluster:
     def __init__(self, settings: UpSettings, console: Console, run_dir: RunDir) -> None:
         self._settings = settings
         self._console = console
+        self._run_dir = run_dir
         self.log_dir = log_dir_of(settings, run_dir.path)
         self.supervisor = Supervisor(self.log_dir, self._show, group=run_dir.group)
-        self._broker = Broker(settings, self.supervisor, run_dir.path)
+        self._broker = Broker(settings, self.supervisor, run_dir.path, self._show)
+        self._tasks = TaskOwner(self.supervisor.fail_by)
         self._plan: ClusterPlan | None = None
 
     @property
@@ -61,6 +64,7 @@ class Cluster:
             CommandError: it took too long.
         """
         settings = self._settings
+        self._tasks.start(self._run_dir.keep_guarded(self._show), name="guardian")
         checks.check_settings(settings)
         port = checks.find_port(settings.host, settings.port)
         model = await asyncio.to_thread(find_model, settings.model, show_progress(self._console, settings.model))
@@ -92,6 +96,7 @@ class Cluster:
         for names, limit_s in order:
             for name in await self.supervisor.stop(names, limit_s):
                 self._show(f"{name} did not end within {limit_s:g} s and was killed")
+        await self._tasks.close()
         await self.supervisor.close()
 
     def _announce(self, model_name: str) -> None:

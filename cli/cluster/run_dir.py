@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
+from shared.errors import StartupError
+
 GUARDIAN_END_S = 5.0
+LOOK_S = 0.1
+"""Pause between two looks at the guardian."""
 
 GUARDIAN = Path(__file__).with_name("guardian.py")
 
@@ -23,22 +30,59 @@ class RunDir:
     def __init__(self) -> None:
         self.path = Path()
         self._guardian: subprocess.Popen[bytes] | None = None
+        self._group = 0
 
-    @property
     def group(self) -> int:
-        """Process group for children (`process_group=` of `subprocess`)."""
+        """Return the process group that a child may join now (`process_group=` of `subprocess`).
+
+        A guardian that is gone is replaced first; the group stays while anybody is in it.
+
+        Raises:
+            OSError: no process is to be had for another guardian.
+        """
         assert self._guardian is not None, "entered"
-        return self._guardian.pid
+        if self._guardian.poll() is not None:
+            assert self._guardian.stdin is not None, "a pipe"
+            self._guardian.stdin.close()
+            try:
+                self._guardian = self._start_guardian(self._group)
+            except PermissionError:  # nobody is left in the group
+                self._guard()
+        return self._group
+
+    async def keep_guarded(self, show: Callable[[str], None]) -> None:
+        """Replace a guardian that ends, until cancelled, and say so."""
+        known = self._guardian
+        while True:
+            await asyncio.sleep(LOOK_S)
+            with suppress(OSError):  # another time
+                self.group()
+            if self._guardian is not known:
+                known = self._guardian
+                show(
+                    "the guardian, which ends the others should this process be killed, was gone; there is another one"
+                )
 
     def __enter__(self) -> Self:
-        self.path = Path(tempfile.mkdtemp(prefix="sluice-"))
-        self._guardian = subprocess.Popen(  # noqa: S603  this interpreter and a file of ours
-            [sys.executable, "-I", "-S", str(GUARDIAN), str(self.path)],
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix="sluice-"))
+        except OSError as error:
+            raise StartupError(f"cannot make a folder for this run ({error.strerror})", "Set TMPDIR") from error
+        self._guard()
+        return self
+
+    def _guard(self) -> None:
+        """Start a guardian with a group of its own."""
+        self._guardian = self._start_guardian(0)
+        self._group = self._guardian.pid
+
+    def _start_guardian(self, group: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(  # noqa: S603  this interpreter and a file of ours
+            [sys.executable, "-I", "-S", str(GUARDIAN), str(self.path), str(group)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            process_group=0,
+            process_group=group,
         )
-        return self
 
     def __exit__(self, *_exc: object) -> None:
         self.end()
@@ -48,6 +92,8 @@ class RunDir:
         shutil.rmtree(self.path, ignore_errors=True)
         if self._guardian is None:
             return
+        with suppress(OSError):
+            self.group()  # a guardian that is gone kills nobody
         assert self._guardian.stdin is not None, "a pipe"
         self._guardian.stdin.close()
         try:

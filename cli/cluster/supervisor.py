@@ -1,17 +1,23 @@
 """Keeps child processes running: restarts what ends by itself, gives up with one line, stops in order.
 
     exit code 2 before the child was ever ready   it refused to start: its line is the failure, nothing is restarted
-    any other end that nobody asked for           restarted with growing pauses; after too many, the failure says so
+    any other end that nobody asked for           restarted with growing pauses, and told of
+    too many of these                             the failure says so, if nothing was ready yet, or nothing can be served
+                                                  without the child; else it is tried again for ever
 
-The supervisor never decides to end the run: it sets `failure`, and its owner stops everything.
+The supervisor never decides to end the run: it sets `failure`, and its owner stops everything. Children end with the
+process that started them (`bound.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import shutil
 import signal
 import subprocess
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,9 +25,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cli.cluster.child_log import ChildLog
-from cli.cluster.restart import RestartParams, restart_delay_s
+from cli.cluster.restart import RestartParams, is_failing, restart_delay_s
 from cli.exit_codes import FAILED, REFUSED
 from shared.process.tasks import TaskOwner
+from shared.transport.bus_rules import is_power_of_two
+
+BOUND = Path(__file__).with_name("bound.py")
 
 READ_BYTES = 64 * 1024
 KILL_LIMIT_S = 5.0
@@ -38,6 +47,10 @@ class ChildSpec:
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to this process's own."""
+    needed_as: str = ""
+    """What nothing can be served without. The run ends when all children of this word fail; empty: it goes on."""
+    excuse: Callable[[], str] = str
+    """Returns why it is not the child's fault now that it fails, so that the run does not end for it; "": it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +71,8 @@ class _Child:
         self._output_fd: int | None = None
         self.stopping = asyncio.Event()
         self.was_ready = False
+        self.is_restarting = False
+        self.num_exits = 0
         self.exits_s: deque[float] = deque(maxlen=64)
         self.task: asyncio.Task[None] | None = None
 
@@ -107,7 +122,7 @@ class Supervisor:
     Args:
         log_dir: one file per child.
         show: takes one line for the person.
-        group: process group that the children join; None for this process's own.
+        group: returns the process group that a child joins which is started now; None for this process's own.
         params: of restarts.
     """
 
@@ -116,7 +131,7 @@ class Supervisor:
         log_dir: Path,
         show: Callable[[str], None],
         *,
-        group: int | None = None,
+        group: Callable[[], int] | None = None,
         params: RestartParams | None = None,
     ) -> None:
         self._log_dir = log_dir
@@ -125,7 +140,7 @@ class Supervisor:
         self._group = group
         self._params = params or RestartParams()
         self._children: dict[str, _Child] = {}
-        self._tasks = TaskOwner(self._on_bug)
+        self._tasks = TaskOwner(self.fail_by)
         self._failed = asyncio.Event()
         self.failure: RunFailure | None = None
 
@@ -162,6 +177,12 @@ class Supervisor:
         for child in self._children.values():
             child.was_ready = True
 
+    def restart(self, name: str) -> None:
+        """Have the child end and start again at once, which counts for nothing against it."""
+        child = self._children[name]
+        child.is_restarting = name in self.pids()
+        child.signal(signal.SIGTERM)
+
     async def wait_failed(self) -> RunFailure:
         """Return when the run cannot go on."""
         await self._failed.wait()
@@ -193,15 +214,18 @@ class Supervisor:
         self._children.clear()
 
     async def _spawn(self, child: _Child) -> None:
+        program = shutil.which(child.spec.argv[0])
+        if program is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), child.spec.argv[0])
         writing_fd = child.begin_output()
         try:
             child.process = await asyncio.create_subprocess_exec(
-                *child.spec.argv,
+                *(sys.executable, "-I", "-S", str(BOUND), str(os.getpid()), program, *child.spec.argv[1:]),
                 env={**os.environ, **child.spec.env},
                 stdin=subprocess.DEVNULL,
                 stdout=writing_fd,
                 stderr=subprocess.STDOUT,
-                process_group=self._group,
+                process_group=None if self._group is None else self._group(),
             )
         except BaseException:
             child.end_output()
@@ -210,15 +234,10 @@ class Supervisor:
             os.close(writing_fd)
 
     async def _keep(self, child: _Child) -> None:
-        while True:
-            assert child.process is not None, "spawned"
-            try:
-                code = await child.process.wait()
-            finally:
-                child.end_output()
-            if child.stopping.is_set():
-                return
-            delay_s = self._judge(child, code)
+        code: int | None = await self._wait_end(child)
+        problem = ""
+        while not child.stopping.is_set():
+            delay_s = self._judge(child, code, problem)
             if delay_s is None:
                 return
             with suppress(TimeoutError):
@@ -226,35 +245,73 @@ class Supervisor:
                     await child.stopping.wait()
             if child.stopping.is_set():
                 return
-            await self._spawn(child)
+            try:
+                await self._spawn(child)
+            except OSError as error:  # no process, file or memory to be had now
+                code, problem = None, str(error)
+                continue
             if child.stopping.is_set():  # asked to stop while it started
                 child.signal(signal.SIGTERM)
+            code = await self._wait_end(child)
 
-    def _judge(self, child: _Child, code: int) -> float | None:
-        """Return the pause before the restart, or None after declaring the failure."""
+    async def _wait_end(self, child: _Child) -> int:
+        assert child.process is not None, "spawned"
+        try:
+            return await child.process.wait()
+        finally:
+            child.end_output()
+
+    def _judge(self, child: _Child, code: int | None, problem: str) -> float | None:
+        """Return the pause before the restart, or None after declaring the failure.
+
+        Args:
+            child: which has ended.
+            code: of its exit; None: it could not be started.
+            problem: why it could not.
+        """
         name, now_s = child.spec.name, asyncio.get_running_loop().time()
+        if child.is_restarting:
+            child.is_restarting = False
+            return 0.0
         if code == REFUSED and not child.was_ready:
             self._fail(RunFailure(child.log.refusal(), REFUSED))
             return None
         child.exits_s.append(now_s)
-        words = child.log.last_words() if code > 0 else ""
-        said = f": {words}" if words else ""
+        child.num_exits += 1
+        how = f"because it could not be started ({problem})" if code is None else _ending(code) + _said(child, code)
         delay_s = restart_delay_s(self._params, child.exits_s, now_s)
-        if delay_s is None:
-            times = f"{self._params.max_exits} times within {self._params.window_s:g} s"
+        if not is_failing(self._params, child.exits_s, now_s):
+            self._show(f"{name} ended {how}; it starts again in {delay_s:.1f} s")
+            return delay_s
+        times = f"{name} ended {self._params.max_exits} times within {self._params.window_s:g} s, the last time {how}"
+        excuse = child.spec.excuse()
+        if not child.was_ready or (self._is_needed(child, now_s) and not excuse):
             hint = "Use --log-dir DIR to keep the logs of a run"
-            self._fail(RunFailure(f"sluice: {name} ended {times}, the last time {_ending(code)}{said}. {hint}", FAILED))
+            self._fail(RunFailure(f"sluice: {times}. {hint}", FAILED))
             return None
-        self._show(f"{name} ended {_ending(code)}{said}; it starts again in {delay_s:.1f} s")
+        if child.num_exits == self._params.max_exits or is_power_of_two(child.num_exits):
+            why = f" ({excuse})" if excuse else ""
+            self._show(f"{times}{why}; it is tried again every {delay_s:.1f} s, and the others go on")
         return delay_s
+
+    def _is_needed(self, child: _Child, now_s: float) -> bool:
+        """Return whether nothing can be served without this child, which fails."""
+        same = [other for other in self._children.values() if other.spec.needed_as == child.spec.needed_as]
+        return bool(child.spec.needed_as) and all(is_failing(self._params, other.exits_s, now_s) for other in same)
 
     def _fail(self, failure: RunFailure) -> None:
         if self.failure is None:
             self.failure = failure
             self._failed.set()
 
-    def _on_bug(self, name: str, error: BaseException) -> None:
+    def fail_by(self, name: str, error: BaseException) -> None:
+        """Declare that the run cannot go on, because a task of this name died."""
         self._fail(RunFailure(f"sluice: the supervisor failed ({name}: {error!r}). Please report it", FAILED))
+
+
+def _said(child: _Child, code: int) -> str:
+    words = child.log.last_words() if code > 0 else ""
+    return f": {words}" if words else ""
 
 
 def _ending(code: int) -> str:

@@ -20,6 +20,10 @@ PASSWORD_BYTES: Final = 24
 ROUTE_USER: Final = "route"
 """Name under which the servers of one cluster know each other."""
 ROUTE_PORT: Final = 6222
+MAX_FILE_STORE: Final = "1GB"
+"""Of all buckets. Stated, because the server else takes it from what is free on the disk at its start: nothing, for as
+long as it runs, if the disk was full then."""
+MAX_MEMORY_STORE: Final = "64MB"
 
 _HEAD = """\
 listen: {listen}
@@ -29,6 +33,8 @@ ping_interval: "1s"
 ping_max: 2
 jetstream {{
   store_dir: {store}
+  max_file_store: {max_file_store}
+  max_memory_store: {max_memory_store}
 }}
 """
 
@@ -62,6 +68,8 @@ class BrokerConfig:
     """Unique among the servers of one cluster; empty: NATS makes one up."""
     http: str = ""
     """`host:port` of the HTTP monitoring; empty: none."""
+    http_path: str = ""
+    """Under which the monitoring is; one that nobody guesses keeps others on the machine out. Empty: `/`."""
     ports_file_dir: str = ""
     """Where the server says which ports it took; empty: nowhere."""
     cluster: ServerCluster | None = None
@@ -82,8 +90,14 @@ def config_text(config: BrokerConfig) -> str:
     parts = [
         f"server_name: {_quoted(config.server_name)}\n" if config.server_name else "",
         f"http: {_quoted(config.http)}\n" if config.http else "",
+        f"http_base_path: {_quoted(config.http_path)}\n" if config.http_path else "",
         f"ports_file_dir: {_quoted(config.ports_file_dir)}\n" if config.ports_file_dir else "",
-        _HEAD.format(listen=_quoted(config.listen), store=_quoted(config.store_dir)),
+        _HEAD.format(
+            listen=_quoted(config.listen),
+            store=_quoted(config.store_dir),
+            max_file_store=MAX_FILE_STORE,
+            max_memory_store=MAX_MEMORY_STORE,
+        ),
         _cluster(config.cluster) if config.cluster is not None else "",
         _authorization(config) if config.passwords else "",
     ]

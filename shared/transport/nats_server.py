@@ -125,7 +125,9 @@ def find_binary() -> str:
     return found
 
 
-def server_command(store_dir: Path, port: int, passwords: Mapping[BrokerRole, str], cluster: str) -> list[str]:
+def server_command(
+    store_dir: Path, port: int, passwords: Mapping[BrokerRole, str], cluster: str, monitoring_url: str
+) -> list[str]:
     """Write the configuration, and return the command line of a broker on this port, for a supervisor that runs it.
 
     Args:
@@ -133,12 +135,17 @@ def server_command(store_dir: Path, port: int, passwords: Mapping[BrokerRole, st
         port: on 127.0.0.1.
         passwords: of the users, one per role.
         cluster: name of the Sluice cluster in which they may act.
+        monitoring_url: `http://host:port/path` under which it shall say how it is.
 
     Raises:
         StartupError: there is no binary.
         OSError: the folder cannot be used.
     """
-    return [find_binary(), "--config", str(_write_config(store_dir.absolute(), port, passwords, cluster))]
+    return [
+        find_binary(),
+        "--config",
+        str(_write_config(store_dir.absolute(), port, passwords, cluster, monitoring_url)),
+    ]
 
 
 def accepts_connections(url: str) -> bool:
@@ -151,7 +158,13 @@ def accepts_connections(url: str) -> bool:
         return False
 
 
-def _write_config(directory: Path, port: int, passwords: Mapping[BrokerRole, str], cluster: str = "default") -> Path:
+def _write_config(
+    directory: Path,
+    port: int,
+    passwords: Mapping[BrokerRole, str],
+    cluster: str = "default",
+    monitoring_url: str = "",
+) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     for stale in directory.glob("nats-server_*.ports"):
         stale.unlink()
@@ -161,6 +174,8 @@ def _write_config(directory: Path, port: int, passwords: Mapping[BrokerRole, str
         ports_file_dir=str(directory),
         passwords=passwords,
         clusters=(cluster,),
+        http=urlsplit(monitoring_url).netloc,
+        http_path=urlsplit(monitoring_url).path,
     )
     path = directory / "nats-server.conf"
     write_private(path, config_text(config))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,7 +45,7 @@ def python(name: str, code: str, *args: str) -> ChildSpec:
 
 @asynccontextmanager
 async def supervised(
-    folder: Path, *specs: ChildSpec, group: int | None = None, params: RestartParams = FAST
+    folder: Path, *specs: ChildSpec, group: Callable[[], int] | None = None, params: RestartParams = FAST
 ) -> AsyncIterator[tuple[Supervisor, list[str]]]:
     """A supervisor with these children, and what it says of them."""
     shown: list[str] = []
@@ -105,10 +108,70 @@ async def test_a_refused_start_is_final_and_its_line_is_the_childs_own(tmp_path:
 
 async def test_a_child_that_once_served_is_restarted_although_it_refuses(tmp_path: Path) -> None:
     """Memory may be short for a moment when a worker comes back; that must not end the whole cluster at once."""
-    async with supervised(tmp_path, python("w", REFUSE)) as (supervisor, _):
+    async with supervised(tmp_path, replace(python("w", REFUSE), needed_as="worker")) as (supervisor, _):
         supervisor.mark_ready()
         assert (await failure_of(supervisor)).code == 1
     assert (tmp_path / "w.log").read_text().count("sluice:") == 3
+
+
+async def test_what_can_be_served_without_never_ends_the_run_once_all_was_ready(tmp_path: Path) -> None:
+    """It is tried again for ever, and told of: the first times, then ever more rarely."""
+    async with supervised(tmp_path, python("planner", CRASH)) as (supervisor, shown):
+        supervisor.mark_ready()
+        await until(lambda: len(shown) >= 5, LIMIT_S)
+        assert supervisor.failure is None
+    assert shown[1] == "planner ended with exit code 1: RuntimeError: boom; it starts again in 0.0 s"
+    failed = "planner ended 3 times within 60 s, the last time with exit code 1: RuntimeError: boom"
+    assert shown[2:5] == [f"{failed}; it is tried again every 0.0 s, and the others go on"] * 3
+    assert (tmp_path / "planner.log").read_text().count("boom\n") >= 8, "told of the 3rd, 4th and 8th time"
+
+
+async def test_the_run_ends_with_the_last_of_those_of_whom_one_is_needed(tmp_path: Path) -> None:
+    ends = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)\nraise RuntimeError('boom')"
+    flag = tmp_path / "flag"
+    workers = [replace(python("w0", CRASH), needed_as="w"), replace(python("w1", ends, str(flag)), needed_as="w")]
+    async with supervised(tmp_path, *workers) as (supervisor, shown):
+        supervisor.mark_ready()
+        await until(lambda: any("w0 ended 3 times" in line for line in shown), LIMIT_S)
+        assert supervisor.failure is None
+        flag.touch()
+        assert "boom" in (await failure_of(supervisor)).line
+
+
+async def test_a_needed_child_with_an_excuse_is_tried_again_until_it_has_none(tmp_path: Path) -> None:
+    excuses = ["its disk is full"]
+    broker = replace(python("nats", CRASH), needed_as="nats", excuse=lambda: "".join(excuses))
+    async with supervised(tmp_path, broker) as (supervisor, shown):
+        supervisor.mark_ready()
+        await until(lambda: any("boom (its disk is full); it is tried again" in line for line in shown), LIMIT_S)
+        assert supervisor.failure is None
+        excuses.clear()
+        assert "nats ended 3 times" in (await failure_of(supervisor)).line
+
+
+async def test_a_child_that_is_restarted_on_purpose_is_back_and_nothing_counts_against_it(tmp_path: Path) -> None:
+    async with supervised(tmp_path, replace(python("w", SERVE), needed_as="w")) as (supervisor, shown):
+        supervisor.mark_ready()
+        for number in range(1, 6):
+            await wait_for_output(tmp_path, "w", "up\n" * number)
+            supervisor.restart("w")
+        await wait_for_output(tmp_path, "w", "up\n" * 6)
+        assert (supervisor.failure, shown) == (None, [])
+
+
+async def test_a_restart_for_which_there_is_no_process_now_is_tried_again(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.symlink_to(sys.executable)
+    spec = ChildSpec("w", (str(program), "-I", "-S", "-c", SERVE))
+    slow = RestartParams(first_delay_s=0.01, max_delay_s=0.02, max_exits=100)
+    async with supervised(tmp_path, spec, params=slow) as (supervisor, shown):
+        await wait_for_output(tmp_path, "w", "up")
+        program.unlink()
+        os.kill(supervisor.pids()["w"], signal.SIGKILL)
+        await until(lambda: any("because it could not be started ([Errno 2] No such file" in x for x in shown), LIMIT_S)
+        program.symlink_to(sys.executable)
+        await wait_for_output(tmp_path, "w", "up\nup")
+        assert supervisor.failure is None
 
 
 async def test_groups_stop_one_after_the_other_in_the_order_asked(tmp_path: Path) -> None:
@@ -180,8 +243,8 @@ async def main():
         while any("up" not in (run_dir.path / f"{name}.log").read_text() for name in supervisor.pids()):
             await asyncio.sleep(0.01)
         pids = [*supervisor.pids().values(), *map(int, (run_dir.path / "with-child.log").read_text().split()[1:])]
-        print(json.dumps({"pids": pids, "guardian": run_dir.group, "folder": str(run_dir.path)}), flush=True)
-        await asyncio.Event().wait()
+        print(json.dumps({"pids": pids, "guardian": run_dir.group(), "folder": str(run_dir.path)}), flush=True)
+        await run_dir.keep_guarded(lambda _: print(json.dumps({"guardian": run_dir._guardian.pid}), flush=True))
 
 asyncio.run(main())
 """
@@ -193,22 +256,74 @@ WITH_CHILD = (
 )
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_no_process_and_no_file_is_left_when_the_parent_is_killed(number: signal.Signals) -> None:
+@contextmanager
+def parent_with_children() -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """One child serves, one ignores SIGTERM, one has a child of its own; the parent has no chance to tidy up."""
     children = json.dumps({"plain": SERVE, "stubborn": STUBBORN, "with-child": WITH_CHILD})
     with subprocess.Popen(
         [sys.executable, "-c", PARENT, children], cwd=ROOT, stdout=subprocess.PIPE, text=True
     ) as parent:
-        assert parent.stdout is not None
-        state = json.loads(parent.stdout.readline())
+        state = said_by(parent)
         assert len(state["pids"]) == 4
         assert all(is_running(pid) for pid in [*state["pids"], state["guardian"]])
-        parent.send_signal(number)
-        parent.wait(LIMIT_S)
+        yield parent, state
+
+
+def said_by(parent: subprocess.Popen[str]) -> dict[str, Any]:
+    assert parent.stdout is not None
+    said: dict[str, Any] = json.loads(parent.stdout.readline())
+    return said
+
+
+def wait_until_nothing_is_left(state: dict[str, Any]) -> None:
     pids = [*state["pids"], state["guardian"]]
     wait_until(lambda: not any(is_running(pid) for pid in pids), "every process is gone")
     wait_until(lambda: not Path(state["folder"]).exists(), "the folder is gone")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_no_process_and_no_file_is_left_when_the_parent_is_killed(number: signal.Signals) -> None:
+    with parent_with_children() as (parent, state):
+        parent.send_signal(number)
+        parent.wait(LIMIT_S)
+        wait_until_nothing_is_left(state)
+
+
+def test_a_killed_guardian_is_replaced_as_often_as_it_takes_and_nothing_is_left_when_the_parent_is_killed() -> None:
+    with parent_with_children() as (parent, state):
+        for _ in range(3):
+            os.kill(state["guardian"], signal.SIGKILL)
+            state |= said_by(parent)
+        assert all(is_running(pid) for pid in [*state["pids"], state["guardian"]]), "nobody noticed"
+        parent.kill()
+        parent.wait(LIMIT_S)
+        wait_until_nothing_is_left(state)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
+def test_no_child_is_left_when_guardian_and_parent_are_killed_together() -> None:
+    """What children of children do, and the folder, is nobody's business then: the kernel ends the children alone."""
+    with parent_with_children() as (parent, state):
+        os.kill(parent.pid, signal.SIGSTOP)
+        os.kill(state["guardian"], signal.SIGKILL)
+        parent.kill()
+        parent.wait(LIMIT_S)
+        *children, grandchild = state["pids"]
+        wait_until(lambda: not any(is_running(pid) for pid in children), "every child is gone")
+        os.kill(grandchild, signal.SIGKILL)
+        shutil.rmtree(state["folder"])
+
+
+async def test_a_child_starts_although_the_guardian_and_all_of_its_group_are_gone(tmp_path: Path) -> None:
+    with RunDir() as run_dir:
+        async with supervised(tmp_path, python("w", SERVE), group=run_dir.group) as (supervisor, _):
+            await wait_for_output(tmp_path, "w", "up")
+            first = run_dir.group()
+            os.killpg(first, signal.SIGKILL)
+            await wait_for_output(tmp_path, "w", "up\nup")
+            assert run_dir.group() != first
+            assert os.getpgid(supervisor.pids()["w"]) == run_dir.group()
+            assert supervisor.failure is None
 
 
 def test_an_orderly_end_leaves_nothing_and_kills_what_was_forgotten() -> None:
@@ -216,7 +331,7 @@ def test_an_orderly_end_leaves_nothing_and_kills_what_was_forgotten() -> None:
         folder = run_dir.path
         (folder / "file").write_text("x")
         forgotten = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", STUBBORN], stdout=subprocess.DEVNULL, process_group=run_dir.group
+            [sys.executable, "-I", "-S", "-c", STUBBORN], stdout=subprocess.DEVNULL, process_group=run_dir.group()
         )
         assert is_running(forgotten.pid)
     assert not folder.exists()

@@ -114,7 +114,7 @@ def test_a_port_that_is_promised_to_somebody_is_not_given_away(monkeypatch: pyte
     monkeypatch.setattr(checks, "QUIET_PORTS", [port])
     monkeypatch.setattr(checks, "_NUM_TRIES", 1)
     assert checks.find_port("127.0.0.1", 0) == port
-    assert checks.find_port("127.0.0.1", 0, promised=port) != port
+    assert checks.find_port("127.0.0.1", 0, promised=[port]) != port
 
 
 async def test_a_broker_leaves_the_dispatcher_its_port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ async def test_a_broker_leaves_the_dispatcher_its_port(monkeypatch: pytest.Monke
     monkeypatch.setattr(checks, "_NUM_TRIES", 1)
     monkeypatch.setattr("cli.cluster.broker.accepts_connections", lambda _url: True)
     monkeypatch.setattr(Broker, "_set_up", AsyncMock())
-    broker = Broker(settings(), AsyncMock(Supervisor), tmp_path)
+    broker = Broker(settings(), AsyncMock(Supervisor), tmp_path, lambda _: None)
     assert (await broker.start(0)).url == f"nats://127.0.0.1:{port}"
     assert (await broker.start(port)).url != f"nats://127.0.0.1:{port}"
 
