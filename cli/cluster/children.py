@@ -29,6 +29,8 @@ class ClusterPlan:
     model: Model
     broker: BrokerAccess
     port: int
+    run_dir: Path
+    """For what a child leaves to the one after it; removed when the run ends."""
 
     @property
     def nats_url(self) -> str:
@@ -93,7 +95,9 @@ class ClusterPlan:
         flags += ["--served-model-name", ",".join(self.model_names), "--system", settings.system]
         flags += ["--generation-config", settings.generation_config]
         flags += ["--drain-limit-s", str(settings.drain_limit_s)]
-        flags += ["--api-keys-file", str(settings.api_keys_file.absolute())] if settings.api_keys_file else []
+        if settings.api_keys_file:
+            flags += ["--api-keys-file", str(settings.api_keys_file.absolute())]
+            flags += ["--api-keys-kept", str(self.run_dir / "keys.toml")]
         flags += ["--allow-no-key"] if settings.allow_no_key else []
         flags += ["--allow-host", ",".join(settings.allow_host)] if settings.allow_host else []
         flags += ["--allow-origin", ",".join(settings.allow_origin)] if settings.allow_origin else []

@@ -72,7 +72,7 @@ class Cluster:
         self._broker.check()
         self._announce(", ".join(names_of(settings, model)))
         access = await self._broker.start(port)
-        self._plan = ClusterPlan(settings, model, access, port)
+        self._plan = ClusterPlan(settings, model, access, port, self._run_dir.path)
         for spec in self._plan.specs():
             await self.supervisor.start(spec)
         await self._wait_ready(access, self._plan.worker_names())

@@ -2,8 +2,8 @@
 
     exit code 2 before the child was ever ready   it refused to start: its line is the failure, nothing is restarted
     any other end that nobody asked for           restarted with growing pauses, and told of
-    too many of these                             the failure says so, if nothing was ready yet, or nothing can be served
-                                                  without the child; else it is tried again for ever
+    too many of these                             the failure says so, if nothing was ready yet or nothing can be
+                                                  served without the child; else it is tried again for ever
 
 The supervisor never decides to end the run: it sets `failure`, and its owner stops everything. Children end with the
 process that started them (`bound.py`).

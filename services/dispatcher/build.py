@@ -98,7 +98,7 @@ class Dispatcher:
         on_failure: called when a task of it dies.
 
     Raises:
-        ConfigError: the file of keys cannot be used.
+        ConfigError: the file of keys cannot be used (`Access`).
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Dispatcher:
             unix_now=time.time,
             draw_seed=lambda: secrets.randbits(63),
             rules=ParamRules(text.codec.vocab_size, text.defaults, min(settings.max_choices, settings.max_requests)),
-            access=Access(settings.api_key, settings.api_keys_file, now),
+            access=Access(settings.api_key, settings.api_keys_file, now, settings.api_keys_kept),
             tenants=Tenants(),
             doorway=_doorway(settings),
             browsers=_browser_rules(settings),

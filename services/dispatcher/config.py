@@ -30,6 +30,9 @@ class DispatcherSettings(ServiceSettings):
     """Port to listen on; 0 takes a free one."""
     api_keys_file: Path | None = None
     """File of keys (`sluice keys create`); read again when it changes. With it, or `api_key`, requests need a key."""
+    api_keys_kept: Path | None = None
+    """Where a copy of the last good `api_keys_file` is kept, so that one that is wrong changes nothing for a dispatcher
+    that starts again; a folder that lasts as long as that. Empty: nowhere, and such a start lets nobody in."""
     api_key: Annotated[str, Field(pattern=r"^([!-~]{16,512})?$", repr=False)] = ""
     """One key that may infer and read metrics, of 16 characters at least; better given as a variable than as a flag."""
     allow_no_key: bool = False

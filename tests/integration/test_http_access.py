@@ -177,6 +177,28 @@ async def test_a_dispatcher_that_others_reach_does_not_start_without_keys_or_som
         await serve_process(make_settings(folder / "nowhere", host="0.0.0.0", allow_no_key=True), cast("Any", None))
 
 
+async def test_a_dispatcher_that_starts_without_its_file_of_keys_lets_nobody_in_and_serves_when_it_is_there(
+    serve: Serve, tmp_path: Path
+) -> None:
+    """Neither keyless nor dead: probes say why, requests are told to come back."""
+    path = tmp_path / "late.toml"
+    async with serve("hi", api_keys_file=path) as running:
+        status, _, body = await ask(running, "/ready")
+        assert (status, body["reason"]) == (503, "the file of keys cannot be used")
+        assert (await ask(running, "/live"))[0] == 200
+        for key in (None, "infer"):
+            status, headers, body = await chat(running, key)
+            assert (status, body["error"]["code"]) == (503, "keys_unknown")
+            assert (headers["Retry-After"], headers["x-should-retry"]) == ("2", "true")
+            assert str(tmp_path) not in str(body)
+        assert running.worker.submits == []
+        write_keys(path, KEYS)
+        assert await running.front.access.reload()
+        assert (await ask(running, "/ready"))[0] == 200
+        assert (await chat(running, None))[0] == 401
+        assert (await chat(running, "infer"))[0] == 200
+
+
 async def test_one_key_of_the_settings_opens_what_a_user_needs(serve: Serve) -> None:
     key = "sk-" + "x" * 20
     async with serve("hi", api_key=key) as running:

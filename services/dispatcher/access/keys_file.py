@@ -12,6 +12,7 @@ scopes = ["infer"]
 
 from __future__ import annotations
 
+import os
 import tomllib
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -21,6 +22,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from services.dispatcher.access.grants import Grant, Tenant, TenantLimits, grant_of_tenant
 from shared.api_keys import TENANT_NAME, Scope, Tier, hash_key
 from shared.errors import ConfigError
+from shared.process.log import get_logger
+
+_log = get_logger()
 
 MAX_FILE_BYTES: Final = 4 * 1024 * 1024
 DEFAULT_TENANT: Final = Tenant("default", Tier.PRIORITY)
@@ -53,8 +57,12 @@ class _File(_Entry):
     keys: Annotated[list[_Key], Field(min_length=1)]
 
 
-def read_keys(path: Path) -> dict[str, Grant]:
+def read_keys(path: Path, kept: Path | None = None) -> dict[str, Grant]:
     """Return the grants of every key in the file, by digest (`hash_key`).
+
+    Args:
+        path: of the file.
+        kept: where to keep a copy of it if it is good; None: nowhere.
 
     Raises:
         ConfigError: it cannot be read, or is not what this module's docstring shows.
@@ -67,13 +75,28 @@ def read_keys(path: Path) -> dict[str, Grant]:
     if len(data) > MAX_FILE_BYTES:
         raise ConfigError(f"the file of keys {path} is larger than {MAX_FILE_BYTES} bytes", "Remove old keys")
     try:
-        return _ring(_File.model_validate(tomllib.loads(data.decode())))
+        grants = _ring(_File.model_validate(tomllib.loads(data.decode())))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"the file of keys {path} is wrong at '{where}': {first['msg']}", _HINT) from None
     except ValueError as error:  # also TOML that is none, and bytes that are no text
         raise ConfigError(f"the file of keys {path} is wrong: {error}", _HINT) from None
+    if kept is not None:
+        _keep(kept, data)
+    return grants
+
+
+def _keep(kept: Path, data: bytes) -> None:
+    """Put the data there for its owner alone; what was there stays if that is not possible."""
+    draft = kept.with_name(kept.name + ".new")
+    try:
+        draft.unlink(missing_ok=True)
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(data)
+        draft.replace(kept)
+    except OSError as error:
+        _log.warning("keys_not_kept", path=str(kept), problem=error.strerror, meaning="a restart needs the file itself")
 
 
 def _ring(file: _File) -> dict[str, Grant]:

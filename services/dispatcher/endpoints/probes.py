@@ -20,6 +20,8 @@ def _not_ready_because(front: Front) -> str:
     sessions = front.sessions
     if sessions.draining:
         return "draining"
+    if not front.access.knows_keys:
+        return "the file of keys cannot be used"
     if not front.bus.connected:
         return "the broker cannot be reached"
     if sessions.cluster.num_ready == 0:

@@ -40,7 +40,7 @@ def authorise(front: Front, request: web.BaseRequest) -> None:
     """Let the request in and note its grant, or refuse it before its body is read.
 
     Raises:
-        ApiError: 401, 403, or 429 after many wrong keys.
+        ApiError: 401, 403, 429 after many wrong keys, or 503 while no key is known.
     """
     path = request.path
     if path in _OPEN:
@@ -75,6 +75,10 @@ def _refusal(denied: Denied) -> ApiError:
     if denied.reason is Denial.TOO_MANY_WRONG_KEYS:
         message = "Too many wrong keys came from this address. Wait before the next one."
         return ApiError(429, RATE_LIMITED, message, retry_after_s=denied.wait_s)
+    if denied.reason is Denial.KEYS_UNKNOWN:
+        message = "This server cannot read its file of keys, so it lets nobody in. The operator must mend the file."
+        headers = {"x-should-retry": "true"}
+        return ApiError(503, "keys_unknown", message, headers=headers, retry_after_s=denied.wait_s)
     if denied.reason is Denial.NO_KEY:
         message = "This server asks for a key. Send it as 'Authorization: Bearer <key>'."
     else:

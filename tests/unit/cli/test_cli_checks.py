@@ -271,7 +271,7 @@ def test_visible_devices_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan_of(broker: BrokerAccess | None = None, port: int = 80, **fields: object) -> ClusterPlan:
-    return ClusterPlan(settings(**fields), Model(Path("m"), "m"), broker or BrokerAccess("nats://x"), port)
+    return ClusterPlan(settings(**fields), Model(Path("m"), "m"), broker or BrokerAccess("nats://x"), port, Path("run"))
 
 
 def flag(argv: tuple[str, ...], name: str) -> str:
@@ -323,6 +323,7 @@ def test_the_dispatcher_gets_the_keys_and_no_key_stands_in_its_flags() -> None:
     specs = {spec.name: spec for spec in plan.specs()}
     dispatcher = specs["dispatcher"]
     assert flag(dispatcher.argv, "--api-keys-file") == str(Path("keys.toml").absolute())
+    assert flag(dispatcher.argv, "--api-keys-kept") == str(Path("run") / "keys.toml")
     assert "--allow-no-key" in dispatcher.argv
     assert dispatcher.env["SLUICE_DISPATCHER_API_KEY"] == key
     assert not any(key in part for spec in specs.values() for part in spec.argv)

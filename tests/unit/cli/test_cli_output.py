@@ -234,7 +234,7 @@ def test_an_empty_cluster_is_said_in_words() -> None:
 
 def test_the_snippets_can_be_pasted() -> None:
     prompt = 'Say "it\'s $HOME" twice'
-    plan = ClusterPlan(UpSettings(), Model(Path(), "m"), BrokerAccess("nats://127.0.0.1:4"), 8000)
+    plan = ClusterPlan(UpSettings(), Model(Path(), "m"), BrokerAccess("nats://127.0.0.1:4"), 8000, Path())
     text = describe(Console(io.StringIO(), {}), plan, prompt)
     _, curl, python = text.strip().split("\n\n", 2)
     words = shlex.split(curl)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.dispatcher.access.access import Access, Denial, Denied
+from services.dispatcher.access.access import RELOAD_PERIOD_S, Access, Denial, Denied
 from services.dispatcher.access.grants import Grant, Tenant, TenantLimits, grant_of_tenant
 from services.dispatcher.access.key_ring import KeyRing
 from services.dispatcher.access.keys_file import read_keys
@@ -220,6 +221,83 @@ async def test_a_changed_file_takes_effect_and_a_wrong_one_changes_nothing(tmp_p
         assert isinstance(guarded.authenticate(f"Bearer {other}", "a"), Grant)
     write(tmp_path)
     assert await guarded.reload()
+    assert isinstance(guarded.authenticate(f"Bearer {KEY}", "a"), Grant)
+
+
+def damage(path: Path, how: str) -> None:
+    """Make the file one that cannot be used."""
+    if how == "gone":
+        path.unlink()
+    elif how == "a folder":
+        path.unlink()
+        path.mkdir()
+    else:
+        path.write_text({"empty": "", "wrong": "broken [", "no keys": FILE[: FILE.index("[[keys]]")]}[how])
+
+
+def mend(path: Path) -> None:
+    if path.is_dir():
+        path.rmdir()
+    path.write_text(FILE)
+
+
+DAMAGES = ["gone", "a folder", "empty", "wrong", "no keys"]
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+async def test_the_last_good_keys_hold_over_a_restart_whatever_became_of_the_file(tmp_path: Path, how: str) -> None:
+    path, kept = write(tmp_path), tmp_path / "kept.toml"
+    Access("", path, lambda: 0.0, kept)
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    other = "sk-sluice-another"
+    for _ in range(2):
+        damage(path, how)
+        again = Access("", path, lambda: 0.0, kept)
+        assert isinstance(again.authenticate(f"Bearer {KEY}", "a"), Grant)
+        assert again.authenticate(f"Bearer {other}", "a") == Denied(Denial.WRONG_KEY)
+        assert again.authenticate("", "a") == Denied(Denial.NO_KEY)
+        assert not await again.reload()
+        mend(path)
+        assert await again.reload(), "the file counts again as soon as it is good"
+    path.write_text(FILE.replace(hash_key(KEY), hash_key(other)))
+    assert await again.reload()
+    path.unlink()
+    last = Access("", path, lambda: 0.0, kept)
+    assert isinstance(last.authenticate(f"Bearer {other}", "a"), Grant), "what was read while it ran is kept too"
+    assert last.authenticate(f"Bearer {KEY}", "a") == Denied(Denial.WRONG_KEY)
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("key", ["", "k" * 16])
+async def test_without_a_place_for_a_copy_nobody_is_let_in_until_the_file_is_good(
+    tmp_path: Path, how: str, key: str
+) -> None:
+    path = write(tmp_path)
+    damage(path, how)
+    guarded = access(path, key)
+    for header in ("", f"Bearer {KEY}", "Bearer x", f"Bearer {key}"):
+        assert guarded.authenticate(header, "a") == Denied(Denial.KEYS_UNKNOWN, RELOAD_PERIOD_S)
+    assert guarded.asks_for_keys
+    assert not await guarded.reload()
+    mend(path)
+    assert await guarded.reload()
+    assert isinstance(guarded.authenticate(f"Bearer {KEY}", "a"), Grant)
+    assert guarded.authenticate("", "a") == Denied(Denial.NO_KEY)
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_first_start_with_a_place_for_a_copy_is_refused_with_the_files_own_problem(tmp_path: Path, how: str) -> None:
+    path, kept = write(tmp_path), tmp_path / "kept.toml"
+    damage(path, how)
+    for text in (None, "broken ["):
+        if text is not None:
+            kept.write_text(text)
+        with pytest.raises(ConfigError, match=r"keys\.toml"):
+            Access("", path, lambda: 0.0, kept)
+
+
+async def test_a_copy_that_cannot_be_written_keeps_nobody_out(tmp_path: Path) -> None:
+    guarded = Access("", write(tmp_path), lambda: 0.0, tmp_path / "nowhere" / "kept.toml")
     assert isinstance(guarded.authenticate(f"Bearer {KEY}", "a"), Grant)
 
 
