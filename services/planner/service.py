@@ -32,7 +32,7 @@ from shared.messages.report import ClusterView
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
 from shared.subjects import Subjects
-from shared.transport.buckets import open_bucket
+from shared.transport.buckets import open_bucket, when_served
 from shared.transport.bus import Bus, BusError, KvEntry, ServiceInfo, Subscription
 from shared.version import VERSION
 from shared.wire import WireError, encode_json
@@ -110,7 +110,7 @@ class Planner:
         """
         plans = await open_bucket(self._bus, self._subjects.plan_bucket())
         book = self._book = PlanBook(plans)
-        plan = await book.claim("the planner started")
+        plan = await when_served(lambda: book.claim("the planner started"))
         if plan.wanted is not None:
             self.wish = ScaleWish(**plan.wanted.model_dump())
             self._decider.resume(self.wish)

@@ -9,28 +9,43 @@ Where users are not the roles' (a broker without any, or somebody's own), the fi
 from __future__ import annotations
 
 import asyncio
-from typing import Final, NoReturn
+from collections.abc import Awaitable, Callable
+from typing import Final, NoReturn, TypeVar
 
 from shared.process.log import get_logger
 from shared.subjects import Subjects
-from shared.transport.bus import Bus, BusClosedError, BusError, KeyValue, NoBucketError
+from shared.transport.bus import Bus, BusClosedError, BusError, KeyValue
 from shared.transport.bus_rules import is_power_of_two
+
+T = TypeVar("T")
 
 LOOK_S: Final = 1.0
 """Pause between two looks at whether the buckets are there."""
 
 
 async def open_bucket(bus: Bus, bucket: str) -> KeyValue:
-    """Return the bucket when it is there, however long that takes; meanwhile the log says what is to be done.
+    """Return the bucket when it is there, as `when_served`."""
+    return await when_served(lambda: bus.key_value(bucket))
+
+
+async def when_served(ask: Callable[[], Awaitable[T]]) -> T:
+    """Return what a bucket answers as soon as it does, however long that takes; meanwhile the log says why it does not.
+
+    It may not be there yet, or the broker's disk may be full, which passes: neither is a reason to end.
+
+    Args:
+        ask: called again and again while it raises `BusError`.
 
     Raises:
-        BusError: the broker has no JetStream, or did not answer.
+        BusClosedError: the bus is closed.
     """
     num_looks = 0
     while True:
         try:
-            return await bus.key_value(bucket)
-        except NoBucketError as error:
+            return await ask()
+        except BusClosedError:
+            raise
+        except BusError as error:
             num_looks += 1
             if is_power_of_two(num_looks):
                 get_logger().warning("waiting_for_bucket", error=str(error))

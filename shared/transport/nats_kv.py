@@ -213,6 +213,7 @@ def _translated(bucket: str) -> Iterator[None]:
     except nats.js.errors.NotFoundError:
         raise NoBucketError(bucket) from None
     except (nats.errors.NoRespondersError, nats.js.errors.ServiceUnavailableError):
-        raise BusError(f"bucket '{bucket}': the nats-server runs without JetStream; start it with -js") from None
+        reason = "it runs without JetStream (start it with -js), or its disk was full when it started (start it again)"
+        raise BusError(f"bucket '{bucket}': the nats-server has no store: {reason}") from None
     except nats.errors.Error as error:
         raise BusError(f"bucket '{bucket}': {error}") from None
