@@ -148,6 +148,8 @@ class Broker:
         """
         if not self._settings.has_own_broker:
             return named_broker(self._settings)
+        if not has_room(self._run_dir):
+            raise StartupError(f"there is no room on the disk of {self._run_dir}", "Set TMPDIR to where there is some")
         port = checks.find_port("127.0.0.1", 0, [promised_port])
         monitoring_port = checks.find_port("127.0.0.1", 0, [promised_port, port])
         self._monitoring_url = f"http://127.0.0.1:{monitoring_port}/{new_password()}"

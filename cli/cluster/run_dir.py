@@ -59,9 +59,7 @@ class RunDir:
                 self.group()
             if self._guardian is not known:
                 known = self._guardian
-                show(
-                    "the guardian, which ends the others should this process be killed, was gone; there is another one"
-                )
+                show("the guardian, which ends all others if this process is killed, was gone; there is another one")
 
     def __enter__(self) -> Self:
         try:

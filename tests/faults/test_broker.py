@@ -71,6 +71,16 @@ async def test_prompts_are_computed_although_the_broker_dies_meanwhile(cluster: 
         await away(cluster, "killed", 1.0)
 
 
+async def test_the_broker_and_both_workers_killed_together_change_no_text(cluster: StagedCluster) -> None:
+    """Rows 1, 14: nobody is left who knows of the requests, but their dispatcher."""
+    async with cluster.unchanged(15):
+        for name in (NATS, *cluster.workers):
+            cluster.kill(name)
+        await asyncio.to_thread(cluster.start_broker)
+        for name in cluster.workers:
+            cluster.start(name)
+
+
 async def test_without_a_broker_new_requests_wait_and_are_refused_after_a_bound(tmp_path: Path) -> None:
     """Row 14: 503 with Retry-After, `/ready` says why; served again as soon as it is back."""
     shape = Shape(env={**SMALL_STEPS, "SLUICE_DISPATCHER_QUEUE_LIMIT_S": f"{QUEUE_LIMIT_S:g}"})

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +18,9 @@ from pathlib import Path
 import pytest
 
 from cli.chaos.processes import is_running
-from tests.support.fake_services import DRIVER, write_fake_services
-from tests.support.processes import wait_until
+from shared.version import VERSION
+from tests.support.fake_services import DRIVER, ROOT, write_fake_services
+from tests.support.processes import child_of, wait_until
 
 LIMIT_S = 30.0
 
@@ -136,6 +138,44 @@ def test_when_up_is_killed_no_process_and_no_file_is_left(place: Place) -> None:
         process.communicate(timeout=LIMIT_S)
         wait_until(lambda: not any(is_running(pid) for pid in pids.values()), "every process is gone")
         wait_until(lambda: place.left_over() == [], "no file is left")
+
+
+def test_a_killed_guardian_is_replaced_and_nothing_is_left_when_up_is_killed_after_it(place: Place) -> None:
+    with ready(place, STOP_S="60") as (process, pids):
+        guardian = child_of(process.pid, "guardian.py")
+        os.kill(guardian, signal.SIGKILL)
+        wait_until(lambda: child_of(process.pid, "guardian.py") not in (0, guardian), "there is another guardian")
+        assert all(is_running(pid) for pid in pids.values())
+        process.kill()
+        process.communicate(timeout=LIMIT_S)
+        wait_until(lambda: not any(is_running(pid) for pid in pids.values()), "every process is gone")
+        wait_until(lambda: place.left_over() == [], "no file is left")
+
+
+def test_packages_of_others_that_are_called_like_ours_change_nothing(place: Place) -> None:
+    """The command as it is installed: its place comes after PYTHONPATH. Its children are found before both."""
+    foreign = place.root / "foreign"
+    for folder in (foreign, place.cwd):
+        for name in ("cli", "services", "shared", "sim"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            (folder / name / "__init__.py").write_text(f"raise SystemExit('this is another {name}')")
+    path = os.pathsep.join(map(str, (foreign, ROOT, ROOT / "client")))
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, function = scripts["sluice"].partition(":")
+    told = subprocess.run(
+        [sys.executable, "-P", "-c", f"from {module} import {function}; {function}()", "version"],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=place.cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (told.returncode, told.stdout) == (0, f"sluice {VERSION}\n"), told.stderr
+    (place.services / "shared").symlink_to(ROOT / "shared")  # the stand-ins use it, and lie elsewhere
+    with ready(place, PYTHONPATH=path) as (process, _):
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, err
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -22,7 +23,9 @@ def test_it_accepts_connections_on_a_free_port_and_is_gone_after_stop(tmp_path: 
     assert pid is not None
     assert url.startswith("nats://127.0.0.1:")
     assert accepts_connections(url)
-    assert "Server is ready" in (tmp_path / "store" / "nats-server.log").read_text()
+    log = (tmp_path / "store" / "nats-server.log").read_text()
+    assert "Server is ready" in log
+    assert re.search(r"Max Storage: +1\.00 GB", log), "stated, not what happened to be free on the disk"
     server.stop()
     server.stop()
     assert (server.url, server.pid) == ("", None)

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,18 +101,21 @@ class Cluster:
 
 
 @contextmanager
-def cluster(*flags: str, env: dict[str, str] | None = None, root: Path = ROOT) -> Iterator[Cluster]:
+def cluster(
+    *flags: str, env: dict[str, str] | None = None, root: Path = ROOT, prefix: Sequence[str] = ()
+) -> Iterator[Cluster]:
     """Run `sluice up --json --port 0` with more flags; stop it at the end, and show its log if the test fails.
 
     Args:
         env: set beside the environment of the tests.
         root: where the code lies.
+        prefix: a program, and arguments, that becomes the command which follows them.
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "up.log"
         with log.open("w") as log_file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "cli.main", "up", "--json", "--port", "0", *flags],
+                [*prefix, sys.executable, "-m", "cli.main", "up", "--json", "--port", "0", *flags],
                 cwd=root,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
                 stdin=subprocess.DEVNULL,

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
+
 _COMMON = """
 import os, signal, sys, time
 
@@ -128,9 +130,10 @@ trace("up")
 ThreadingHTTPServer((flag("--host"), int(flag("--port"))), Handler).serve_forever()
 """
 
-DRIVER = """
+DRIVER = f"""
 import sys
 from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
 from cli.cluster import children
 children.CODE_ROOT = Path(sys.argv.pop(1))
 from cli.main import main

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 PAUSE_S = 0.02
@@ -28,6 +29,17 @@ def sluice(*argv: str, text: str = "", env: Mapping[str, str] | None = None) -> 
 def state_of(pid: int) -> str:
     """Return the process's state as the kernel calls it; `T` = stopped."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def child_of(parent: int, word: str) -> int:
+    """Return the newest child of a process that has this word in its command line; 0 if there is none."""
+    found = 0
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile
+            is_child = (path / "stat").read_text().rpartition(")")[2].split()[1] == str(parent)
+            if is_child and word in (path / "cmdline").read_text():
+                found = max(found, int(path.name))
+    return found
 
 
 def wait_until(condition: Callable[[], bool], what: str, limit_s: float = 10.0) -> None:
