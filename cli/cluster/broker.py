@@ -38,7 +38,9 @@ LOOK_S = 0.02
 CARE_PERIOD_S = 1.0
 """Pause between two looks at the store."""
 RESTART_GAP_S = 10.0
-"""After a restart for the store's sake, until the next look: each makes streams wait for a moment."""
+"""After a restart for the store's sake, until the next look: each makes streams wait for a moment. It doubles while
+restarts do not help."""
+MAX_RESTART_GAP_S = 600.0
 ROOM_BYTES = 1024**2
 """What must fit on the disk before a broker is restarted for it."""
 
@@ -197,7 +199,7 @@ class Broker:
 
     async def _care(self) -> None:
         """Restart a broker whose store has failed as soon as there is room for one; until cancelled."""
-        told = ""
+        told, gap_s = "", RESTART_GAP_S
         while True:
             await asyncio.sleep(CARE_PERIOD_S)
             problem = await self._find_problem()
@@ -206,10 +208,13 @@ class Broker:
             if can_mend:
                 self._show(f"{failed}; there is room on its disk, so the broker is started anew")
                 self._supervisor.restart(self.NAME)
-                await asyncio.sleep(RESTART_GAP_S)
+                await asyncio.sleep(gap_s)
+                gap_s = min(2 * gap_s, MAX_RESTART_GAP_S)
                 problem = ""
             elif problem and not told:
                 self._show(f"{failed}; views and plans are not kept until there is room on its disk")
+            elif not problem:
+                gap_s = RESTART_GAP_S
             told = problem
 
     async def _find_problem(self) -> str:
