@@ -162,7 +162,7 @@ class Broker:
             )
         except OSError as error:
             raise StartupError(f"cannot write to {self._run_dir} ({error.strerror})", "Set TMPDIR") from error
-        await self._supervisor.start(ChildSpec(self.NAME, tuple(command), needed_as=self.NAME, excuse=self._excuse))
+        await self._supervisor.start(ChildSpec(self.NAME, tuple(command), needed_as=self.NAME, excuse=self.excuse))
         try:
             async with asyncio.timeout(START_LIMIT_S):
                 while not await asyncio.to_thread(accepts_connections, access.url):
@@ -225,8 +225,9 @@ class Broker:
         except (CommandError, ValueError, KeyError, TypeError):  # it is not there, or begins: another matter
             return ""
 
-    def _excuse(self) -> str:
-        return "" if has_room(self._run_dir) else "its disk is full"
+    def excuse(self) -> str:
+        """Return why it is nobody's fault now that a child fails: without a disk there may be no broker; "": it is."""
+        return "" if has_room(self._run_dir) else "the disk is full"
 
 
 def has_room(folder: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from cli.cluster import checks
 from cli.cluster.broker import Broker, BrokerAccess
@@ -74,7 +75,7 @@ class Cluster:
         access = await self._broker.start(port)
         self._plan = ClusterPlan(settings, model, access, port, self._run_dir.path)
         for spec in self._plan.specs():
-            await self.supervisor.start(spec)
+            await self.supervisor.start(replace(spec, excuse=self._broker.excuse))
         await self._wait_ready(access, self._plan.worker_names())
         self.supervisor.mark_ready()
 

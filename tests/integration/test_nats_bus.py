@@ -16,8 +16,10 @@ import pytest
 
 from shared.errors import StartupError
 from shared.ids import WorkerId
+from shared.process.log import flush_log
 from shared.subjects import Subjects
 from shared.transport import nats_bus
+from shared.transport.buckets import open_bucket
 from shared.transport.bus import BusClosedError, BusError, BusTimeoutError, Endpoint, KvEntry, Message, ServiceInfo
 from shared.transport.nats_bus import NatsBus, NoBrokerError, NotPermittedError
 from shared.transport.nats_config import new_passwords
@@ -340,4 +342,34 @@ async def test_a_broker_without_jetstream_is_named(tmp_path: Path, monkeypatch: 
         bus = await NatsBus.connect(server.start(tmp_path), name="b")
         with pytest.raises(BusError, match="without JetStream"):
             await bus.key_value("plans")
+        await bus.close()
+
+
+async def test_who_opens_a_bucket_waits_for_a_broker_without_a_store_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A broker that started on a full disk may have no store; it comes back with one when there is room."""
+    from shared.transport import nats_config
+
+    whole = nats_config._HEAD
+    monkeypatch.setattr(nats_config, "_HEAD", whole.partition("jetstream")[0])
+    with EmbeddedNats() as server:
+        url = server.start(tmp_path)
+        bus = await NatsBus.connect(url, name="b")
+        opening = asyncio.create_task(open_bucket(bus, "plans"))
+        told = ""
+
+        def is_told() -> bool:
+            nonlocal told
+            flush_log()
+            told += capsys.readouterr().err
+            return "waiting_for_bucket" in told
+
+        await until(is_told)
+        assert "or its disk was full when it started" in told
+        assert not opening.done()
+        server.stop()
+        monkeypatch.setattr(nats_config, "_HEAD", whole)
+        server.start(tmp_path, port=int(url.rpartition(":")[2]))
+        await (await opening).put("k", b"v")
         await bus.close()
