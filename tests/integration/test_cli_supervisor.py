@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -266,11 +267,15 @@ def parent_with_children() -> Iterator[tuple[subprocess.Popen[str], dict[str, An
         state = said_by(parent)
         assert len(state["pids"]) == 4
         assert all(is_running(pid) for pid in [*state["pids"], state["guardian"]])
-        yield parent, state
+        try:
+            yield parent, state
+        finally:
+            parent.kill()
 
 
 def said_by(parent: subprocess.Popen[str]) -> dict[str, Any]:
     assert parent.stdout is not None
+    assert select.select([parent.stdout], [], [], LIMIT_S)[0], "it says nothing"
     said: dict[str, Any] = json.loads(parent.stdout.readline())
     return said
 
