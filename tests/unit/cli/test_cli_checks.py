@@ -123,8 +123,6 @@ async def test_a_broker_leaves_the_dispatcher_its_port(monkeypatch: pytest.Monke
     monkeypatch.setattr(checks, "_NUM_TRIES", 1)
     monkeypatch.setattr("cli.cluster.broker.accepts_connections", lambda _url: True)
     monkeypatch.setattr(Broker, "_set_up", AsyncMock())
-    monkeypatch.setattr(Broker, "_set_up", AsyncMock())
-    broker = Broker(settings(), AsyncMock(Supervisor), tmp_path, lambda _: None)
     broker = Broker(settings(), AsyncMock(Supervisor), tmp_path, lambda _: None)
     assert (await broker.start(0)).url == f"nats://127.0.0.1:{port}"
     assert (await broker.start(port)).url != f"nats://127.0.0.1:{port}"
