@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from shared.addresses import host_and_port, normal_host
 from shared.errors import StartupError
 from shared.subjects import check_token
 from shared.transport.nats_config import ROUTE_PORT, BrokerConfig, ServerCluster, config_text, new_password
@@ -27,9 +28,9 @@ def parse_server(text: str) -> tuple[str, str]:
         ValueError: it is not of this form.
     """
     name, equals, host = text.partition("=")
-    if not equals or not host or any(char.isspace() or char in "/@:" for char in host):
+    if not equals:
         raise ValueError(f"'{text[:80]}' is not NAME=HOST, for example a=10.0.0.1")
-    return check_token(name), host
+    return check_token(name), normal_host(host)
 
 
 def write_nats_config(out: Path, config: BrokerConfig, servers: Sequence[tuple[str, str]] = ()) -> list[Path]:
@@ -62,9 +63,9 @@ def _each(config: BrokerConfig, folder: Path, servers: Sequence[tuple[str, str]]
     route_password = _password(folder / "route-password")
     port = config.listen.rpartition(":")[2]
     for name, host in servers:
-        others = tuple(f"{other}:{ROUTE_PORT}" for other_name, other in servers if other_name != name)
-        cluster = ServerCluster(f"{host}:{ROUTE_PORT}", others, route_password)
-        yield name, replace(config, listen=f"{host}:{port}", server_name=name, cluster=cluster)
+        others = tuple(host_and_port(other, ROUTE_PORT) for other_name, other in servers if other_name != name)
+        cluster = ServerCluster(host_and_port(host, ROUTE_PORT), others, route_password)
+        yield name, replace(config, listen=host_and_port(host, port), server_name=name, cluster=cluster)
 
 
 def _password(path: Path) -> str:

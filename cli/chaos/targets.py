@@ -58,12 +58,12 @@ async def current_pid(bus: Bus, cluster: str, name: str) -> int | None:
 
 
 def find_broker(url: str) -> Target:
-    """Return the broker's process.
+    """Return the broker's process; of several URLs, the first counts.
 
     Raises:
         CommandError: it is not on this machine, or nothing that could be it listens there.
     """
-    parts = urlsplit(url)
+    parts = urlsplit(url.split(",")[0])
     host, port = parts.hostname or "", parts.port or 4222
     if not is_local_address(host):
         raise CommandError(f"the broker runs on '{host}', not on this machine", _ELSEWHERE, REFUSED)

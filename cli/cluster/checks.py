@@ -13,7 +13,7 @@ from collections.abc import Collection
 from urllib.parse import urlsplit
 
 from cli.cluster.settings import UpSettings
-from shared.addresses import check_reachable
+from shared.addresses import check_reachable, host_and_port
 from shared.browsers import check_everybody
 from shared.errors import StartupError
 from shared.systems import UnknownSystemError, find_live_system
@@ -93,7 +93,7 @@ def check_broker(nats_url: str) -> None:
         StartupError: nothing listens there, or no NATS server, or one without JetStream.
     """
     parts = urlsplit(nats_url.split(",")[0])
-    where = f"{parts.hostname}:{parts.port or 4222}"
+    where = host_and_port(parts.hostname or "", parts.port or 4222)
     try:
         with socket.create_connection((parts.hostname or "", parts.port or 4222), BROKER_LIMIT_S) as connection:
             greeting = _greeting(connection) if parts.scheme == "nats" else None

@@ -12,6 +12,7 @@ from cli.cluster.broker import BrokerAccess
 from cli.cluster.settings import UpSettings
 from cli.cluster.supervisor import ChildSpec
 from cli.model import Model
+from shared.addresses import host_and_port
 from shared.transport.nats_roles import BrokerRole
 
 DISPATCHER = "dispatcher"
@@ -51,7 +52,7 @@ class ClusterPlan:
     def url(self) -> str:
         """Where the API is, as seen from this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.settings.host, self.settings.host)  # noqa: S104  compared
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return f"http://{host_and_port(host, self.port)}"
 
     def worker_names(self) -> list[str]:
         """Return the names, and ids, of the workers."""

@@ -19,13 +19,14 @@ def describe(console: Console, plan: ClusterPlan, prompt: str = EXAMPLE_PROMPT) 
         ("API", f"{url}/v1"),
         ("models", f"{url}/v1/models"),
         ("metrics", f"{url}/metrics"),
-        ("state", f"sluice status --url {url}"),
-        ("chat", f"sluice chat --url {url}"),
+        ("state", f"sluice status --url {shlex.quote(url)}"),
+        ("chat", f"sluice chat --url {shlex.quote(url)}"),
         ("events", f"nats --server {plan.nats_url} sub 'sluice.*.event.>'"),
     ]
     table = "\n".join(f"  {console.style(f'{name:<9}', 'bold')}{value}" for name, value in rows)
     key = ' -H "Authorization: Bearer $SLUICE_API_KEY"' if has_keys else ""
-    curl = f"curl -N {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    endpoint = shlex.quote(f"{url}/v1/chat/completions")
+    curl = f"curl -N {endpoint}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
     hint = "set SLUICE_API_KEY to a key first\n\n" if has_keys else ""
     return f"{table}\n\n{hint}{curl}\n\n{_python(url, model, prompt, has_keys=has_keys)}\n"
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from shared.process.config import HostNames, ModelNames, Origins, ServiceSettings, Size, load
+from shared.process.config import Host, HostNames, ModelNames, Origins, ServiceSettings, Size, load
 from shared.systems import DEFAULT_SYSTEM
 
 
@@ -32,7 +32,7 @@ class UpSettings(ServiceSettings):
     """Hard memory budget of each worker, for parameters, KV and workspace; what the first and last leave becomes KV."""
     system: str = DEFAULT_SYSTEM
     """Named set of policies."""
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """Address to listen on."""
     port: Annotated[int, Field(ge=0, le=65_535)] = 8000
     """Port of the API; 0 picks a free one."""

@@ -8,7 +8,7 @@ import gc
 from services.dispatcher.build import Dispatcher, load_text
 from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.http.doorway import raise_file_limit
-from shared.addresses import check_reachable, is_own_address
+from shared.addresses import check_reachable, host_and_port, is_own_address
 from shared.browsers import check_everybody
 from shared.process.log import get_logger
 from shared.process.service_process import ServiceProcess, run_service_process
@@ -39,7 +39,7 @@ async def _start(dispatcher: Dispatcher, settings: DispatcherSettings) -> None:
     port = await dispatcher.start()
     if not settings.has_keys:
         _say_no_keys(settings.host)
-    _log.info("dispatcher_ready", url=f"http://{settings.host}:{port}", model=settings.model_name())
+    _log.info("dispatcher_ready", url=f"http://{host_and_port(settings.host, port)}", model=settings.model_name())
 
 
 def _say_no_keys(host: str) -> None:

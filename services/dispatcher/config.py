@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shared.process.config import HostNames, ModelNames, Origins, ServiceSettings, Size
+from shared.process.config import Host, HostNames, ModelNames, Origins, ServiceSettings, Size
 from shared.systems import DEFAULT_SYSTEM
 
 _Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -24,7 +24,7 @@ class DispatcherSettings(ServiceSettings):
     """Where sampling parameters come from that a request does not give: the model's generation_config.json, or none."""
     system: str = DEFAULT_SYSTEM
     """Named set of policies (`shared.systems`)."""
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """Address to listen on; another one than this machine's own needs keys, or `allow_no_key`."""
     port: Annotated[int, Field(ge=0, le=65_535)] = 8000
     """Port to listen on; 0 takes a free one."""

@@ -18,7 +18,7 @@ from services.planner.policy.plans.drop import DropStrategy
 from services.planner.policy.plans.drop_facts import DropParams, KvFate
 from services.planner.policy.scale_signal import ScaleParams
 from shared.errors import StartupError
-from shared.process.config import HostNames, ServiceSettings
+from shared.process.config import Host, HostNames, ServiceSettings
 from shared.process.config_sources import split_values
 from shared.systems import DEFAULT_SYSTEM, UnknownSystemError, find_system
 
@@ -112,7 +112,7 @@ class PlannerSettings(ServiceSettings):
 
     metrics_port: Annotated[int, Field(ge=0, le=65_535)] = 0
     """Port of `GET /metrics`, without a key; 0: none. On the bus the same text is the planner's `metrics`."""
-    metrics_host: str = "127.0.0.1"
+    metrics_host: Host = "127.0.0.1"
     """Address of `GET /metrics`; another one than this machine's own only inside of a network that you trust."""
     metrics_allow_host: HostNames = ()
     """Names, with commas, by which scrapers may ask there, besides `metrics_host`, addresses and localhost."""

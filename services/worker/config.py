@@ -6,9 +6,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from shared.process.config import ModelNames, ServiceSettings, Size
+from shared.addresses import normal_host
+from shared.process.config import Host, ModelNames, ServiceSettings, Size
 from shared.systems import DEFAULT_SYSTEM
 
 
@@ -68,7 +69,7 @@ class WorkerSettings(ServiceSettings):
     page_bytes: Annotated[Size, Field(ge=4096)] = 2 * 1024**2
     """Size of the pages of `memory` that change hands between parameters and KV, a multiple of 4 KiB, on CUDA of 2 MiB;
     only systems that drop layers take it."""
-    stage_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    stage_host: Host = "127.0.0.1"
     """Address on which other stages of a pipeline group reach this worker; only systems that drop layers listen."""
     stage_port: Annotated[int, Field(ge=0, le=65_535)] = 0
     """Port for them; 0 takes any that is free."""
@@ -138,6 +139,11 @@ class WorkerSettings(ServiceSettings):
         if self.orphan_s <= self.lease_s:
             raise ValueError(f"orphan_s ({self.orphan_s:g}) must be larger than lease_s ({self.lease_s:g})")
         return self
+
+    @field_validator("stage_advertise")
+    @classmethod
+    def _check_stage_advertise(cls, value: str) -> str:
+        return normal_host(value) if value else value
 
     @model_validator(mode="after")
     def _check_stage_host(self) -> Self:

@@ -22,6 +22,7 @@ from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw
 from services.worker.models.spec import ModelSpec, read_spec
 from services.worker.peers.greeting import MIN_PASSWORD_BYTES, PeerIdentity, cluster_secret
 from services.worker.roles.device import GroupDevice
+from shared.addresses import host_and_port
 from shared.cost import load_profile
 from shared.errors import StartupError
 from shared.ids import NOBODY, Incarnation, WorkerId
@@ -161,7 +162,7 @@ async def _in_pages(
         )
     except OSError as error:
         model.close()
-        where = f"{settings.stage_host}:{settings.stage_port}"
+        where = host_and_port(settings.stage_host, settings.stage_port)
         raise StartupError(f"stages cannot be heard at {where}: {error.strerror or error}", "Set stage_host") from error
     device = TorchGroupDevice(
         model,

@@ -30,6 +30,7 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from shared.addresses import check_broker_urls, normal_host
 from shared.browsers import check_host_name, check_origin
 from shared.errors import ConfigError
 from shared.process.config_fields import SizeType, allowed_text, flag_name, help_text, parse_size
@@ -38,6 +39,7 @@ from shared.subjects import check_token
 
 __all__ = [
     "ConfigError",
+    "Host",
     "HostNames",
     "ModelNames",
     "Origins",
@@ -53,6 +55,9 @@ CONFIG_FILE: Final = Path("sluice.toml")
 
 Size = Annotated[int, BeforeValidator(parse_size), SizeType()]
 """Bytes, written as `512MiB`, `2GiB`, `1.5GiB` or a plain number."""
+
+Host = Annotated[str, AfterValidator(normal_host)]
+"""Address or name of a host, as `shared.addresses.normal_host` writes it."""
 
 SubjectToken = Annotated[str, AfterValidator(check_token)]
 """Text that may be one token of a bus subject."""
@@ -108,7 +113,7 @@ class ServiceSettings(Settings):
 
     cluster: SubjectToken = "default"
     """Name of the cluster; clusters that share a broker do not see each other."""
-    nats_url: Annotated[str, Field(pattern=r"^(nats|tls|ws|wss)://\S+$")] = "nats://127.0.0.1:4222"
+    nats_url: Annotated[str, AfterValidator(check_broker_urls)] = "nats://127.0.0.1:4222"
     """Where the NATS server listens; several servers of one NATS cluster with commas."""
     nats_user: str = ""
     """User at the NATS server; empty: the one in the URL, or none."""

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
+from shared.addresses import host_and_port
 from shared.browsers import BrowserRules
 from shared.errors import StartupError
 
@@ -49,7 +50,7 @@ async def serve_metrics(
             await site.start()
         except OSError as error:
             raise StartupError(
-                f"cannot listen at {host}:{port} for metrics: {error.strerror or error}",
+                f"cannot listen at {host_and_port(host, port)} for metrics: {error.strerror or error}",
                 "Choose another --metrics-port, or 0 for none",
             ) from error
         yield runner.addresses[0][1]

@@ -149,8 +149,8 @@ def server_command(
 
 
 def accepts_connections(url: str) -> bool:
-    """Return whether a broker greets there now; blocks for up to a second."""
-    parts = urlsplit(url)  # it may name a user
+    """Return whether a broker greets there now, at the first of several URLs; blocks for up to a second."""
+    parts = urlsplit(url.split(",")[0])  # it may name a user
     try:
         with socket.create_connection((parts.hostname or "", parts.port or 4222), timeout=1.0) as connection:
             return connection.recv(4) == b"INFO"

@@ -32,6 +32,7 @@ from services.worker.peers.greeting import (
     Purpose,
     read_greeting,
 )
+from shared.addresses import host_and_port
 from shared.errors import WireError
 from shared.ids import WorkerId
 from shared.process.log import get_logger
@@ -83,8 +84,7 @@ class Peers:
     @property
     def address(self) -> str:
         """`host:port` for others to dial."""
-        port = self._door.port
-        return f"[{self._host}]:{port}" if ":" in self._host else f"{self._host}:{port}"
+        return host_and_port(self._host, self._door.port)
 
     def expect(self, purposes: Collection[Purpose], plan_id: int, take: Take) -> None:
         """Let connections be taken from now on, those that came early first.

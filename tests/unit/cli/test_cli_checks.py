@@ -360,6 +360,11 @@ def test_of_several_names_a_worker_gets_the_first_and_the_dispatcher_all() -> No
         ("127.0.0.1", "http://127.0.0.1:80"),
         ("0.0.0.0", "http://127.0.0.1:80"),
         ("::", "http://[::1]:80"),
+        ("[::]", "http://[::1]:80"),
+        ("0", "http://127.0.0.1:80"),
+        ("[::1]", "http://[::1]:80"),
+        ("::ffff:127.0.0.1", "http://127.0.0.1:80"),
+        ("fd00::7", "http://[fd00::7]:80"),
         ("localhost", "http://localhost:80"),
     ],
 )

@@ -243,6 +243,13 @@ def test_the_snippets_can_be_pasted() -> None:
     assert prompt in {node.value for node in ast.walk(ast.parse(python)) if isinstance(node, ast.Constant)}
 
 
+def test_a_shell_does_not_take_the_brackets_of_an_address_for_a_pattern() -> None:
+    plan = ClusterPlan(UpSettings(host="[::1]"), Model(Path(), "m"), BrokerAccess("nats://127.0.0.1:4"), 8000)
+    text = describe(Console(io.StringIO(), {}), plan)
+    for words in ("curl -N ", "sluice status --url ", "sluice chat --url "):
+        assert f"{words}'http://[::1]:8000" in text
+
+
 @pytest.mark.parametrize(("ratio", "cells"), [(-1, "...."), (0, "...."), (0.49, "#..."), (1, "####"), (2, "####")])
 def test_bars_never_overflow(ratio: float, cells: str) -> None:
     assert bar(ratio, 4) == f"[{cells}]"

@@ -88,8 +88,17 @@ def test_users_may_act_in_each_cluster_that_shares_the_broker(tmp_path: Path) ->
 
 @pytest.mark.parametrize("text", ["a", "a=", "=h", "a=h:4222", "a=h h", "a b=h", "a=nats://h", "*=h"])
 def test_a_server_is_a_name_and_a_host(text: str) -> None:
-    with pytest.raises(ValueError, match=r"NAME=HOST|cannot be part"):
+    with pytest.raises(ValueError, match=r"NAME=HOST|cannot be part|no address or name"):
         parse_server(text)
+
+
+def test_servers_by_ipv6_stand_in_brackets(tmp_path: Path) -> None:
+    paths = run("--out", str(tmp_path), "--server", "a=[fd00::1]", "--server", "b=fd00::2")
+    for path, own, other in zip(paths, ("fd00::1", "fd00::2"), ("fd00::2", "fd00::1"), strict=True):
+        check(path)
+        text = path.read_text()
+        assert f'"[{own}]:4222"' in text
+        assert f"@[{other}]:6222" in text
 
 
 def test_a_folder_that_cannot_be_written_is_one_clear_sentence(tmp_path: Path) -> None:

@@ -301,7 +301,10 @@ async def test_a_copy_that_cannot_be_written_keeps_nobody_out(tmp_path: Path) ->
     assert isinstance(guarded.authenticate(f"Bearer {KEY}", "a"), Grant)
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])
+@pytest.mark.parametrize(
+    "host",
+    ["0.0.0.0", "::", "[::]", "0", "10.1", "::ffff:10.0.0.1", "[::1", "1.localhost.example.org", "example.org"],
+)
 def test_an_address_that_others_reach_needs_a_key_or_somebody_who_says_that_it_does_not(host: str) -> None:
     with pytest.raises(StartupError) as refusal:
         check_reachable(host, has_keys=False, allow_no_key=False)
@@ -311,7 +314,22 @@ def test_an_address_that_others_reach_needs_a_key_or_somebody_who_says_that_it_d
     check_reachable(host, has_keys=False, allow_no_key=True)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "127.0.0.1",
+        "127.9.9.9",
+        "127.1",
+        "0x7f.1",
+        "2130706433",
+        "::1",
+        "[::1]",
+        "0:0::1",
+        "::ffff:127.0.0.1",
+        "localhost",
+        "LOCALHOST",
+    ],
+)
 def test_this_machines_own_address_needs_none(host: str) -> None:
     check_reachable(host, has_keys=False, allow_no_key=False)
 

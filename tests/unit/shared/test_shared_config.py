@@ -256,10 +256,30 @@ def test_validators_speak_for_themselves() -> None:
     assert refusal(["--cluster", "a.b"]).startswith("--cluster: 'a.b' cannot be part of a subject")
 
 
-def test_a_bad_broker_url_is_refused() -> None:
-    assert refusal(["--nats-url", "localhost"]).startswith(
-        "--nats-url: 'localhost' is not allowed. It must match ^(nats"
-    )
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost",
+        "http://a:1",
+        "nats://",
+        "nats://[::1",
+        "nats://u:secret[@a:1",
+        "nats://a:x",
+        "nats://a:99999",
+        "nats://a:0",
+        "nats://a b",
+        "nats://a:1,nats://[",
+        "nats://a:1,",
+    ],
+)
+def test_a_bad_broker_url_is_refused_and_what_may_be_a_password_is_not_shown(url: str) -> None:
+    text = refusal(["--nats-url", url])
+    assert text == "--nats-url: no URL of a NATS server (allowed: nats, tls, ws, wss, as nats://host:4222)"
+
+
+@pytest.mark.parametrize("url", ["nats://a", "tls://u:p@[::1]:4222", "ws://a:1,wss://b:2"])
+def test_urls_of_brokers_are_taken_as_they_are(url: str) -> None:
+    assert load_worker(["--nats-url", url]).nats_url == url
 
 
 def test_a_rule_about_several_fields_is_one_sentence() -> None:
