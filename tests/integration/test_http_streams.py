@@ -340,14 +340,17 @@ async def test_a_dispatcher_that_stops_cancels_what_still_runs(running: Running)
     writer.close()
 
 
-async def test_an_old_client_gets_an_unchunked_stream(served: Running) -> None:
+@pytest.mark.parametrize("asked", [b"", b"Connection: keep-alive\r\n", b"Connection: Keep-Alive, x\r\n"])
+async def test_an_old_client_gets_an_unchunked_stream_and_its_end(served: Running, asked: bytes) -> None:
+    """The end of the connection, also if it asks to keep it: nothing else would tell."""
     reader, writer = await connect(served.url)
-    writer.write(chat_bytes("1.0", stream=True))
+    writer.write(chat_bytes("1.0", stream=True).replace(b"Host: localhost\r\n", b"Host: localhost\r\n" + asked))
     async with asyncio.timeout(5):
         answer = await reader.read()
     writer.close()
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b"chunked" not in head.lower()
+    assert b"keep-alive" not in head.lower()
     assert body.startswith(b"data: {")
     assert body.endswith(b"data: [DONE]\n\n")
 

@@ -16,7 +16,7 @@ from services.dispatcher.http.websocket import MAX_IN_FLIGHT
 from shared.messages.request import RefusalReason
 from shared.types import FinishReason
 from tests.support.dispatchers import CHAT, COMPLETIONS, HELLO, TEXT, Running, Serve, texts_of, write_keys
-from tests.support.raw_http import connect_narrow
+from tests.support.raw_http import check_error, connect_narrow, exchange, status_of
 from tests.support.socket_talks import Talk, talk, text_of
 from tests.support.waiting import until
 
@@ -284,6 +284,9 @@ async def stalled_client(running: Running) -> asyncio.StreamWriter:
         ("http://127.0.0.1:1", 403),
         ("null", 403),
         ("http://{host}.evil.example", 403),
+        ("http://[::1", 403),
+        ("http://]", 403),
+        ("http://\u2100", 403),
     ],
 )
 async def test_pages_of_other_origins_cannot_connect(served: Running, origin: str | None, status: int) -> None:
@@ -306,6 +309,10 @@ async def test_what_is_no_handshake_is_told_so_in_json(served: Running) -> None:
         assert (response.status, (await response.json())["error"]["code"]) == (400, "bad_request")
     async with served.http.post(served.url + "/v1/ws", json={}) as response:
         assert response.status == 405
+    for strange in ("Sec-WebSocket-Version: \xb2", "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: \xff\xff"):
+        head = "GET /v1/ws HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\n"
+        answer, body = await exchange(served.url, f"{head}{strange}\r\n\r\n".encode("latin-1"))
+        assert check_error(status_of(answer), body) == (400, "bad_request", None)
 
 
 async def test_a_draining_server_lets_answers_end_and_sends_idle_clients_away(running: Running) -> None:

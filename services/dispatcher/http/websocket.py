@@ -69,7 +69,7 @@ async def open_socket(front: Front, request: web.BaseRequest, public_id: str) ->
         max_msg_size=front.settings.body_limit + ENVELOPE_BYTES,
         decode_text=False,
     )
-    if not socket.can_prepare(request):
+    if not socket.is_asked(request):
         headers = {"Sec-WebSocket-Version": "13"}
         raise ApiError(400, "bad_request", "This is not a valid WebSocket handshake.", headers=headers)
     if front.sessions.draining:
@@ -91,6 +91,13 @@ async def open_socket(front: Front, request: web.BaseRequest, public_id: str) ->
 
 class _Socket(web.WebSocketResponse):
     """aiohttp's WebSocket, which at first only stops sending: a client that is still sending gets the reason."""
+
+    def is_asked(self, request: web.BaseRequest) -> bool:
+        """Return whether this is a handshake; aiohttp trips over headers that are not ASCII."""
+        try:
+            return bool(self.can_prepare(request))
+        except ValueError:
+            return False
 
     def _close_transport(self) -> None:
         transport = self._req.transport if self._req is not None else None
