@@ -7,7 +7,6 @@ import gc
 
 from services.dispatcher.build import Dispatcher, load_text
 from services.dispatcher.config import DispatcherSettings
-from services.dispatcher.http.doorway import raise_file_limit
 from shared.addresses import check_reachable, host_and_port, is_own_address
 from shared.browsers import check_everybody
 from shared.process.log import get_logger
@@ -20,7 +19,6 @@ async def serve(settings: DispatcherSettings, process: ServiceProcess) -> None:
     """Run one dispatcher until told to stop; then drain it."""
     check_reachable(settings.host, has_keys=settings.has_keys, allow_no_key=settings.allow_no_key)
     check_everybody(settings.allow_origin, has_keys=settings.has_keys)
-    raise_file_limit(settings.max_connections)
     text = await asyncio.to_thread(load_text, settings)
     async with process.bus() as bus:
         dispatcher = Dispatcher(settings, bus, text, process.fail)

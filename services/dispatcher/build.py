@@ -12,7 +12,7 @@ from services.dispatcher.access.access import Access
 from services.dispatcher.answers.live import LiveCalls
 from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.endpoints.params import ParamRules
-from services.dispatcher.http.doorway import Doorway, affordable_connections
+from services.dispatcher.http.doorway import Doorway, claim_files
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.server import HttpServer
 from services.dispatcher.http.sockets import Sockets
@@ -77,10 +77,10 @@ def _load_template(folder: ModelFolder) -> ChatTemplate | None:
 
 def _doorway(settings: DispatcherSettings) -> Doorway:
     wanted = settings.max_connections
-    affordable = affordable_connections(wanted)
-    if affordable < wanted:
-        _log.warning("few_connections", wanted=wanted, possible=affordable, limited_by="ulimit -n")
-    return Doorway(affordable, settings.max_connections_per_address)
+    possible = claim_files(wanted)
+    if possible < wanted:
+        _log.warning("few_connections", wanted=wanted, possible=possible, limited_by="ulimit -n")
+    return Doorway(possible, settings.max_connections_per_address)
 
 
 def _browser_rules(settings: DispatcherSettings) -> BrowserRules:
@@ -99,6 +99,7 @@ class Dispatcher:
 
     Raises:
         ConfigError: the file of keys cannot be used (`Access`).
+        StartupError: the process may not open files enough.
     """
 
     def __init__(

@@ -188,6 +188,18 @@ async def test_what_is_strange_but_allowed_is_answered(served: Running, name: st
     assert body["service_tier"] == "default"
 
 
+@pytest.mark.parametrize("coding", [b"chunked", b"Chunked", b"CHUNKED", b" chunked "])
+async def test_chunks_are_read_however_their_name_is_written(served: Running, coding: bytes) -> None:
+    data = as_json(messages=HELLO)
+    body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data)
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nTransfer-Encoding: %b\r\n\r\n"
+    )
+    answer, _ = await exchange(served.url, head % coding + body)
+    served.worker.submits.clear()
+    assert status_of(answer) == 200
+
+
 async def test_a_body_without_a_type_is_read_as_json(served: Running) -> None:
     """Row 6."""
     data = as_json(messages=HELLO)

@@ -378,7 +378,16 @@ def raw_inputs() -> list[RawInput]:
     keys = b"{" + b",".join(b'"%06d":1' % i for i in range(1_000_000)) + b"}"
     many = b"".join(b"X-%05d: a\r\n" % i for i in range(20_000))
     some = b"".join(b"X-%05d: %b\r\n" % (i, b"a" * 100) for i in range(100))
-    codes = {400: "bad_request", 413: "request_too_large", 431: "header_too_large"}
+    codes = {
+        400: "bad_request",
+        413: "request_too_large",
+        431: "header_too_large",
+        501: "unsupported_transfer_encoding",
+    }
+    chunked = b"Transfer-Encoding: chunked\r\n"
+    end = b"\r\n2\r\n{}\r\n0\r\n\r\n"
+    codings = [b"gzip, chunked", b"identity, chunked", b"gzip", b"identity", b"chunked, gzip", b"chunked, chunked"]
+    codings += [b"chunked;q=1", b"chunked,", b",chunked", b"x"]
     rows = [
         ("16 a million names", 413, _POST + b"Content-Length: %d\r\n\r\n" % len(keys) + keys),
         ("17 stated length", 413, _POST + b"Content-Length: 5242880\r\n\r\n{"),
@@ -396,6 +405,20 @@ def raw_inputs() -> list[RawInput]:
         ("18 negative length", 400, _POST + b"Content-Length: -2\r\n\r\n{}"),
         ("46 id in two lines", 400, _POST + b"X-Request-Id: a\r\n b\r\n\r\n"),
         ("46 bare return", 400, _POST + b"X-Request-Id: a\rb\r\n\r\n"),
+    ]
+    rows += [(f"coding {each!r}", 501, _POST + b"Transfer-Encoding: %b\r\n" % each + end) for each in codings]
+    rows += [
+        ("coding twice", 501, _POST + chunked * 2 + end),
+        ("coding in two lines", 501, _POST + b"Transfer-Encoding: gzip\r\n" + chunked + end),
+        (
+            "coding of no body",
+            501,
+            b"GET /live HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: gzip, chunked\r\n" + end,
+        ),
+        ("coding and length", 400, _POST + b"Content-Length: 2\r\nTransfer-Encoding: gzip, chunked\r\n" + end),
+        ("coding, then length", 400, _POST + chunked + b"Content-Length: 2\r\n" + end),
+        ("coding of HTTP/1.0", 400, _POST.replace(b"1.1", b"1.0", 1) + chunked + end),
+        ("coding of HTTP/1.0, two", 501, _POST.replace(b"1.1", b"1.0", 1) + b"Transfer-Encoding: a, chunked\r\n" + end),
     ]
     return [RawInput(name, data, status, codes[status]) for name, status, data in rows]
 

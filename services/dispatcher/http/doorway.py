@@ -1,18 +1,33 @@
 """How many connections may be open: in all, and from one address. Decides; `connection.py` acts.
 
 No address can use up the places of all others, and all together leave the process the descriptors that it needs itself.
+Who finds no place may stay as a visitor, for one request: a probe is answered also by a server that is full.
 """
 
 from __future__ import annotations
 
 import resource
-from typing import Final
+from pathlib import Path
+from typing import Final, Protocol
 
 from services.dispatcher.access.throttle import network_of
 from services.dispatcher.http.errors import ApiError
+from shared.errors import StartupError
 
-RESERVED_FILES: Final = 256
-"""Descriptors that are not for clients: the broker, files, the log."""
+MAX_VISITORS: Final = 16
+"""Visitors at a time; of more, the one that has stayed for longest goes."""
+SPARE_FILES: Final = 16
+"""Descriptors for what is opened after the start: the port, the broker anew, the file of keys, names to look up, and
+those that came at once and are not turned away yet."""
+MIN_CONNECTIONS: Final = 16
+"""Connections with which serving is worth a start."""
+
+
+class Visitor(Protocol):
+    """A connection that found no place."""
+
+    def send_away(self) -> None:
+        """End it at once, for another visitor."""
 
 
 class Doorway:
@@ -27,6 +42,7 @@ class Doorway:
         self.max_connections = max_connections
         self._max_per_address = max_per_address
         self._by_address: dict[str, int] = {}
+        self._visitors: dict[Visitor, None] = {}
         self.num_open = 0
         self.num_refused = 0
         """Connections that were turned away, since the start."""
@@ -39,16 +55,30 @@ class Doorway:
         """
         count = self._by_address.get(address, 0)
         if self.num_open >= self.max_connections:
-            self.num_refused += 1
             message = f"The server has {self.max_connections} open connections, which is its limit. Try again soon."
             return ApiError(503, "too_many_connections", message, retry_after_s=1.0, close=True)
         if count >= self._max_per_address:
-            self.num_refused += 1
             message = f"Your address has {count} open connections, which is the limit. Use them again, or close some."
             return ApiError(429, "too_many_connections", message, retry_after_s=1.0, close=True)
         self._by_address[address] = count + 1
         self.num_open += 1
         return None
+
+    def visit(self, visitor: Visitor) -> None:
+        """Let one that `enter` turned away stay until `end_visit`, or until it is sent away for another."""
+        if len(self._visitors) >= MAX_VISITORS:
+            oldest = next(iter(self._visitors))
+            del self._visitors[oldest]
+            oldest.send_away()
+        self._visitors[visitor] = None
+
+    def end_visit(self, visitor: Visitor) -> None:
+        """Forget a visitor; idempotent."""
+        self._visitors.pop(visitor, None)
+
+    def count_refused(self) -> None:
+        """Count a connection that was turned away; a probe that was answered is none."""
+        self.num_refused += 1
 
     def leave(self, address: str) -> None:
         """Forget a connection that `enter` let in."""
@@ -72,19 +102,30 @@ def address_of(peer: object) -> str:
     return network_of(str(peer[0])) or "unknown"
 
 
-def raise_file_limit(max_connections: int) -> None:
-    """Let this process open a file for each connection, as far as the system allows it without further rights."""
+def claim_files(max_connections: int) -> int:
+    """Let this process open a file for each connection, as far as the system does, and return how many it lets.
+
+    Raises:
+        StartupError: there would be next to none.
+    """
+    num_own = len(list(Path("/dev/fd").iterdir())) + SPARE_FILES + MAX_VISITORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = max_connections + RESERVED_FILES
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def affordable_connections(max_connections: int) -> int:
-    """Return how many of these connections the process has descriptors for; at least one."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
+    limit = _higher(soft, hard, num_own + max_connections)
+    if limit != soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    if limit == resource.RLIM_INFINITY:
         return max_connections
-    return max(1, min(max_connections, soft - RESERVED_FILES))
+    needed = num_own + min(max_connections, MIN_CONNECTIONS)
+    if limit < needed:
+        raise StartupError(
+            f"the dispatcher may open {limit} files, and needs {needed}",
+            f"Start it where `ulimit -Hn` says {needed} or more (systemd: LimitNOFILE=, Docker: --ulimit nofile=)",
+        )
+    return min(max_connections, limit - num_own)
+
+
+def _higher(soft: int, hard: int, wanted: int) -> int:
+    """Return the limit that holds after it was raised towards what is wanted, without further rights."""
+    if soft == resource.RLIM_INFINITY or wanted <= soft:
+        return soft
+    return wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

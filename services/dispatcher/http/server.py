@@ -14,6 +14,7 @@ from functools import partial
 from typing import Final
 
 from aiohttp import web
+from aiohttp.http import HttpVersion11
 
 from services.dispatcher.answers.generate import respond
 from services.dispatcher.endpoints import models, probes
@@ -21,7 +22,7 @@ from services.dispatcher.endpoints.cancel import cancel_request, is_cancel_path
 from services.dispatcher.endpoints.chat import chat_call
 from services.dispatcher.endpoints.completions import completion_call
 from services.dispatcher.endpoints.tokenize import detokenize, tokenize
-from services.dispatcher.http.connection import ConnectionServer, head_too_large
+from services.dispatcher.http.connection import ConnectionServer, bad_http, head_too_large, unsupported_coding
 from services.dispatcher.http.cors import page_headers, preflight
 from services.dispatcher.http.errors import RATE_LIMITED, ApiError, error_response, failure_error
 from services.dispatcher.http.front import Front
@@ -63,6 +64,8 @@ _ROUTES: Final[dict[str, Route]] = {
     "/version": _get(probes.version),
     "/metrics": _get(probes.metrics),
 }
+_PROBES: Final = frozenset({"/live", "/ready", "/health", "/metrics"})
+"""Answered also where there is no place for another connection."""
 _MODEL_ROUTE: Final = _get(models.get_model)
 _CANCEL_ROUTE: Final[Route] = {"POST": cancel_request}
 
@@ -107,7 +110,7 @@ class HttpServer:
         front = self._front
         settings = front.settings
         limits = {"head_limit_s": settings.head_limit_s, "idle_limit_s": settings.idle_limit_s}
-        server = ConnectionServer(self.handle, front.doorway, head_limit=settings.head_limit, **limits)
+        server = ConnectionServer(self.handle, front.doorway, _PROBES, head_limit=settings.head_limit, **limits)
         self._runner = web.ServerRunner(server, shutdown_timeout=CLOSE_LIMIT_S)
         await self._runner.setup()
         try:
@@ -157,13 +160,22 @@ class HttpServer:
 
 
 def _check_head(request: web.BaseRequest, max_bytes: int) -> None:
-    """Raise the 431 for a head that is too large; an `x-request-id` of any length is just replaced."""
+    """Look at what the parser lets pass; an `x-request-id` of any length is just replaced.
+
+    Raises:
+        ApiError: 431 for a head that is too large, 501 for a transfer coding, 400 for one that HTTP/1.0 does not know.
+    """
     size = len(request.raw_path)
     for name, value in request.raw_headers:
         if name.lower() != b"x-request-id":
             size += len(name) + len(value) + 4  # the colon and the space, the end of the line
     if size > max_bytes:
         raise head_too_large(max_bytes)
+    coding = request.headers.get("Transfer-Encoding")
+    if coding is not None and coding.strip().lower() != "chunked":
+        raise unsupported_coding()
+    if coding is not None and request.version < HttpVersion11:
+        raise bad_http()
 
 
 def _public_id(request: web.BaseRequest) -> str:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import resource
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.dispatcher.http.doorway import (
-    RESERVED_FILES,
+    MAX_VISITORS,
+    MIN_CONNECTIONS,
+    SPARE_FILES,
     Doorway,
     address_of,
-    affordable_connections,
-    raise_file_limit,
+    claim_files,
 )
+from shared.errors import StartupError
+
+NUM_OWN = 11
+"""Files that are open at the start."""
+RESERVED = NUM_OWN + SPARE_FILES + MAX_VISITORS
 
 
 def test_the_last_place_of_an_address_is_refused_to_it_and_not_to_others() -> None:
@@ -25,7 +32,7 @@ def test_the_last_place_of_an_address_is_refused_to_it_and_not_to_others() -> No
     assert refusal is not None
     assert (refusal.status, refusal.code, refusal.headers["Retry-After"]) == (429, "too_many_connections", "1")
     assert doorway.enter("b") is None
-    assert (doorway.num_open, doorway.num_refused) == (3, 1)
+    assert doorway.num_open == 3
 
 
 def test_a_full_house_is_full_for_everybody_until_somebody_leaves() -> None:
@@ -75,23 +82,77 @@ def test_an_address_is_an_ipv4_address_or_an_ipv6_network(peer: object, expected
     assert address_of(peer) == expected
 
 
+class Caller:
+    """A visitor that notes when it is sent away."""
+
+    def __init__(self) -> None:
+        self.is_gone = False
+
+    def send_away(self) -> None:
+        self.is_gone = True
+
+
+@given(st.permutations(range(41)), st.lists(st.integers(0, 40), max_size=40))
+def test_visitors_are_bounded_and_the_last_to_come_stay(first: list[int], then: list[int]) -> None:
+    """Against a plain list: a number that is inside leaves by itself, another one comes."""
+    doorway = Doorway(1, 1)
+    inside: list[Caller] = []
+    callers = [Caller() for _ in range(41)]
+    for number in (*first, *then):
+        caller = callers[number]
+        if caller in inside:
+            doorway.end_visit(caller)
+            inside.remove(caller)
+        else:
+            caller.is_gone = False
+            doorway.visit(caller)
+            inside.append(caller)
+        gone = inside[:-MAX_VISITORS]
+        del inside[:-MAX_VISITORS]
+        assert all(each.is_gone for each in gone)
+        assert not any(each.is_gone for each in inside)
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The limits of files, the last one holds; `NUM_OWN` are open."""
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: found[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: found.append(new))
+    monkeypatch.setattr(Path, "iterdir", lambda _: iter(range(NUM_OWN)))
+    return found
+
+
 @pytest.mark.parametrize(
     ("before", "wanted", "after"),
     [
-        ((1024, 4096), 2000, (2000 + RESERVED_FILES, 4096)),
+        ((1024, 4096), 2000, (2000 + RESERVED, 4096)),
         ((1024, 4096), 100_000, (4096, 4096)),
-        ((1024, resource.RLIM_INFINITY), 100_000, (100_000 + RESERVED_FILES, resource.RLIM_INFINITY)),
+        ((256, 256), 16_384, (256, 256)),
+        ((RESERVED + MIN_CONNECTIONS, RESERVED + MIN_CONNECTIONS), 100, (RESERVED + MIN_CONNECTIONS,) * 2),
+        ((RESERVED, RESERVED + 3), 3, (RESERVED + 3, RESERVED + 3)),
+        ((1024, resource.RLIM_INFINITY), 100_000, (100_000 + RESERVED, resource.RLIM_INFINITY)),
         ((65_536, 65_536), 2000, (65_536, 65_536)),
         ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), 2000, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)),
     ],
 )
 def test_files_are_allowed_for_every_connection_as_far_as_the_system_goes(
-    monkeypatch: pytest.MonkeyPatch, before: tuple[int, int], wanted: int, after: tuple[int, int]
+    limits: list[tuple[int, int]], before: tuple[int, int], wanted: int, after: tuple[int, int]
 ) -> None:
-    limits = [before]
-    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
-    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.append(new))
-    raise_file_limit(wanted)
+    limits.append(before)
+    possible = claim_files(wanted)
     assert limits[-1] == after
-    possible = affordable_connections(wanted)
-    assert possible == (wanted if after[0] < 0 else min(wanted, after[0] - RESERVED_FILES))
+    assert possible == (wanted if after[0] < 0 else min(wanted, after[0] - RESERVED))
+
+
+@pytest.mark.parametrize(("limit", "wanted"), [(12, 3), (RESERVED + MIN_CONNECTIONS - 1, 16_384), (RESERVED + 2, 3)])
+def test_a_start_with_too_few_files_is_refused_and_told_what_it_takes(
+    limits: list[tuple[int, int]], limit: int, wanted: int
+) -> None:
+    limits.append((limit, limit))
+    with pytest.raises(StartupError) as refusal:
+        claim_files(wanted)
+    needed = RESERVED + min(wanted, MIN_CONNECTIONS)
+    assert f"may open {limit} files, and needs {needed}. Start it where `ulimit -Hn` says {needed} or" in str(
+        refusal.value
+    )
