@@ -10,8 +10,8 @@ from aiohttp import web
 from services.dispatcher.http.connection import ConnectionServer
 from services.dispatcher.http.doorway import Doorway
 
-GET = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2000000\r\n\r\n"
+GET = b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2000000\r\n\r\n"
 
 
 class Line(asyncio.Transport):
