@@ -49,6 +49,7 @@ class FrameKind(IntEnum):
     COPY_ENDED = 21
     CLOSE = 22
     KV_OVER = 23
+    ALIVE = 24
 
     KV_OFFER = 32  # `kv_moves/kv_wire.py`
     KV_TABLE = 33

@@ -49,10 +49,13 @@ class SocketChannel:
     Args:
         sock: connected; owned from now on.
         priority: of this worker's connections: what is sent here goes first; None: it has no others.
+        silence_s: see `FrameSocket`.
     """
 
-    def __init__(self, sock: socket.socket, priority: LinkPriority | None = None) -> None:
-        self._frames = FrameSocket(sock, urgent=priority or LinkPriority())
+    def __init__(
+        self, sock: socket.socket, priority: LinkPriority | None = None, *, silence_s: float | None = None
+    ) -> None:
+        self._frames = FrameSocket(sock, urgent=priority or LinkPriority(), silence_s=silence_s)
 
     def send(self, message: StageMessage) -> None:
         """Send a message; blocks while the other end's buffers are full."""

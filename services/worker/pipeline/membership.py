@@ -14,6 +14,10 @@ from services.worker.pipeline.channel import SocketChannel
 from services.worker.pipeline.stage import StageDevice
 from services.worker.pipeline.thread_stage import StageServer
 
+SILENCE_S = 30.0
+"""After so long without a word the leader counts as lost: it says every `ALIVE_PERIOD_S` that it is there, but a step
+that it computes comes first."""
+
 
 class Membership:
     """A `StageServer` that says on the event loop when it has ended.
@@ -39,7 +43,7 @@ class Membership:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_end: Callable[[str | None], None] | None = on_end
-        ahead = SocketChannel(leader, priority), SocketChannel(previous, priority)
+        ahead = SocketChannel(leader, priority, silence_s=SILENCE_S), SocketChannel(previous, priority)
         behind = () if to_next is None else (SocketChannel(to_next, priority),)
         self._channels = (*ahead, *behind)
         self._server = StageServer(device, *ahead, behind[0] if behind else None)

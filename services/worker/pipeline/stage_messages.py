@@ -1,6 +1,6 @@
 """What the stages of a pipeline say to each other, and how it is said in bytes. Pure.
 
-    leader ──Batch, HostCopy, KvOver, Close──► every stage    stage ──Activation or StepFailed──► the next one
+    leader ──Batch, HostCopy, KvOver, Alive, Close──► every stage    stage ──Activation or StepFailed──► the next one
     last stage ──StepDone or StepFailed──► leader             every stage ──CopyEnded──► leader
 
 Each is a frame (`peers/frames.py`) without a checksum. An activation's numbers lie in it as they lie in memory, so that
@@ -83,11 +83,16 @@ class KvOver:
 
 
 @dataclass(frozen=True, slots=True)
+class Alive:
+    """The leader is there, whether or not there are steps to make."""
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """Nothing more comes from the leader."""
 
 
-StageMessage = Batch | HostCopy | Activation | StepFailed | StepDone | CopyEnded | KvOver | Close
+StageMessage = Batch | HostCopy | Activation | StepFailed | StepDone | CopyEnded | KvOver | Alive | Close
 
 MAX_STAGES: Final = 256
 _ACTIVATION: Final = struct.Struct("<qQBBHII4x")  # step, tokens, type, dimensions, stages, rows, columns
@@ -96,6 +101,8 @@ _STAGES: Final = struct.Struct("<I")
 _COPY_ENDED: Final = struct.Struct("<q?3x")
 _DTYPES: Final = (np.dtype("<f4"), np.dtype("<u2"), np.dtype("<u8"))
 _MAX_CAUSE_BYTES: Final = 4096
+_BARE: Final = {Close: FrameKind.CLOSE, KvOver: FrameKind.KV_OVER, Alive: FrameKind.ALIVE}
+"""Messages that say all by their kind."""
 
 
 def pack(message: StageMessage) -> tuple[FrameKind, list[Buffer]]:
@@ -115,10 +122,8 @@ def pack(message: StageMessage) -> tuple[FrameKind, list[Buffer]]:
         case CopyEnded():
             cause = (message.cause or "").encode()[:_MAX_CAUSE_BYTES]
             return FrameKind.COPY_ENDED, [_COPY_ENDED.pack(message.copy_id, message.cause is None) + cause]
-        case Close():
-            return FrameKind.CLOSE, []
-        case KvOver():
-            return FrameKind.KV_OVER, []
+        case Close() | KvOver() | Alive():
+            return _BARE[type(message)], []
 
 
 def unpack(kind: FrameKind, payload: Buffer) -> StageMessage:
@@ -183,7 +188,7 @@ def _unpack_copy_ended(payload: Buffer) -> CopyEnded:
     return CopyEnded(copy_id, None if done else cause)
 
 
-def _unpack_nothing(payload: Buffer, message: Close | KvOver) -> Close | KvOver:
+def _unpack_nothing(payload: Buffer, message: Close | KvOver | Alive) -> Close | KvOver | Alive:
     if len(payload):
         raise WireError(f"{type(message).__name__}: it says nothing else")
     return message
@@ -211,6 +216,7 @@ _UNPACKERS: Final[Mapping[FrameKind, Callable[[Buffer], StageMessage]]] = {
     FrameKind.STEP_DONE: _unpack_done,
     FrameKind.COPY_ENDED: _unpack_copy_ended,
     FrameKind.CLOSE: lambda payload: _unpack_nothing(payload, Close()),
+    FrameKind.ALIVE: lambda payload: _unpack_nothing(payload, Alive()),
     FrameKind.KV_OVER: lambda payload: _unpack_nothing(payload, KvOver()),
 }
 STAGE_KINDS: Final = tuple(_UNPACKERS)

@@ -11,7 +11,7 @@ Activations never pass an event loop. Readers take everything off the wire at on
 stop the one before it from going on. Where a device computes beside the host, a stage's thread launches a step while
 the one before computes, and one more thread waits for their ends and says them in order; whatever else the leader says
 waits until no step is under way. A channel that breaks ends the threads at both ends, and with them their other
-channels, until the leader knows: no stage goes on by itself.
+channels, until the leader knows: no stage goes on by itself. So does a leader that says nothing for long.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from services.worker.pipeline.stage import (
 )
 from services.worker.pipeline.stage_messages import (
     Activation,
+    Alive,
     Close,
     CopyEnded,
     KvOver,
@@ -51,6 +52,9 @@ from services.worker.pipeline.stage_messages import (
     StepFailed,
 )
 from services.worker.pipeline.step_ends import StepEnds
+
+ALIVE_PERIOD_S = 3.0
+"""In which a leader says that it is there."""
 
 
 class StageThread:
@@ -128,6 +132,8 @@ class StageThread:
                 self._inbox.put(message)
             case Activation() | StepFailed():
                 self._inbox.put(message)
+            case Alive():
+                self._pass_on(message)
             case HostCopy():
                 self._pass_on(message)
                 self._wait()  # it may read what a step writes
@@ -263,6 +269,7 @@ class ThreadStages:
         self._on_message: Callable[[StageMessage], None] = lambda _: None
         self._on_lost: Callable[[str], None] = lambda _: None
         self._ended: asyncio.Future[None] = loop.create_future()
+        self._speaking = loop.call_soon(self._say_alive)
         to_leader = _LoopSender(lambda message: self._call(self._hear, message))
         self._stage = StageThread(device, to_next, to_leader, members, lambda reason: self._call(self._end, reason))
         self._readers = [
@@ -290,6 +297,7 @@ class ThreadStages:
     async def close(self) -> None:
         """End all stages, and wait for the threads here."""
         self._closing = True
+        self._speaking.cancel()
         self._stage.receive(Close())
         await asyncio.shield(self._ended)
         self._stage.join()
@@ -307,7 +315,12 @@ class ThreadStages:
     def _hear(self, message: StageMessage) -> None:
         self._on_message(message)
 
+    def _say_alive(self) -> None:
+        self._stage.receive(Alive())
+        self._speaking = self._loop.call_later(ALIVE_PERIOD_S, self._say_alive)
+
     def _end(self, reason: str | None) -> None:
+        self._speaking.cancel()
         if reason is not None:
             self._break_channels()
             self._on_lost(reason)

@@ -18,6 +18,7 @@ from services.worker.pipeline.batch_wire import pack_batch, unpack_batch
 from services.worker.pipeline.stage_messages import (
     STAGE_KINDS,
     Activation,
+    Alive,
     Close,
     CopyEnded,
     Hidden,
@@ -93,6 +94,7 @@ def random_message(random: np.random.Generator) -> StageMessage:
         StepDone(BatchOutput(8, tokens, 0.25, logprobs), durations_s),
         CopyEnded(4, None if random.random() < 0.5 else "no room"),
         Close(),
+        Alive(),
         KvOver(),
     ]
     return messages[int(random.integers(len(messages)))]
@@ -130,7 +132,7 @@ def test_a_message_comes_out_as_it_went_in(seed: int) -> None:
 def test_a_message_that_is_cut_short_or_too_long_is_refused(seed: int, data: st.DataObject) -> None:
     message = random_message(np.random.default_rng(seed))
     kind, payload = packed(message)
-    if not isinstance(message, StepFailed | CopyEnded | Close | KvOver):  # of those a shorter cause is a cause too
+    if not isinstance(message, StepFailed | CopyEnded | Close | Alive | KvOver):  # a shorter cause is a cause too
         cut = data.draw(st.integers(0, len(payload) - 1))
         with pytest.raises(WireError):
             unpack(kind, payload[:cut])

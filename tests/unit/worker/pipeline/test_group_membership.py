@@ -15,11 +15,12 @@ import pytest
 
 from services.worker.contract.batch import Batch
 from services.worker.contract.executor import HostCopy, KvCapacity
+from services.worker.pipeline import membership, thread_stage
 from services.worker.pipeline.channel import SocketChannel
 from services.worker.pipeline.membership import Membership
 from services.worker.pipeline.stage import Ended
-from services.worker.pipeline.stage_messages import Activation, Close, Hidden
-from services.worker.pipeline.thread_stage import StageServer
+from services.worker.pipeline.stage_messages import Activation, Alive, Close, Hidden
+from services.worker.pipeline.thread_stage import StageServer, ThreadStages
 from shared.layers import LayerRange
 from tests.support.leaks import whats_open
 
@@ -122,6 +123,33 @@ async def test_a_connection_that_breaks_or_carries_nonsense_is_told_with_the_rea
         end(at)
         await at.hear_end()
     assert at.told == [reason]
+
+
+async def test_a_leader_that_says_nothing_is_lost_and_one_without_work_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "SILENCE_S", 1.0)
+    async with wired() as at:
+        channel = SocketChannel(at.leader)
+        for _ in range(6):
+            channel.send(Alive())
+            await asyncio.sleep(0.25)
+        assert at.told == []
+        await at.hear_end()
+    assert at.told == ["cannot receive: timed out"]
+
+
+async def test_a_leader_says_that_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thread_stage, "ALIVE_PERIOD_S", 0.01)
+    (ours, theirs), (way, following) = socket.socketpair(), socket.socketpair()
+    member, loop = SocketChannel(theirs, silence_s=10.0), asyncio.get_running_loop()
+    first = Device(asyncio.Event())
+    stages = ThreadStages(first, SocketChannel(way), [SocketChannel(ours)], first.capacity, loop)
+    said = [await loop.run_in_executor(None, member.receive) for _ in range(3)]
+    assert said == [Alive()] * 3
+    await stages.close()
+    while not isinstance(last := await loop.run_in_executor(None, member.receive), Close):
+        assert last == Alive()
+    member.close()
+    following.close()
 
 
 async def test_who_leaves_is_not_told() -> None:
