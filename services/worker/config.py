@@ -81,7 +81,8 @@ class WorkerSettings(ServiceSettings):
     """Memory of the host, in bytes, for KV that changes hands when a group forms or dissolves; taken for that time,
     beside `memory`. What does not fit is computed again; 0: all of it. Only systems that drop layers take it."""
     exchange_limit_s: Annotated[float, Field(gt=0, le=600)] = 5.0
-    """Seconds after which KV that has not come is computed again; readers stand still meanwhile."""
+    """Longest time, in seconds, after which KV that has not come is computed again; readers stand still meanwhile. It
+    is given up sooner, after 2 s and four times what its bytes take by `exchange_gb_per_s`."""
     exchange_gb_per_s: Annotated[float, Field(gt=0, le=10_000)] = 1.0
     """At which KV changes hands, 10^9 bytes per second each way: what a planner counts with. One, with a checksum, is
     what two processes of one machine reach."""

@@ -110,6 +110,8 @@ class Exchange:
         self._wanted = [stage.layers for stage in stages]
         self._bytes_per_s = bytes_per_s
         _check(table, [each.offer for each in before], [each.kv for each in before], self._wanted)
+        self.num_bytes = table.wire_bytes(self._wanted, before[0].pair_bytes)
+        """That go from one stage to another."""
         self.is_live = table.is_live
         """Some of it is attended where it lies."""
         unsent = [sum(self._leaving(lot, i) * len(lot.ids) for lot in table.lots) for i in range(len(before))]
@@ -123,8 +125,7 @@ class Exchange:
 
     def arrivals(self, news: AsyncIterator[Arrived], num_blocks_then: int) -> Arrivals | None:
         """Return what comes, for the leader; None: nothing does."""
-        num_bytes = self._table.wire_bytes(self._wanted, self._before[0].pair_bytes)
-        return Arrivals.of(self._table, num_bytes, news, self.num_blocks, num_blocks_then)
+        return Arrivals.of(self._table, self.num_bytes, news, self.num_blocks, num_blocks_then)
 
     async def news(
         self,

@@ -15,7 +15,7 @@ from typing import Any
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.kv_moves.arrivals import Arrivals
 from services.worker.kv_moves.exchange_modes import ExchangeCosts, form_table, usable
-from services.worker.kv_moves.kv_table import KvTable, table_to_copy
+from services.worker.kv_moves.kv_table import KvTable, move_limit_s, table_to_copy
 from services.worker.kv_moves.placed_kv import PlacedKv
 from services.worker.kv_moves.places import GroupFailedError, GroupPlace, NextShares
 from shared.ids import WorkerId
@@ -87,7 +87,8 @@ class ModelledNetwork:
     Args:
         link: between any two workers.
         meet_limit_s: how long stages wait for each other.
-        exchange_limit_s: how long KV may be on its way; the rest is computed again. 0: none comes.
+        exchange_limit_s: how long KV may be on its way at most, see `move_limit_s`; the rest is computed again. 0: none
+            comes.
         kv_exchange: how KV comes to a group that forms.
     """
 
@@ -149,7 +150,8 @@ class ModelledNetwork:
                 arrival.stage.attend_over(link)
         began_s = asyncio.get_running_loop().time()
         leader = stages.servers[0]
-        news = exchange.news(began_s, self._exchange_limit_s, lambda: self._is_cut(place), leader.die)
+        limit_s = move_limit_s(exchange.num_bytes, link.bytes_per_s, self._exchange_limit_s)
+        news = exchange.news(began_s, limit_s, lambda: self._is_cut(place), leader.die)
         del self._meetings[place.key]
         self._pipelines[place.key] = (tuple(arrival.worker_id for arrival in arrivals), stages)
         meeting.begun.set_result(Begun(stages, exchange.arrivals(news, stages.capacity.num_blocks)))
@@ -241,8 +243,9 @@ class ModelledNetwork:
             self._partings.pop(place.key, None)
             return NOTHING_KEPT, 0
         exchange_s = traffic.most_bytes / self._link.bytes_per_s
-        await asyncio.sleep(min(exchange_s, self._exchange_limit_s))
-        if exchange_s > self._exchange_limit_s:
+        limit_s = move_limit_s(traffic.num_bytes, self._link.bytes_per_s, self._exchange_limit_s)
+        await asyncio.sleep(min(exchange_s, limit_s))
+        if exchange_s > limit_s:
             return NOTHING_KEPT, 0
         return kept[place.index], traffic.num_bytes
 

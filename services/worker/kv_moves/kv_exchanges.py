@@ -37,7 +37,7 @@ class ExchangeParams:
     """Host memory for it, beside a chunk (4 MiB or a block) for each other stage; taken while it does. 0: all KV is
     computed again."""
     limit_s: float = 30.0
-    """In which it has to; else KV is computed again."""
+    """In which it has to at most, see `move_limit_s`; else KV is computed again."""
     bytes_per_s: float = 0.0
     """At which it does, as reported; 0: unknown."""
     mode: KvExchange = KvExchange.COORDINATED
@@ -128,6 +128,7 @@ class KvExchanges:
             [stage.layers for stage in place.stages],
             block_bytes=self._model.facts.block_bytes,
             limit_s=self.limit_s,
+            bytes_per_s=self._params.link_bytes_per_s,
             remote=remote,
         )
 
@@ -139,6 +140,7 @@ class KvExchanges:
             [self._model.whole] * len(place.stages),
             block_bytes=self._model.facts.block_bytes,
             limit_s=self.limit_s,
+            bytes_per_s=self._params.link_bytes_per_s,
             is_lasting=is_lasting,
         )
 

@@ -34,6 +34,21 @@ from shared.layers import LayerRange, check_tiling
 
 MAX_EXCHANGED = 32_768
 """Most blocks that one exchange names: their list is one message."""
+MOVE_BASE_S = 2.0
+"""An exchange may take so long, however little moves."""
+LINK_SLACK = 4.0
+"""And so many times what its bytes take, one after the other, at the rate of a link."""
+
+
+def move_limit_s(num_bytes: int, bytes_per_s: float, most_s: float) -> float:
+    """Return the seconds after which an exchange is given up.
+
+    Args:
+        num_bytes: that move in all.
+        bytes_per_s: of a link, each way; 0: unknown.
+        most_s: in any case.
+    """
+    return min(most_s, MOVE_BASE_S + LINK_SLACK * num_bytes / bytes_per_s) if bytes_per_s else most_s
 
 
 @dataclass(frozen=True, slots=True)

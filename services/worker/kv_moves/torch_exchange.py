@@ -34,7 +34,7 @@ from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.kv_moves.arrivals import Arrivals
 from services.worker.kv_moves.kv_messages import pack_offer, pack_table, unpack_offer, unpack_table
 from services.worker.kv_moves.kv_progress import GroupNews
-from services.worker.kv_moves.kv_table import KvOffer, KvTable, check_table
+from services.worker.kv_moves.kv_table import KvOffer, KvTable, check_table, move_limit_s
 from services.worker.kv_moves.kv_traffic import Ears, KvTraffic
 from services.worker.kv_moves.kv_wire import KvProgress, KvSocket
 from services.worker.kv_moves.remote_attention import RemoteAttention, RemoteParts
@@ -56,23 +56,21 @@ class Undertaking:
 
     Args:
         stage: for the log.
-        limit_s: after so many seconds a part is given up.
         shut: lets what is under way end soon; in any thread.
     """
 
-    def __init__(self, stage: int, limit_s: float, shut: Callable[[], None]) -> None:
+    def __init__(self, stage: int, shut: Callable[[], None]) -> None:
         self._stage = stage
-        self._limit_s = limit_s
         self._shut = shut
         self._begun_s = 0.0
         self.failure: str | None = None
         """Why it has failed, once that is so."""
 
-    async def do(self, work: Callable[[], None]) -> None:
-        """Do a part, unless an earlier one has failed."""
+    async def do(self, work: Callable[[], None], limit_s: float) -> None:
+        """Do a part, unless an earlier one has failed; after so many seconds it is given up."""
         if self.failure is not None:
             return
-        limit = asyncio.create_task(self._limit(), name="kv-exchange-limit")
+        limit = asyncio.create_task(self._limit(limit_s), name="kv-exchange-limit")
         try:
             await in_thread(work, "KV exchange", interrupt=self._shut)
         except Exception as error:  # whatever network, peers and torch come up with: the group goes on without KV
@@ -91,11 +89,11 @@ class Undertaking:
         """Let what is under way take as long as the limit from now on. In any thread."""
         self._begun_s = time.monotonic()
 
-    async def _limit(self) -> None:
+    async def _limit(self, limit_s: float) -> None:
         self.extend()
-        while (left_s := self._begun_s + self._limit_s - time.monotonic()) > 0:
+        while (left_s := self._begun_s + limit_s - time.monotonic()) > 0:
             await asyncio.sleep(left_s)
-        self.give_up(f"it took longer than {self._limit_s:g} s")
+        self.give_up(f"it took longer than {limit_s:.3g} s")
 
 
 class TorchExchange:
@@ -106,8 +104,9 @@ class TorchExchange:
         socks: connections by stage, to all others; owned from now on.
         wanted: by stage: layers after the change.
         block_bytes: of a block's keys in one layer.
-        limit_s: after so many seconds `agree` is given up, and again what moves; where a lot is live, after so many
-            seconds without a block.
+        limit_s: after so many seconds `agree` is given up. What moves is so by `move_limit_s`, where a lot is live
+            after so many seconds without a block, and never later than that.
+        bytes_per_s: of a link, each way; 0: unknown.
         remote: what live lots need; None: there can be none.
         is_lasting: the connections stay open when all has moved, for another exchange.
     """
@@ -120,6 +119,7 @@ class TorchExchange:
         *,
         block_bytes: int,
         limit_s: float,
+        bytes_per_s: float = 0.0,
         remote: RemoteParts | None = None,
         is_lasting: bool = False,
     ) -> None:
@@ -141,7 +141,9 @@ class TorchExchange:
         self.remote: RemoteAttention | None = None
         """From `begin` on, if a lot is live: attends what has not arrived."""
         self._loop = asyncio.get_running_loop()
-        self._undertaking = Undertaking(stage, limit_s, self.shut)
+        self._limit_s = limit_s
+        self._bytes_per_s = bytes_per_s
+        self._undertaking = Undertaking(stage, self.shut)
         self._sockets = {peer: socks[peer] for peer in sorted(socks)}
         self._traffic = KvTraffic(stage, self._sockets, self._wanted, block_bytes)
 
@@ -189,7 +191,7 @@ class TorchExchange:
             check_table(table, self._stage, offer, num_blocks, self._wanted)
             self._table = table
 
-        await self._undertaking.do(work)
+        await self._undertaking.do(work, self._limit_s)
 
     def carry_out(self, hand_over: Callable[[KvTable], int]) -> None:
         """Let KV move in its pages, and end all connections. Blocks.
@@ -241,7 +243,9 @@ class TorchExchange:
             tell: hears of what has landed, and can be read; None: nobody reads before all has.
         """
         began_s = time.monotonic()
-        await self._undertaking.do(partial(self._move_all, cache, tell))
+        num_bytes = self._table.wire_bytes(self._wanted, self._pair_bytes)
+        limit_s = move_limit_s(num_bytes, self._bytes_per_s, self._limit_s)
+        await self._undertaking.do(partial(self._move_all, cache, tell), limit_s)
         if self.failure is None and (self._table.lots or self._table.there):
             _log.info(
                 "kv_copied_ahead" if self._is_lasting else "kv_exchanged",

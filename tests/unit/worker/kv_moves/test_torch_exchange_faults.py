@@ -12,7 +12,7 @@ import pytest
 
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.executor.parameter_sources import ParameterSource
-from services.worker.kv_moves import kv_wire, torch_exchange
+from services.worker.kv_moves import kv_table, kv_wire, torch_exchange
 from services.worker.kv_moves.kv_table import KvTable
 from services.worker.kv_moves.kv_traffic import KvTraffic
 from services.worker.kv_moves.kv_wire import KvSocket
@@ -147,6 +147,20 @@ def first_shut(patch: pytest.MonkeyPatch) -> threading.Event:
 
 async def test_kv_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     async with devices_with_kv(exchange_limit_s=0.3) as (devices, kept):
+        with monkeypatch.context() as patch:
+            over = first_shut(patch)
+            count_sends(patch, 5, lambda _sock, _data: over.wait(30))
+            group = await form(devices, ranges_of(1, 2, 4), kept)
+        assert over.is_set()
+        await serves(group)
+
+
+async def test_kv_is_waited_for_by_what_its_bytes_take_and_not_by_the_longest_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The longest limit is 600 s; on a link of 1 TB/s these few bytes have `MOVE_BASE_S`."""
+    monkeypatch.setattr(kv_table, "MOVE_BASE_S", 0.3)
+    async with devices_with_kv(exchange_limit_s=600.0, link_bytes_per_s=1e12) as (devices, kept):
         with monkeypatch.context() as patch:
             over = first_shut(patch)
             count_sends(patch, 5, lambda _sock, _data: over.wait(30))
