@@ -68,7 +68,7 @@ def render(view: ClusterView, age_s: float | None = None) -> str:
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     is_stale = age_s is not None and age_s > STALE_AFTER_S
     stale = [f"stale: the monitor wrote this {age_s:.0f} s ago"] if is_stale else []
-    return "\n".join([*lines, "", _summary(view), *_throttled(view), *_moves(view), *stale])
+    return "\n".join([*lines, "", _summary(view), *_held(view), *_throttled(view), *_moves(view), *stale])
 
 
 def _row(status: WorkerStatus) -> tuple[str, ...]:
@@ -116,6 +116,10 @@ def _layers(report: WorkerReport) -> str:
     if report.loaded_ratio < 1:
         return f"{computed}, loading {math.floor(100 * report.loaded_ratio)}%"
     return f"{computed}, all loaded"
+
+
+def _held(view: ClusterView) -> list[str]:
+    return [f"held: {status.report.worker_id}: {status.report.held}" for status in view.workers if status.report.held]
 
 
 def _throttled(view: ClusterView) -> list[str]:

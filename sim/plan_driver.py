@@ -1,17 +1,24 @@
-"""A planner by hand: sends prepare, commit and abort to workers, and says what they answer."""
+"""A planner by hand: sends prepare, commit and abort to workers, and says what they answer.
+
+It counts epochs of its own from 1, and then writes the plan key first, so that whoever was the planner is none any
+more; or speaks as another planner does, under its epoch.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 
 from shared.ids import WorkerId
 from shared.layers import LayerRange
 from shared.messages.plan import (
+    PLAN_KEY,
     AbortPlan,
     CommitPlan,
     FormGroup,
     LoadBeside,
+    Plan,
     PlanAnswer,
     PlannedStage,
     PlannedWorker,
@@ -23,7 +30,7 @@ from shared.messages.plan import (
 from shared.messages.report import WorkerReport
 from shared.subjects import Subjects
 from shared.transport.bus import Bus, BusError, Message
-from shared.wire import decode_json, encode_json
+from shared.wire import WireError, decode_json, encode_json
 
 SUBJECTS = Subjects()
 ANSWER_LIMIT_S = 30.0
@@ -101,6 +108,8 @@ class PlanDriver:
 
     async def prepare(self, *steps: Step) -> tuple[int, dict[str, PlanAnswer | None]]:
         """Begin a plan: return its id and what each worker says."""
+        if not self.epoch:
+            await self._take_over()
         self.epoch += 1
         plan_id = self.epoch
         asked = [(worker.worker_id, step) for step in steps for worker in step.workers]
@@ -114,6 +123,14 @@ class PlanDriver:
             )
         )
         return plan_id, {worker_id: answer for (worker_id, _), answer in zip(asked, answers, strict=True)}
+
+    async def _take_over(self) -> None:
+        """Supersede another planner."""
+        with suppress(BusError, WireError):  # nobody is the planner then
+            bucket = await self.bus.key_value(SUBJECTS.plan_bucket())
+            entry = await bucket.get(PLAN_KEY)
+            last = 0 if entry is None or entry.value is None else decode_json(entry.value, Plan).epoch
+            await bucket.put(PLAN_KEY, encode_json(Plan(epoch=last + 1, reason="planned by hand")))
 
     async def finish(self, plan_id: int, workers: Sequence[str], *, commit: bool) -> dict[str, PlanAnswer | None]:
         """End a plan one way or the other."""

@@ -139,7 +139,6 @@ class SimWorker:
         self.params = params
         self.failures: list[tuple[str, BaseException]] = []
         self._on_failure = on_failure
-        self._bus = bus
         self._tasks = TaskOwner(self._fail)
         self._settings = WorkerSettings(
             cluster=params.cluster,

@@ -59,8 +59,8 @@ class DispatcherSettings(ServiceSettings):
     """Seconds without a token after which the worker is asked for what may have been lost on the way."""
     lost_after_s: _Seconds = 3.0
     """Seconds without an answer after which a worker counts as lost, and its requests go on elsewhere."""
-    step_limit_s: _Seconds = 30.0
-    """Seconds without a finished step, while sequences run, after which a worker counts as lost."""
+    step_limit_s: _Seconds = 10.0
+    """Seconds without a finished step, while sequences could run, after which a worker counts as lost."""
     max_connections: Annotated[int, Field(ge=1, le=1_048_576)] = 16_384
     """Connections at a time; more are turned away with 503. Fewer if the system grants fewer open files."""
     max_connections_per_address: Annotated[int, Field(ge=1, le=1_048_576)] = 4096

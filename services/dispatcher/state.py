@@ -120,7 +120,7 @@ class ClusterState:
             worker.status, worker.reported_s = status, now_s - status.age_s
             while worker.recent and worker.recent[0].at_s < worker.reported_s:
                 worker.recent.popleft()
-            if report.num_steps != worker.num_steps or not report.num_running:
+            if report.num_steps != worker.num_steps or not report.num_runnable:
                 worker.num_steps, worker.stepped_s = report.num_steps, now_s
             known[report.worker_id] = worker
         named = {status.report.worker_id for status in view.workers}
@@ -131,7 +131,7 @@ class ClusterState:
         }
         self._workers = dict(sorted(known.items()))
         for worker in known.values():
-            worker.load = _load(worker.status, ready=self._is_ready(worker))
+            worker.load = _load(worker.status, ready=self._is_ready(worker) and not worker.status.report.held)
         self.restarted.sort()
         self.draining = sorted(
             worker_id for worker_id, worker in known.items() if worker.status.report.phase is WorkerPhase.DRAINING
@@ -176,8 +176,8 @@ class ClusterState:
 
     @property
     def num_ready(self) -> int:
-        """Return how many workers take requests."""
-        return sum(worker.load.ready for worker in self._workers.values())
+        """Return how many workers take requests, now or once a plan holds their steps up no more."""
+        return sum(self._is_ready(worker) for worker in self._workers.values())
 
     @property
     def num_loading(self) -> int:

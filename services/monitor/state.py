@@ -37,8 +37,8 @@ class WorkerChange:
     """Something about a worker that operators and other services want to know at once."""
 
     name: str
-    """`worker_loading`, `_ready`, `_draining`, `_restarted`, `_suspect`, `_dead`, `_recovered`, `_gone` or
-    `_incompatible`."""
+    """`worker_loading`, `_ready`, `_draining`, `_restarted`, `_suspect`, `_dead`, `_recovered`, `_gone`,
+    `_incompatible`, `_held` or `_goes_on`."""
     worker_id: WorkerId
     reason: str
 
@@ -191,10 +191,18 @@ class MonitoredCluster:
         if same_process and before.phase is report.phase:
             if was is not Liveness.ALIVE and not record.stopped:
                 self._note("worker_recovered", report, f"a report came after {silent_s:.1f} s of silence")
+            self._note_hold(before, report)
             return
         if not same_process and before.phase is not WorkerPhase.STOPPED:
             self._note("worker_restarted", report, f"pid {report.pid} reports in place of pid {before.pid}")
         self._note_phase(report)
+
+    def _note_hold(self, before: WorkerReport, report: WorkerReport) -> None:
+        """Note when steps are held up, or no longer: whoever places requests has to know at once."""
+        if report.held and not before.held:
+            self._note("worker_held", report, f"makes no steps: {report.held}")
+        elif before.held and not report.held:
+            self._note("worker_goes_on", report, f"makes steps again: {before.held} is over")
 
     def _note(self, name: str, report: WorkerReport, reason: str) -> None:
         self._changes.append(WorkerChange(name, report.worker_id, reason))

@@ -5,6 +5,9 @@ planner B                                claim → 9, with the plan 8 that A has
 
 A plan that was begun and is not done is carried over by whoever claims: it is driven on or abandoned, never forgotten.
 So is how many instances are wanted.
+
+Every write is one revision of the key, so an epoch far above its revision was made up, or follows one that was. It is
+not believed: a claim begins at the revision, and rises where a worker says that it knows a newer one.
 """
 
 from __future__ import annotations
@@ -14,10 +17,13 @@ from collections.abc import Callable
 from functools import partial
 
 from shared.errors import StartupError
+from shared.messages.base import MAX_EPOCH, MAX_EPOCH_STEP
 from shared.messages.plan import PLAN_KEY, Plan, PlanPhase, Step, WantedInstances
+from shared.process.log import get_logger
 from shared.transport.bus import BusError, KeyValue, WrongRevisionError
 from shared.wire import WireError, decode_json, encode_json
 
+_log = get_logger()
 MAX_CLAIM_ATTEMPTS = 16
 """Other planners that may win the race for an epoch while this one starts."""
 
@@ -39,6 +45,8 @@ class PlanBook:
         """Revision of the last write; a newer one on the key is another planner's."""
         self.plan: Plan | None = None
         """The last plan that this planner wrote."""
+        self._doubted = 0
+        """Epoch that was found in the key and not believed; 0: none."""
         self._lock = asyncio.Lock()
         self._is_certain = True
 
@@ -58,10 +66,10 @@ class PlanBook:
             for _ in range(MAX_CLAIM_ATTEMPTS):
                 entry = await self._bucket.get(PLAN_KEY)
                 if entry is None or entry.value is None:
-                    plan = Plan(epoch=1, reason=reason)
+                    plan = Plan(epoch=self.epoch + 1, reason=reason)
                     claimed = await self._try(plan, None)
                 else:
-                    plan = _successor(_read(entry.value), reason)
+                    plan = self._successor(_read(entry.value), entry.revision, reason)
                     claimed = await self._try(plan, entry.revision)
                 if claimed:
                     self._is_certain = True
@@ -70,6 +78,25 @@ class PlanBook:
             f"{MAX_CLAIM_ATTEMPTS} times in a row another planner took the next epoch",
             "Stop the other planners of this cluster, or give this one another --cluster",
         )
+
+    async def rise(self, told: int) -> Plan:
+        """Take an epoch above one that a worker has taken, unless this planner has it; the plan stays as it is.
+
+        Args:
+            told: the worker's. Who says that it is more than `MAX_EPOCH_STEP` above this planner's is asked again under
+                the one that is so far above.
+
+        Raises:
+            SupersededError, BusError: as `write`.
+        """
+
+        def risen(last: Plan) -> Plan:
+            above = told if not told < self._doubted <= told + MAX_EPOCH_STEP else self._doubted  # who wrote that lives
+            epoch = min(above + 1, last.epoch + MAX_EPOCH_STEP, MAX_EPOCH)
+            return last.model_copy(update={"epoch": max(epoch, last.epoch)})
+
+        _log.warning("epoch_overtaken", epoch=self.epoch, told=told)
+        return await self._next(risen)
 
     async def write(self, lever: str, reason: str) -> Plan:
         """Write under the next epoch which lever is pulled, with nothing for workers to do.
@@ -125,6 +152,16 @@ class PlanBook:
                 raise SupersededError(self.plan.epoch)
             return plan
 
+    def _successor(self, last: Plan, revision: int, reason: str) -> Plan:
+        """Return the plan that follows one of a revision, as far as that can be believed."""
+        if last.epoch > revision + MAX_EPOCH_STEP or last.plan_id > last.epoch:
+            _log.warning("epoch_not_believed", epoch=last.epoch, plan=last.plan_id, revision=revision)
+            self._doubted = last.epoch
+            return Plan(epoch=max(revision, self.epoch) + 1, reason=f"{reason}; the epoch before was not believed")
+        if last.phase is PlanPhase.DONE:
+            return Plan(epoch=last.epoch + 1, reason=reason, wanted=last.wanted)
+        return last.model_copy(update={"epoch": last.epoch + 1})
+
     async def _try(self, plan: Plan, revision: int | None) -> bool:
         data = encode_json(plan)
         try:
@@ -136,12 +173,6 @@ class PlanBook:
             return False
         self.plan = plan
         return True
-
-
-def _successor(last: Plan, reason: str) -> Plan:
-    if last.phase is PlanPhase.DONE:
-        return Plan(epoch=last.epoch + 1, reason=reason, wanted=last.wanted)
-    return last.model_copy(update={"epoch": last.epoch + 1})
 
 
 def _read(value: bytes) -> Plan:

@@ -18,6 +18,7 @@ from services.planner.policy.plans.drop import DropStrategy
 from services.planner.policy.plans.drop_facts import DropParams, KvFate
 from services.planner.policy.scale_signal import ScaleParams
 from shared.errors import StartupError
+from shared.messages.plan import MAX_ASIDE_S, MAX_HOLD_S
 from shared.process.config import Host, HostNames, ServiceSettings
 from shared.process.config_sources import split_values
 from shared.systems import DEFAULT_SYSTEM, UnknownSystemError, find_system
@@ -100,11 +101,12 @@ class PlannerSettings(ServiceSettings):
     """Longest such pause."""
     prepare_limit_s: _Seconds = 2.0
     """Seconds for workers to say that they are prepared; readers stand still meanwhile."""
-    move_limit_s: _Seconds = 5.0
+    move_limit_s: Annotated[float, Field(gt=0, le=MAX_ASIDE_S - MAX_HOLD_S)] = 5.0
     """Seconds for the leader of a group that is to load parameters beside to make do with fewer KV blocks, and for the
     members of one that dissolves to copy KV ahead; they serve meanwhile, but nothing else is decided."""
-    prepared_limit_s: _Seconds = 5.0
-    """Seconds after which a worker that was prepared goes on as it was if it hears nothing."""
+    prepared_limit_s: Annotated[float, Field(gt=0, le=MAX_HOLD_S)] = 5.0
+    """Seconds after which a worker that was prepared goes on as it was if it hears nothing; no worker waits for more
+    than 5 s."""
     commit_limit_s: _Seconds = 60.0
     """Seconds after which a worker that is alive but does not say that it carried a plan out counts as failed."""
     settle_limit_s: _Seconds = 5.0

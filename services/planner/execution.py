@@ -25,7 +25,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from services.planner.book import PlanBook, SupersededError
+from pydantic import TypeAdapter
+
+from services.planner.book import PlanBook
+from services.planner.orders import Orders
 from services.planner.policy.plans.intent import Intent, PlanOutcome, names_of
 from shared.ids import WorkerId
 from shared.messages.base import ControlMessage
@@ -43,9 +46,10 @@ from shared.messages.plan import (
 )
 from shared.subjects import Subjects
 from shared.transport.bus import Bus, BusError
-from shared.wire import WireError, decode_json, encode_json
+from shared.wire import WireError
 
 _R = TypeVar("_R")
+_ANSWER: TypeAdapter[PlanAnswer] = TypeAdapter(PlanAnswer)
 _Answer = PlanAnswer | str | None
 """What a worker said, or why it never will; None: it was not waited for."""
 MAX_REASONS = 4
@@ -96,8 +100,7 @@ class PlanExecution:
         find_loss: Callable[[PlannedWorker], str | None],
         announce: Callable[[str, str], Awaitable[None]],
     ) -> None:
-        self._bus = bus
-        self._subjects = subjects
+        self._orders = Orders(bus, subjects, book)
         self._book = book
         self._params = params
         self._find_loss = find_loss
@@ -231,15 +234,10 @@ class PlanExecution:
         """Return the worker's answer.
 
         Raises:
-            SupersededError: it has heard of a newer epoch.
-            BusError: no answer.
+            SupersededError, BusError: as `Orders.ask`.
             WireError: the answer is none, or to another question.
         """
-        subject = self._subjects.plan(worker.worker_id)
-        data = encode_json(message.model_copy(update={"epoch": self._book.epoch}))
-        answer = decode_json(await self._bus.request(subject, data, timeout_s=timeout_s), PlanAnswer)
-        if answer.newest_epoch > self._book.epoch:
-            raise SupersededError(self._book.epoch)
+        answer = await self._orders.ask(worker.worker_id, message, _ANSWER, timeout_s)
         if (answer.worker_id, answer.plan_id) != (worker.worker_id, plan.plan_id):
             raise WireError(f"the answer is {answer.worker_id}'s, about plan {answer.plan_id}")
         return answer

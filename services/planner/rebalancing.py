@@ -14,6 +14,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import Field, TypeAdapter
 
+from services.planner.orders import LISTED, Orders
 from services.planner.policy.overflow import Overflow, find_overflow, plan_moves
 from services.planner.policy.rebalance import Requeue
 from shared.ids import WorkerId
@@ -21,17 +22,13 @@ from shared.messages.errand import Errand, ErrandRefused
 from shared.messages.queue import ListQueued, MoveQueued, QueuedPart, QueueList, QueueMove, QueueMoved
 from shared.messages.report import ClusterView
 from shared.process.log import get_logger
-from shared.subjects import Subjects
-from shared.transport.bus import Bus, BusError
-from shared.wire import WireError, decode_union_json, encode_json
+from shared.transport.bus import BusError
+from shared.wire import WireError
 
 _log = get_logger()
 ANSWER_LIMIT_S = 0.5
 """For a worker to say who waits; nothing else is decided meanwhile."""
 M = TypeVar("M", QueueList, QueueMoved)
-_LISTED: TypeAdapter[QueueList | ErrandRefused] = TypeAdapter(
-    Annotated[QueueList | ErrandRefused, Field(discriminator="kind")]
-)
 _MOVED: TypeAdapter[QueueMoved | ErrandRefused] = TypeAdapter(
     Annotated[QueueMoved | ErrandRefused, Field(discriminator="kind")]
 )
@@ -41,8 +38,7 @@ class Rebalancer:
     """One round at a time, and some time between two.
 
     Args:
-        bus: connected.
-        subjects: of the cluster.
+        orders: to workers.
         batch_per_worker: requests that a worker runs well at a time.
         pause_s: between two rounds: reports have to show what the last one changed.
         announce: tells people the name of what happened, and the reason.
@@ -50,15 +46,13 @@ class Rebalancer:
 
     def __init__(
         self,
-        bus: Bus,
-        subjects: Subjects,
+        orders: Orders,
         *,
         batch_per_worker: int,
         pause_s: float,
         announce: Callable[[str, str], Awaitable[None]],
     ) -> None:
-        self._bus = bus
-        self._subjects = subjects
+        self._orders = orders
         self._batch_per_worker = batch_per_worker
         self._pause_s = pause_s
         self._announce = announce
@@ -68,17 +62,16 @@ class Rebalancer:
         """Return what a round would be about; None: nothing, or not yet."""
         return None if now_s < self._not_before_s else find_overflow(view)
 
-    async def run(self, overflow: Overflow, epoch: int) -> int:
-        """Make a round; return how many requests have gone elsewhere.
+    async def run(self, overflow: Overflow) -> int:
+        """Make a round, about what `look` has found; return how many requests have gone elsewhere.
 
-        Args:
-            overflow: as `look` has found it.
-            epoch: that the planner holds: a worker that knows a newer one does nothing.
+        Raises:
+            SupersededError: another planner has written.
         """
         try:
-            queues = await self._ask(overflow, epoch)
+            queues = await self._ask(overflow)
             moves = plan_moves(overflow, queues, self._batch_per_worker)
-            num_moved = await self._tell(moves, queues, epoch) if moves else 0
+            num_moved = await self._tell(moves, queues) if moves else 0
         finally:
             self._not_before_s = asyncio.get_running_loop().time() + self._pause_s
         if num_moved:
@@ -89,15 +82,15 @@ class Rebalancer:
             )
         return num_moved
 
-    async def _ask(self, overflow: Overflow, epoch: int) -> dict[WorkerId, Sequence[QueuedPart]]:
+    async def _ask(self, overflow: Overflow) -> dict[WorkerId, Sequence[QueuedPart]]:
         async def ask(worker_id: WorkerId) -> tuple[WorkerId, Sequence[QueuedPart]] | None:
-            answer = await self._request(worker_id, ListQueued(epoch=epoch), _LISTED)
+            answer = await self._request(worker_id, ListQueued(epoch=self._orders.epoch), LISTED)
             return None if answer is None else (worker_id, answer.requests)
 
         answers = await asyncio.gather(*(ask(report.worker_id) for report in overflow.short))
         return dict(answer for answer in answers if answer is not None)
 
-    async def _tell(self, moves: Sequence[Requeue], queues: dict[WorkerId, Sequence[QueuedPart]], epoch: int) -> int:
+    async def _tell(self, moves: Sequence[Requeue], queues: dict[WorkerId, Sequence[QueuedPart]]) -> int:
         by_source: dict[WorkerId, list[QueueMove]] = {}
         for move in moves:
             source = WorkerId(move.source)
@@ -106,17 +99,15 @@ class Rebalancer:
             by_source.setdefault(source, []).append(part)
         answers = await asyncio.gather(
             *(
-                self._request(source, MoveQueued(epoch=epoch, moves=tuple(parts)), _MOVED)
+                self._request(source, MoveQueued(epoch=self._orders.epoch, moves=tuple(parts)), _MOVED)
                 for source, parts in by_source.items()
             )
         )
         return sum(answer.num_moved for answer in answers if answer is not None)
 
     async def _request(self, worker_id: WorkerId, errand: Errand, answers: TypeAdapter[M | ErrandRefused]) -> M | None:
-        subject = self._subjects.plan(worker_id)
         try:
-            data = await self._bus.request(subject, encode_json(errand), timeout_s=ANSWER_LIMIT_S)
-            answer = decode_union_json(data, answers)
+            answer = await self._orders.ask(worker_id, errand, answers, ANSWER_LIMIT_S)
         except (BusError, WireError) as error:
             _log.warning("queue_not_known", worker=worker_id, error=str(error))
             return None

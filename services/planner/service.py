@@ -17,6 +17,7 @@ from services.planner.config import PlannerSettings
 from services.planner.endpoints import PlannerEndpoints
 from services.planner.execution import PlanExecution
 from services.planner.metrics import PlannerMetrics
+from services.planner.orders import Orders
 from services.planner.policy.decisions import Decider
 from services.planner.policy.levers.ladder import Decision, Lever
 from services.planner.policy.observe import find_loss
@@ -119,8 +120,7 @@ class Planner:
         )
         if self._levers and self._settings.batch_per_worker:
             self._rebalancer = Rebalancer(
-                self._bus,
-                self._subjects,
+                Orders(self._bus, self._subjects, book),
                 batch_per_worker=self._settings.batch_per_worker,
                 pause_s=self._settings.rebalance_pause_s,
                 announce=self.announce,
@@ -230,7 +230,11 @@ class Planner:
             return False
         now_s = asyncio.get_running_loop().time()
         overflow = rebalancer.look(view, now_s) if self._decider.is_settled(view, now_s) else None
-        return overflow is not None and await rebalancer.run(overflow, self.epoch) >= overflow.num_queued
+        try:
+            return overflow is not None and await rebalancer.run(overflow) >= overflow.num_queued
+        except SupersededError as error:
+            await self._give_way(error)
+            return True
 
     async def _hold_epoch(self, book: PlanBook) -> None:
         if not self._certain:

@@ -1,7 +1,7 @@
 """Errands: orders to one worker that need no gate, many of which are under way at once. JSON.
 
     planner                                   worker
-       ├── one message, under an epoch ──────────►│ older than the newest that it has heard of: not done
+       ├── one message, under an epoch ──────────►│ not one that it takes (`EpochFence`): not done
        │◄─────────────── its answer, or ErrandRefused ┤
 
 What takes part in a plan is a *change* (`shared.messages.plan`): prepared, committed, alone at its worker.
@@ -13,13 +13,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shared.messages.base import ControlMessage
+from shared.messages.base import MAX_EPOCH, ControlMessage, Epoch
 
 
 class Errand(ControlMessage):
     """What every errand says."""
 
-    epoch: Annotated[int, Field(ge=1)]
+    epoch: Epoch
     """The newest one that its sender holds."""
 
 
@@ -29,3 +29,5 @@ class ErrandRefused(ControlMessage):
     kind: Literal["errand_refused"] = "errand_refused"
     reason: str
     """Why, in words."""
+    newest_epoch: Annotated[int, Field(ge=0, le=MAX_EPOCH)] = 0
+    """As in `PlanAnswer`."""

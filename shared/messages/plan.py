@@ -17,8 +17,9 @@ other workers may be under way meanwhile.
     unload    they give that room back to KV
     restore   a stage of a group is a whole instance again; the members of a group that dissolves do it together
 
-A worker that was prepared and hears nothing for `limit_s` goes on as it was. One whose group does not come about, or
-breaks, loads what it lacks and is a whole instance again by itself: no group outlives one of its members.
+A worker that was prepared and hears nothing for `limit_s`, or for `MAX_HOLD_S`, goes on as it was. One whose group does
+not come about, or breaks, loads what it lacks and is a whole instance again by itself: no group outlives one of its
+members.
 
 The leader of a group may use only blocks that every stage has, so it goes first where blocks go, and last where blocks
 come. A step says so by its `waves`: once all of one wave are done the next ones are told, else AbortPlan to them:
@@ -36,7 +37,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from shared.ids import NOBODY, Incarnation, WorkerId
-from shared.messages.base import ControlMessage, MessagePart
+from shared.messages.base import MAX_EPOCH, ControlMessage, Epoch, MessagePart
 
 PLAN_KEY: Final = "plan"
 """Key of the newest plan in `Subjects.plan_bucket`."""
@@ -44,6 +45,10 @@ MAX_STAGES = 64
 """Of one group."""
 MAX_STEPS = 4096
 """Of one plan."""
+MAX_HOLD_S: Final = 5.0
+"""Longest time for which a worker that serves stands still between prepare and commit, whatever it is asked."""
+MAX_ASIDE_S: Final = 10.0
+"""The same for a member of a group, which serves nobody itself: its leader may move KV meanwhile."""
 _Layers = tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1)]]
 
 
@@ -211,28 +216,29 @@ class PreparePlan(ControlMessage):
     """Be ready to carry a plan out: answered once the worker has stopped between two steps, or refused."""
 
     kind: Literal["prepare_plan"] = "prepare_plan"
-    epoch: Annotated[int, Field(ge=1)]
-    plan_id: Annotated[int, Field(ge=1)]
+    epoch: Epoch
+    plan_id: Epoch
+    """Not above the epoch: a plan is named by the one under which it was written first."""
     step: _AnyStep
     """The one that the worker takes part in."""
     limit_s: Annotated[float, Field(gt=0, le=600)] = 5.0
-    """Seconds after which a worker that has heard nothing more goes on as it was."""
+    """Seconds after which a worker that has heard nothing more goes on as it was: at most so many, see `MAX_HOLD_S`."""
 
 
 class CommitPlan(ControlMessage):
     """Carry out what was prepared. Idempotent."""
 
     kind: Literal["commit_plan"] = "commit_plan"
-    epoch: Annotated[int, Field(ge=1)]
-    plan_id: Annotated[int, Field(ge=1)]
+    epoch: Epoch
+    plan_id: Epoch
 
 
 class AbortPlan(ControlMessage):
     """Go on as before: the plan is abandoned. Idempotent."""
 
     kind: Literal["abort_plan"] = "abort_plan"
-    epoch: Annotated[int, Field(ge=1)]
-    plan_id: Annotated[int, Field(ge=1)]
+    epoch: Epoch
+    plan_id: Epoch
 
 
 class PlanState(StrEnum):
@@ -254,8 +260,9 @@ class PlanAnswer(ControlMessage):
     state: PlanState
     reason: str = ""
     """In words, if it is not as asked."""
-    newest_epoch: int = 0
-    """The newest epoch that the worker has heard of; one newer than the question's has superseded the asker."""
+    newest_epoch: Annotated[int, Field(ge=0, le=MAX_EPOCH)] = 0
+    """The newest epoch that the worker has taken. If it is newer than the question's, or more than `MAX_EPOCH_STEP`
+    older, nothing is done: the asker claims a newer one, or brings the worker nearer."""
     num_blocks: Annotated[int, Field(ge=0)] = 0
     """Done: KV blocks that the worker has for its layers now."""
 

@@ -144,12 +144,18 @@ class WorkerReport(ControlMessage):
     elastic: ElasticFacts | None = None
     """None: its parameters cannot be dropped."""
     num_running: int = 0
+    num_runnable: int = 0
+    """Sequences that could be in a step now: of those that run the ones that nothing holds back, and while steps are
+    held up also of those that wait or were preempted. None while the scheduler finds nobody to run."""
+    held: Annotated[str, Field(max_length=128)] = ""
+    """Why it makes no steps now, in words: it is prepared for a plan, or carries one out; nothing is placed on it then.
+    Empty: it makes steps."""
     num_waiting: int = 0
     num_preempted: int = 0
     max_sequences: int = 0
     """Sequences that the worker takes at most, running and waiting."""
     num_steps: int = 0
-    """Steps done since the start; a number that stands still while sequences run means a hang."""
+    """Steps done since the start; a number that stands still while sequences could run means a hang."""
     token_s: float = 0.0
     """Seconds that computing one more token of a prompt takes here, as the worker was when it started: alone. A leader
     computes with all stages of its group. 0 if unknown."""

@@ -12,6 +12,7 @@ from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams
 from services.planner.policy.plans.merging import Merger
 from services.planner.policy.restoring.loaded_layers import ahead_blocks
 from shared.layers import LayerRange, even_split
+from shared.messages.base import MAX_EPOCH
 from shared.messages.plan import AbortPlan, CommitPlan, FormGroup, LoadBeside, PlanAnswer, PlanState, Step, UnloadBeside
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
 from shared.transport.memory_bus import MemoryBroker
@@ -20,6 +21,8 @@ from sim.plan_driver import PlanDriver, alone, group_of, load_beside, unload_bes
 
 ATTEMPTS = 12
 PAUSE_S = 1.0
+LONGEST_HOLD_S = 600.0
+"""The longest time for which a message can ask a worker to wait; none waits for so long."""
 _HEARD_S = 2.0
 """Of a worker that was not heard for so long, nothing is known."""
 
@@ -123,6 +126,8 @@ class Conductor:
 
     async def _carry_out(self, steps: list[Step], kind: FaultKind) -> str:
         """Return in a word how far the change came."""
+        if kind is FaultKind.CHANGE_ABANDONED:
+            self._driver.limit_s = LONGEST_HOLD_S
         plan_id, answers = await self._driver.prepare(*steps)
         workers: list[str] = [worker.worker_id for step in steps for wave in step.waves for worker in wave]
         what = steps[0].kind if isinstance(steps[0], LoadBeside | UnloadBeside) else "change"
@@ -162,13 +167,15 @@ class Conductor:
         return ends
 
     async def _speak_twice(self, plan_id: int, workers: list[str], *, commit: bool) -> None:
-        """Send the word that ends the plan at once with others that contradict it under an older epoch."""
+        """Send the word that ends the plan at once with others that contradict it, of an older planner and of none."""
         epoch, word = self._driver.epoch, CommitPlan if commit else AbortPlan
         contrary = AbortPlan if commit else CommitPlan
         stale = [self._driver.ask(name, contrary(epoch=epoch - 1, plan_id=plan_id)) for name in workers if epoch > 1]
+        made_up = [self._driver.ask(name, contrary(epoch=MAX_EPOCH, plan_id=plan_id)) for name in workers]
         again = [self._driver.ask(name, word(epoch=epoch, plan_id=plan_id)) for name in workers]
-        answers = await asyncio.gather(*stale, *again)
+        answers = await asyncio.gather(*stale, *made_up, *again)
         self._note("stale", answers[: len(stale)])
+        self._note("made up", answers[len(stale) : len(stale) + len(made_up)])
 
     def _note(self, word: str, answers: Iterable[PlanAnswer | None]) -> None:
         self.answers.update(f"{word} {'silent' if answer is None else answer.state.value}" for answer in answers)

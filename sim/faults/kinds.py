@@ -30,9 +30,9 @@ class FaultKind(StrEnum):
     BROKER_CRASH = "broker_crash"  # SIGKILL; what was on its way is lost; it is back after the duration
     BROKER_HANG = "broker_hang"  # SIGSTOP, then SIGCONT
     CHANGE = "change"  # workers form a group, or dissolve theirs
-    CHANGE_ABANDONED = "change_abandoned"  # the same, but its planner is gone when all are prepared
+    CHANGE_ABANDONED = "change_abandoned"  # the same, asked for 600 s, but its planner is gone when all are prepared
     CHANGE_BY_HALF = "change_by_half"  # the same, but its planner is gone when it has told only one to commit
-    CHANGE_TWICE = "change_twice"  # the same, but every message comes twice, and an older planner speaks too
+    CHANGE_TWICE = "change_twice"  # the same, but every message comes twice, and others contradict it
     LINK_CUT = "link_cut"  # the connection between two workers breaks, and none is made for the duration
 
 

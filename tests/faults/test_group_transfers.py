@@ -12,10 +12,14 @@ from dataclasses import replace
 import pytest
 
 from shared.ids import WorkerId
+from shared.layers import even_split
+from shared.messages.base import MAX_EPOCH, MAX_EPOCH_STEP, ControlMessage
 from shared.messages.event import Event
-from shared.messages.plan import CommitPlan, Plan, PlanAnswer, PlanState
+from shared.messages.plan import AbortPlan, CommitPlan, Plan, PlanAnswer, PlanState, PreparePlan
+from shared.messages.queue import ListQueued
 from shared.transport.nats_bus import NatsBus
 from shared.wire import decode_json, encode_json
+from sim.plan_driver import group_of
 from tests.support.fault_checks import StagedCluster, staged
 from tests.support.fault_cluster import Cluster, until
 from tests.support.fault_streams import Ask, long_prompts, mixed_load, reading, seen
@@ -149,6 +153,36 @@ async def test_of_two_planners_the_older_one_is_fenced_off(cluster: StagedCluste
             asking.cancel()
             cluster.kill("planner-1")
             cluster.kill("planner")  # a new one is started when all faults are undone
+
+
+async def test_orders_that_somebody_made_up_hold_no_worker_and_put_no_planner_out_of_office(
+    cluster: StagedCluster,
+) -> None:
+    """One worker is brought to an epoch far above all others, and asked to wait for 600 s; texts are as ever."""
+
+    async def tell(order: ControlMessage) -> bytes:
+        return await bus.request(cluster.subjects.plan(WorkerId("worker-0")), encode_json(order), timeout_s=10)
+
+    async with cluster.bus() as bus, cluster.unchanged(2, load()):
+        refused = decode_json(await tell(AbortPlan(epoch=MAX_EPOCH, plan_id=1)), PlanAnswer)
+        assert refused.state is PlanState.REFUSED
+        epoch = refused.newest_epoch
+        for _ in range(3):
+            epoch += MAX_EPOCH_STEP
+            await tell(ListQueued(epoch=epoch))
+        reports = await reports_of(cluster)
+        step = group_of([reports[name] for name in cluster.workers], even_split(reports["worker-0"].num_layers, 2))
+        forged = PreparePlan(epoch=epoch, plan_id=epoch, step=step, limit_s=600)
+        assert decode_json(await tell(forged), PlanAnswer).state is PlanState.PREPARED
+
+        async def is_held(words: str) -> bool:
+            return (await reports_of(cluster))["worker-0"].held == words
+
+        await until(lambda: is_held(f"plan {epoch}"), "people see that it stands still")
+        await until(lambda: is_held(""), "it goes on by itself", 20.0)
+        await change_until_done(cluster, bus, "drop")
+        assert (await plan_now(cluster, bus)).epoch > epoch
+        await change_until_done(cluster, bus, "restore")
 
 
 async def test_a_group_whose_kv_has_no_room_elsewhere_stays_what_it_is_or_computes_again(

@@ -22,7 +22,7 @@ from services.planner.service import Planner
 from shared.cost import load_profile
 from shared.ids import Incarnation
 from shared.messages.event import Event
-from shared.messages.plan import CommitPlan, PlanState
+from shared.messages.plan import AbortPlan, CommitPlan, PlanState
 from shared.messages.report import ClusterView, ElasticFacts, WorkerPhase, WorkerReport
 from shared.subjects import Subjects
 from shared.transport.bus import Message
@@ -221,10 +221,11 @@ async def test_a_word_of_an_epoch_that_is_over_is_refused_by_the_worker_with_an_
         await worker.start()
         try:
             await until(lambda: "w0" in driver.reports and driver.reports["w0"].phase is WorkerPhase.READY, LIMIT_S)
-            newer = await driver.answer("w0", CommitPlan(epoch=9, plan_id=8))
+            await driver.answer("w0", AbortPlan(epoch=9, plan_id=7))
+            newer = await driver.answer("w0", CommitPlan(epoch=11, plan_id=8))
             stale = await driver.answer("w0", CommitPlan(epoch=4, plan_id=4))
             assert newer.state is stale.state is PlanState.REFUSED, "nothing is prepared, and that is over"
-            assert stale.newest_epoch == 9
+            assert stale.newest_epoch == 9, "what is refused leaves no epoch behind"
             for answer in (newer, stale):
                 event = await here.told("worker", f"plan {answer.plan_id}: {answer.reason}")
                 assert event.instance_id == "w0"

@@ -132,6 +132,52 @@ async def test_the_gate_is_handed_over_with_nothing_in_flight_in_order_of_asking
         assert live.engine.totals.num_generated_tokens == 30
 
 
+async def test_rows_count_as_runnable_while_steps_are_made_or_held_up_and_not_while_they_wait_for_something() -> None:
+    """Two run and two wait; then all are paused, as those of a dispatcher that is silent."""
+    async with live_engine(max_batch_rows=2) as live:
+
+        def count() -> tuple[int, int]:
+            stats = take_stats(live.engine, live.loop.pace)
+            return stats.num_running, stats.num_runnable
+
+        assert count() == (0, 0)
+        for name in range(4):
+            live.add(new_sequence(name, max_tokens=30))
+        await asyncio.sleep(2.5 * STEP_S)
+        assert count() == (2, 2)
+        async with live.gate.exclusive():
+            assert count() == (2, 4), "those that wait could be in a step if there were one"
+            for row in live.engine.table.running.view.tolist():
+                live.engine._transitions.preempt(row)
+            assert count() == (0, 4), "all gave way, and none goes on"
+        await asyncio.sleep(2.5 * STEP_S)
+        for _ in range(3):  # those in a step give way when they are back
+            live.engine.pause(0)
+            live.loop.wake()
+            await asyncio.sleep(2 * STEP_S)
+        assert count()[1] == 0
+        live.engine.resume(0)
+        live.loop.wake()
+        await live.until_idle()
+        assert count() == (0, 0)
+
+
+async def test_rows_that_the_scheduler_parks_are_not_runnable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy may let running rows be; a worker that makes no step for that is not stuck."""
+    async with live_engine() as live:
+        live.add(new_sequence(0, max_tokens=30))
+        await asyncio.sleep(2.5 * STEP_S)
+        with monkeypatch.context() as patch:
+            patch.setattr(live.engine, "next_batch", lambda _: None)
+            await asyncio.sleep(2 * STEP_S)
+            stats = take_stats(live.engine, live.loop.pace)
+            assert (stats.num_running, stats.num_runnable) == (1, 0)
+            async with live.gate.exclusive():
+                assert take_stats(live.engine, live.loop.pace).num_runnable == 1
+        live.loop.wake()
+        await live.until_idle()
+
+
 async def test_a_visitor_that_gives_up_or_fails_does_not_keep_the_gate() -> None:
     async with live_engine() as live:
         live.add(new_sequence(0, max_tokens=30))

@@ -27,6 +27,7 @@ REQUIRED = (
     "commit refused",
     "abort aborted",
     "stale refused",
+    "made up refused",
     "log role_changed",
     "log group_broken",
     "log kv_arrived",

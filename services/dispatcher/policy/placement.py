@@ -30,7 +30,7 @@ class PlacementLoad:
 
     worker_id: WorkerId
     ready: bool
-    """Loaded, alive and not draining."""
+    """Loaded, alive, not draining, and no plan holds its steps up."""
     num_sequences: int
     """Sequences that run or wait there."""
     max_sequences: int

@@ -6,6 +6,7 @@ fields or on what a machine can be.
 
 from __future__ import annotations
 
+from shared.messages.base import MAX_EPOCH
 from shared.messages.report import ElasticFacts, WorkerReport
 
 MAX_COUNT = 10**9
@@ -34,6 +35,7 @@ _COUNTS = (
     "stage",
     "num_stages",
     "num_running",
+    "num_runnable",
     "num_waiting",
     "num_preempted",
     "max_sequences",
@@ -41,7 +43,6 @@ _COUNTS = (
 _BYTES = ("param_bytes", "kv_bytes", "reserve_bytes", "memory_bytes")
 _TOTALS = (
     "sequence_number",
-    "plan_id",
     "pid",
     "num_steps",
     "num_preemptions_total",
@@ -55,7 +56,11 @@ _RATES = {"token_s": MAX_STEP_TIME_S, "step_time_s": MAX_STEP_TIME_S, "tokens_pe
 _TEXTS = ("host", "model", "device", "system", "progress_text", "group", "stage_address")
 _ELASTIC_BYTES = ("outer_bytes", "first_stage_end", "last_stage_begin", "block_bytes", "page_bytes")
 _LIMITS: dict[str, float] = (
-    dict.fromkeys(_COUNTS, MAX_COUNT) | dict.fromkeys(_BYTES, MAX_BYTES) | dict.fromkeys(_TOTALS, MAX_TOTAL) | _RATES
+    dict.fromkeys(_COUNTS, MAX_COUNT)
+    | dict.fromkeys(_BYTES, MAX_BYTES)
+    | dict.fromkeys(_TOTALS, MAX_TOTAL)
+    | _RATES
+    | {"plan_id": MAX_EPOCH}
 )
 
 

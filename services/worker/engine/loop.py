@@ -6,6 +6,7 @@ import asyncio
 from asyncio import Future
 from collections import deque
 from collections.abc import Callable
+from enum import Enum
 from math import isinf
 
 from services.worker.contract.batch import Batch, BatchOutput
@@ -16,6 +17,14 @@ from services.worker.sequences.events import NO_EVENTS, StepEvents
 
 _MIN_TIMER_S = 0.001
 """Event loops do not keep shorter timers."""
+
+
+class StepPace(Enum):
+    """What a step loop is at."""
+
+    STEPPING = "stepping"  # a step or a copy is under way, or the next one is about to be chosen
+    AT_REST = "at rest"  # the scheduler has found nobody to run
+    HELD_UP = "held up"  # no step can be made: the gate is wanted or held, or there is no executor
 
 
 class ExecutorBrokenError(Exception):
@@ -70,6 +79,7 @@ class StepLoop:
         self._copies: dict[int, Future[None]] = {}
         self._events = NO_EVENTS
         self._begun_s = 0.0
+        self._has_nobody = self._is_held = False
         self._wake = asyncio.Event()
         self._closing = False
         gate.attach(self.wake)
@@ -78,6 +88,15 @@ class StepLoop:
     def step_age_s(self) -> float:
         """Seconds for which the executor has been busy with the step that it runs now; 0 if it has none."""
         return self._now() - self._begun_s if self._flight else 0.0
+
+    @property
+    def pace(self) -> StepPace:
+        """What it is at."""
+        if self._flight or self._copies:
+            return StepPace.STEPPING
+        if self._is_held or self._gate.wanted or self._is_lost:
+            return StepPace.HELD_UP
+        return StepPace.AT_REST if self._has_nobody and not self._wake.is_set() else StepPace.STEPPING
 
     def wake(self) -> None:
         """Look at the engine again."""
@@ -121,6 +140,7 @@ class StepLoop:
     def _fill(self) -> None:
         while not (self._gate.wanted or self._closing or self._is_lost) and len(self._flight) < self._executor.depth:
             batch = self._engine.next_batch(self._now())
+            self._has_nobody = batch is None
             for copy in self._engine.take_copies():
                 self._copies[copy.copy_id] = copying = self._executor.copy(copy)
                 copying.add_done_callback(self._on_done)
@@ -184,7 +204,9 @@ class StepLoop:
 
     async def _rest(self) -> None:
         if self._gate.wanted and not (self._flight or self._copies):
+            self._is_held = True
             await self._gate.hand_over()
+            self._is_held = False
             return
         timer = None if self._flight else self._expiry_timer()
         try:

@@ -8,8 +8,13 @@ import numpy as np
 
 from services.worker.contract.arrays import I32
 from services.worker.engine.engine import Engine
+from services.worker.engine.loop import StepPace
 from services.worker.engine.totals import Totals
+from services.worker.sequences.table import Hold, SequenceTable
 from shared.hot import hot_dataclass
+
+_HELD_BACK = Hold.CANCELLED | Hold.NO_ROOM | Hold.FORK | Hold.PAUSED | Hold.ENDED
+"""Who is none that steps are made for; a row in a step or copy is, and so is one that is to be tried again."""
 
 
 @hot_dataclass(frozen=True, slots=True)
@@ -17,6 +22,9 @@ class EngineStats:
     """One moment of the engine: what is there now, and what has happened so far."""
 
     num_running: int
+    num_runnable: int
+    """Sequences that could be in a step now: running ones that nothing holds back, and parked ones while no step can be
+    made; none while the scheduler finds nobody."""
     num_waiting: int
     num_preempted: int
     num_blocks: int
@@ -43,13 +51,19 @@ class EngineStats:
     """As they were at that moment."""
 
 
-def take_stats(engine: Engine) -> EngineStats:
-    """Return the counts of this moment."""
+def take_stats(engine: Engine, pace: StepPace = StepPace.STEPPING) -> EngineStats:
+    """Return the counts of this moment.
+
+    Args:
+        engine: to be counted.
+        pace: what its step loop is at.
+    """
     table, host = engine.table, None if engine.swapping is None else engine.swapping.host
     used = min(engine.blocks.num_used, engine.capacity_blocks)
     num_running = len(table.running)
     return EngineStats(
         num_running=num_running,
+        num_runnable=_num_runnable(engine.table, pace),
         num_waiting=len(table.waiting),
         num_preempted=len(table.preempted),
         num_blocks=engine.capacity_blocks,
@@ -80,6 +94,14 @@ def count_awaiting_kv(engine: Engine) -> int:
         return 0
     parked = (*engine.table.preempted.view.tolist(), *engine.table.waiting.view.tolist())
     return sum(map(engine.sharing.awaits_coming, parked))
+
+
+def _num_runnable(table: SequenceTable, pace: StepPace) -> int:
+    """Return `EngineStats.num_runnable`."""
+    if pace is StepPace.AT_REST:
+        return 0
+    queues = [table.running] if pace is StepPace.STEPPING else [table.running, table.preempted, table.waiting]
+    return sum(int(np.count_nonzero((table.hold[queue.view] & _HELD_BACK) == 0)) for queue in queues)
 
 
 def _num_uncomputed_blocks(engine: Engine) -> int:

@@ -27,6 +27,8 @@ class PlanInHand:
     ask: PreparePlan
     change: Change
     """What the worker does of its step."""
+    limit_s: float
+    """After which it is given up: what it asks for, but no more than this worker grants."""
     until_s: float
     is_ready: Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """True once the gate is held, False if that took too long or the worker stops."""

@@ -10,7 +10,8 @@ Source: KunServe v2, section 4.1 (a drop changes page tables and roles between t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from services.worker.contract.executor import overlaps
@@ -85,6 +86,8 @@ class RoleKeeper:
         tasks: TaskOwner,
     ) -> None:
         self.state: RoleState = Alone(device.layers)
+        self._holds: list[str] = []
+        """Why the gate is held, or waited for, first come first."""
         self.worker_id = reporter.worker_id
         self.device = device
         self.machine = machine
@@ -99,6 +102,7 @@ class RoleKeeper:
         reporter.take_role(self.role)
         reporter.watch_memory(self._resident)
         reporter.watch_moves(self.moves.look)
+        reporter.watch_holds(lambda: self._holds[0] if self._holds else "")
 
     @property
     def role(self) -> Role:
@@ -116,6 +120,16 @@ class RoleKeeper:
         if reason is None and not self.intake.is_serving:
             return "it is about to stop"
         return reason
+
+    @contextmanager
+    def told_held(self, why: str) -> Iterator[None]:
+        """Report why no steps are made: the gate is waited for, and held, inside the block."""
+        self._holds.append(why)
+        try:
+            yield
+        finally:
+            self._holds.remove(why)
+            self.reporter.goes_on()
 
     def announce(self, name: str, reason: str) -> None:
         """Tell people, without waiting for it."""
@@ -220,11 +234,12 @@ class RoleKeeper:
     async def _mend(self) -> None:
         """Be a whole instance again, unless a plan has changed the role meanwhile."""
         try:
-            async with self.machine.gate.exclusive():
-                if isinstance(self.state, Broken):
-                    role = self.role
-                    _log.warning("group_broken", group=role.group, stage=role.stage, reason=self.state.reason)
-                    await self.stand_alone(role.plan_id)
+            with self.told_held("its group has ended"):
+                async with self.machine.gate.exclusive():
+                    if isinstance(self.state, Broken):
+                        role = self.role
+                        _log.warning("group_broken", group=role.group, stage=role.stage, reason=self.state.reason)
+                        await self.stand_alone(role.plan_id)
         except GateClosedError:
             pass  # the worker stops
 

@@ -76,6 +76,8 @@ class Reporter:
         self._role: Role | None = None
         self._resident: Callable[[], Resident] | None = None
         self._moves: Callable[[], tuple[TransferProgress, ...]] | None = None
+        self._holds: Callable[[], str] = str
+        self._told_held = False
         self._cost, self._num_lanes = CostEstimate(), 1
         self._is_short = False
         self._short_again_s = 0.0
@@ -118,6 +120,15 @@ class Reporter:
         """Say with each report what is on its way here."""
         self._moves = look
 
+    def watch_holds(self, look: Callable[[], str]) -> None:
+        """Say with each report why the worker makes no steps; empty: it does."""
+        self._holds = look
+
+    def goes_on(self) -> None:
+        """Steps are made again: report at once if anybody has heard otherwise."""
+        if self._told_held and not self._holds():
+            self._wake.set()
+
     def look(self, *, is_short: bool) -> None:
         """Take whether requests are queued for KV memory; when it begins, report at once (KunServe v2, section 4.1).
 
@@ -158,6 +169,7 @@ class Reporter:
     async def report(self) -> None:
         """Send one report now."""
         report = self.make_report(asyncio.get_running_loop().time())
+        self._told_held = bool(report.held)
         self._number += 1
         try:
             await self._bus.publish(self._subject, encode_json(report))
@@ -188,7 +200,9 @@ class Reporter:
             "num_head_blocks": stats.num_head_blocks,
             "num_queued_for_memory": stats.num_queued_for_memory,
             "num_coming_blocks": stats.num_coming_blocks,
+            "held": self._holds(),
             "num_running": stats.num_running,
+            "num_runnable": stats.num_runnable,
             "num_waiting": stats.num_waiting,
             "num_preempted": stats.num_preempted,
             "num_steps": stats.totals.num_steps,

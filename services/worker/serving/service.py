@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 
 from services.worker.engine.stats import take_stats
 from services.worker.roles.role_keeper import StepMachine
@@ -62,7 +61,7 @@ class WorkerService:
         self._tasks.start(watchdog, name="watchdog")
         self._served = await self._bus.serve(self._info, self._endpoints.all())
         self._endpoints.intake.open()
-        self._reporter.serve(self._facts, partial(take_stats, self.engine))
+        self._reporter.serve(self._facts, lambda: take_stats(self.engine, loop.pace))
 
     async def drain(self, limit_s: float) -> None:
         """Refuse new requests, and return when the running ones have ended or the time is over."""

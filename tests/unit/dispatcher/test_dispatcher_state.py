@@ -119,14 +119,26 @@ def test_the_largest_request_is_what_every_ready_worker_holds() -> None:
     assert make_state().max_request_tokens(4096) == 4096
 
 
-def test_steps_that_stand_still_make_a_worker_lost_only_while_sequences_run_and_views_come() -> None:
-    state = make_state(make_status(num_running=1, num_steps=5))
-    assert state.apply(make_view(make_status(num_running=1, num_steps=5)), 10.0) == []
+def test_steps_that_stand_still_make_a_worker_lost_only_while_sequences_could_run_and_views_come() -> None:
+    stands, steps = (make_status(num_running=2, num_runnable=1, num_steps=number) for number in (5, 6))
+    state = make_state(stands)
+    assert state.apply(make_view(stands), 10.0) == []
     assert state.num_ready == 1  # no view since 10.0: nobody is judged by his silence
-    assert state.apply(make_view(make_status(num_running=1, num_steps=5)), 10.5) == [W0]
+    assert state.apply(make_view(stands), 10.5) == [W0]
     assert state.num_ready == 0
-    assert state.apply(make_view(make_status(num_running=1, num_steps=6)), 11.0) == []
-    assert state.apply(make_view(make_status(num_running=0, num_steps=6)), 99.0) == []
+    assert state.apply(make_view(steps), 11.0) == []
+    assert state.apply(make_view(make_status(num_running=2, num_runnable=0, num_steps=6)), 99.0) == []
+    waits = make_status(num_preempted=3, num_runnable=3, num_steps=6)
+    assert state.apply(make_view(waits), 100.0) == []
+    assert state.apply(make_view(waits), 109.1) == [W0], "all that it had gave way, and nobody goes on"
+
+
+def test_nothing_is_placed_on_a_worker_whose_steps_are_held_up_and_requests_wait_for_it() -> None:
+    state = make_state(make_status(held="plan 8"))
+    assert not state.loads()[0].ready
+    assert state.num_ready == 1
+    state.apply(make_view(make_status()), 1.0)
+    assert state.loads()[0].ready
 
 
 def test_gaps_are_counted_in_the_bucket_whose_border_they_do_not_exceed() -> None:

@@ -77,6 +77,14 @@ def test_a_container_that_restarts_with_the_same_pid_is_recognised_once_its_pred
     assert shown(state, 3.0) == {"w": (Liveness.ALIVE, 4)}
 
 
+def test_a_worker_that_is_held_up_and_one_that_goes_on_are_told_of_once(state: MonitoredCluster) -> None:
+    told = []
+    for number, held in enumerate(["", "plan 3", "plan 3", "plan 4", "", ""]):
+        state.absorb(make_report(number, held=held), 0.1 * number)
+        told.append(names(state))
+    assert told == [["worker_ready"], ["worker_held"], [], [], ["worker_goes_on"], []]
+
+
 def test_silence_is_judged_step_by_step_and_a_report_ends_it(state: MonitoredCluster) -> None:
     state.absorb(make_report(0), 10.0)
     assert names(state) == ["worker_ready"]

@@ -228,6 +228,8 @@ async def test_a_system_that_nobody_knows_is_refused_by_name(room: Room) -> None
     "fields",
     [
         {"prepare_limit_s": 5.0},
+        {"prepared_limit_s": 5.1},
+        {"move_limit_s": 5.1},
         {"retry_s": 61.0},
         {"restore_ratio": 1.5},
         {"restore_max_ratio": 0.0},
