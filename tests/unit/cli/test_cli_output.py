@@ -244,7 +244,7 @@ def test_the_snippets_can_be_pasted() -> None:
 
 
 def test_a_shell_does_not_take_the_brackets_of_an_address_for_a_pattern() -> None:
-    plan = ClusterPlan(UpSettings(host="[::1]"), Model(Path(), "m"), BrokerAccess("nats://127.0.0.1:4"), 8000)
+    plan = ClusterPlan(UpSettings(host="[::1]"), Model(Path(), "m"), BrokerAccess("nats://127.0.0.1:4"), 8000, Path())
     text = describe(Console(io.StringIO(), {}), plan)
     for words in ("curl -N ", "sluice status --url ", "sluice chat --url "):
         assert f"{words}'http://[::1]:8000" in text
