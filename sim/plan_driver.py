@@ -10,15 +10,15 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 
+from services.planner.book import PlanBook
+from shared.errors import StartupError
 from shared.ids import WorkerId
 from shared.layers import LayerRange
 from shared.messages.plan import (
-    PLAN_KEY,
     AbortPlan,
     CommitPlan,
     FormGroup,
     LoadBeside,
-    Plan,
     PlanAnswer,
     PlannedStage,
     PlannedWorker,
@@ -30,7 +30,7 @@ from shared.messages.plan import (
 from shared.messages.report import WorkerReport
 from shared.subjects import Subjects
 from shared.transport.bus import Bus, BusError, Message
-from shared.wire import WireError, decode_json, encode_json
+from shared.wire import decode_json, encode_json
 
 SUBJECTS = Subjects()
 ANSWER_LIMIT_S = 30.0
@@ -126,11 +126,8 @@ class PlanDriver:
 
     async def _take_over(self) -> None:
         """Supersede another planner."""
-        with suppress(BusError, WireError):  # nobody is the planner then
-            bucket = await self.bus.key_value(SUBJECTS.plan_bucket())
-            entry = await bucket.get(PLAN_KEY)
-            last = 0 if entry is None or entry.value is None else decode_json(entry.value, Plan).epoch
-            await bucket.put(PLAN_KEY, encode_json(Plan(epoch=last + 1, reason="planned by hand")))
+        with suppress(BusError, StartupError):  # nobody is the planner then
+            await PlanBook(await self.bus.key_value(SUBJECTS.plan_bucket())).claim("planned by hand")
 
     async def finish(self, plan_id: int, workers: Sequence[str], *, commit: bool) -> dict[str, PlanAnswer | None]:
         """End a plan one way or the other."""

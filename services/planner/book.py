@@ -92,8 +92,8 @@ class PlanBook:
 
         def risen(last: Plan) -> Plan:
             above = told if not told < self._doubted <= told + MAX_EPOCH_STEP else self._doubted  # who wrote that lives
-            epoch = min(above + 1, last.epoch + MAX_EPOCH_STEP, MAX_EPOCH)
-            return last.model_copy(update={"epoch": max(epoch, last.epoch)})
+            epoch = min(max(above, last.epoch) + 1, last.epoch + MAX_EPOCH_STEP, MAX_EPOCH)
+            return last.model_copy(update={"epoch": epoch})
 
         _log.warning("epoch_overtaken", epoch=self.epoch, told=told)
         return await self._next(risen)

@@ -17,6 +17,7 @@ from services.planner.policy.levers.ladder import Lever
 from services.planner.service import Planner
 from shared.errors import StartupError
 from shared.ids import WorkerId
+from shared.messages.base import MAX_EPOCH, MAX_EPOCH_STEP
 from shared.messages.event import Event
 from shared.messages.plan import Plan, PlannedWorker, PlanPhase, RestoreInstance, WantedInstances
 from shared.messages.report import ClusterView, Liveness
@@ -327,3 +328,15 @@ async def test_it_answers_the_service_protocol_and_says_its_decision(room: Room)
         "instances_wanted": None,
         "instances_reason": "",
     }
+
+
+@pytest.mark.virtual_time
+async def test_workers_that_tell_of_the_same_epoch_at_once_make_epochs_grow_all_the_same() -> None:
+    """And whoever tells of a giant one is believed by steps."""
+    bucket = await MemoryBroker().connect("p").key_value(SUBJECTS.plan_bucket())
+    book, told = PlanBook(bucket), [7, 7, 3, MAX_EPOCH]
+    await book.claim("test")
+    epochs = [plan.epoch for plan in await asyncio.gather(*map(book.rise, told))]
+    assert epochs == sorted(set(epochs))
+    assert epochs[:2] == [8, 9]
+    assert epochs[3] == epochs[2] + MAX_EPOCH_STEP
