@@ -18,13 +18,18 @@ OWNER_KEEP_S: Final = 3600.0
 """How long a request's owner is remembered whom nobody forgets: its dispatcher died, its client did not come back."""
 
 
+def is_token(text: str) -> bool:
+    """Return whether the text is 1 to 64 letters, digits, `_` or `-`."""
+    return _TOKEN.match(text) is not None
+
+
 def check_token(text: str) -> str:
     """Return the text if it may be one token of a subject.
 
     Raises:
         ValueError: empty, longer than 64, or with a character other than letters, digits, `_` and `-`.
     """
-    if not _TOKEN.match(text):
+    if not is_token(text):
         raise ValueError(f"'{text[:80]}' cannot be part of a subject: use 1 to 64 letters, digits, '_' or '-'")
     return text
 

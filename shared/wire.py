@@ -17,7 +17,7 @@ Msgpack ends with a checksum (`shared.checksum`). JSON has none: people read and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 import msgpack
@@ -40,7 +40,10 @@ __all__ = [
     "decode_union_json",
     "encode",
     "encode_json",
+    "encode_json_rows",
+    "pack_rows",
     "read_fields",
+    "read_index",
 ]
 
 MAX_MESSAGE_BYTES: Final = MAX_PAYLOAD_BYTES
@@ -105,6 +108,30 @@ def encode_json(message: ControlMessage) -> bytes:
     return _check_size(data, name)
 
 
+def encode_json_rows(message: ControlMessage, field: str, rows: Sequence[bytes]) -> bytes:
+    """Return the message as JSON with rows that are JSON already as its list of this name, whatever it holds itself.
+
+    Raises:
+        WireSizeError: it would be over `MAX_MESSAGE_BYTES`.
+    """
+    head = message.model_dump_json(exclude={field}).encode().removesuffix(b"}")
+    return _check_size(b'%b,"%b":[%b]}' % (head, field.encode(), b",".join(rows)), type(message).__name__)
+
+
+def pack_rows(rows: Sequence[bytes], max_bytes: int) -> list[Sequence[bytes]]:
+    """Return the rows in their order, in as few lists as hold so many bytes each; of a row that is larger one alone.
+
+    There is always a first list; it is empty if there are no rows.
+    """
+    starts, num_bytes = [0], 0
+    for index, row in enumerate(rows):
+        num_bytes += len(row) + 1  # the comma
+        if num_bytes > max_bytes and index > starts[-1]:
+            starts.append(index)
+            num_bytes = len(row) + 1
+    return [rows[start:end] for start, end in zip(starts, [*starts[1:], len(rows)], strict=True)]
+
+
 def decode_json(data: bytes, kind: type[M]) -> M:
     """Return the message of this type that the JSON bytes hold.
 
@@ -133,6 +160,18 @@ def read_fields(data: bytes) -> dict[str, Any]:
     """
     _check_size(data, "message")
     return _parse_json(data) if data[:1] == b"{" else _unpack(data, "message")
+
+
+def read_index(data: bytes) -> int:
+    """Return the number that an operator asks for: decimal digits, or nothing for 0.
+
+    Raises:
+        WireError: the payload is neither.
+    """
+    text = data.strip()
+    if text and not (text.isdigit() and len(text) < 20):
+        raise WireError("expected a number in decimal digits, or nothing")
+    return int(text or b"0")
 
 
 def _check_size(data: bytes, what: str) -> bytes:

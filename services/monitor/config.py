@@ -25,8 +25,8 @@ class MonitorSettings(ServiceSettings):
     """Age of the last report, in seconds, from which a worker is no longer shown."""
     throttling_horizon_s: Annotated[float, Field(ge=0, le=60)] = 1.0
     """Seconds ahead for which a worker's KV memory must suffice, or it is said to run short; higher warns earlier."""
-    max_workers: Annotated[int, Field(ge=1, le=1024)] = 512
-    """Workers kept at most; reports of more are refused and counted. The whole view must fit into one message."""
+    max_workers: Annotated[int, Field(ge=1, le=65_536)] = 8192
+    """Workers kept at most; reports of more are refused, and counted in the view. Higher takes more memory."""
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:

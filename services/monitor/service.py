@@ -15,7 +15,7 @@ from services.monitor.config import MonitorSettings
 from services.monitor.policy.sanity import find_absurdity
 from services.monitor.policy.throttling import ThrottlingDetector, ThrottlingRule
 from services.monitor.state import MonitoredCluster, ReportVerdict
-from shared.cluster_views import VIEW_KEY
+from shared.cluster_views import ViewWriter
 from shared.host import process_facts
 from shared.ids import WorkerId
 from shared.messages.event import Event
@@ -23,15 +23,19 @@ from shared.messages.plan import PLAN_KEY, Plan, PlanPhase
 from shared.messages.report import WorkerReport
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
-from shared.subjects import Subjects, check_token
+from shared.subjects import Subjects, check_token, is_token
 from shared.transport.buckets import open_bucket
 from shared.transport.bus import Bus, BusError, Endpoint, KeyValue, KvEntry, Message, ServiceInfo, Subscription
 from shared.version import VERSION
-from shared.wire import WireError, WireVersionError, decode_json, encode_json
+from shared.view_parts import encode_whole_parts
+from shared.wire import WireError, WireVersionError, decode_json, encode_json, read_index
 
 _log = get_logger()
 MIN_VIEW_GAP_S = 0.02
-"""Between two views that are written because workers begin to run short: a crowd of them makes no flood."""
+"""Between two views that are written because something has changed: a crowd of workers makes no flood."""
+VIEW_WORKER_S = 200e-6
+"""For each worker the gap is at least so long, and the period too: 1 s for 5 000. Readers of a view take a fifth of
+it."""
 
 
 class Monitor:
@@ -57,8 +61,9 @@ class Monitor:
         self._wake = asyncio.Event()
         self._open: list[Subscription] = []
         self._view: KeyValue | None = None
+        self._writer: ViewWriter | None = None
         self._next_view_s = 0.0
-        self._last_view_s = 0.0
+        self._last_view_s = float("-inf")
         self._last_turn_s = 0.0
         self._num_views = 0
         self.counters: Counter[str] = Counter()
@@ -67,6 +72,7 @@ class Monitor:
     async def start(self) -> None:
         """Hear reports and write views from now on."""
         self._view = await open_bucket(self._bus, self._subjects.view_bucket())
+        self._writer = ViewWriter(self._bus, self._subjects, self._view)
         self._last_turn_s = self._now()
         # a new monitor has heard nobody yet: it lets every worker report before it replaces the view that is there
         self._next_view_s = self._last_turn_s + self._settings.suspect_after_s
@@ -113,6 +119,8 @@ class Monitor:
             return self._refuse(message.subject, str(error))
         if message.subject != self._subjects.report(report.worker_id):
             return self._refuse(message.subject, "it speaks of another worker than its subject")
+        if not is_token(report.worker_id):
+            return self._refuse(message.subject, "its worker has a name that is none")
         absurdity = find_absurdity(report)
         if absurdity is not None:
             return self._refuse(message.subject, absurdity)
@@ -132,8 +140,15 @@ class Monitor:
         rule = self._detector.rule(report.worker_id)
         is_worse = rule is not None and rule is not before and before is not ThrottlingRule.QUEUED
         if reason is not None or is_worse:
-            self._next_view_s = min(self._next_view_s, max(self._now(), self._last_view_s + MIN_VIEW_GAP_S))
+            self._view_soon()
             self._wake.set()
+
+    def _view_soon(self) -> None:
+        self._next_view_s = min(self._next_view_s, max(self._now(), self._last_view_s + self._gap_s()))
+
+    def _gap_s(self) -> float:
+        """Return how long it takes at least from one view to the next."""
+        return max(MIN_VIEW_GAP_S, VIEW_WORKER_S * len(self._state))
 
     def _take_incompatible(self, subject: str, error: WireVersionError) -> str:
         """Show the worker as one that cannot be used; the subject is all that is known of it."""
@@ -174,8 +189,10 @@ class Monitor:
         self._last_turn_s = now_s
         self._state.judge(now_s)
         changes = self._state.take_changes()
-        if changes or now_s >= self._next_view_s:
-            self._next_view_s = now_s + self._settings.view_period_s
+        if changes:
+            self._view_soon()
+        if now_s >= self._next_view_s:
+            self._next_view_s = now_s + max(self._settings.view_period_s, self._gap_s())
             await self._write_view(now_s)
         throttled, self._throttled = self._throttled, []
         for change in changes:
@@ -191,18 +208,17 @@ class Monitor:
         return not self._bus.connected or now_s - self._last_turn_s > longest_turn_s
 
     async def _write_view(self, now_s: float) -> None:
-        assert self._view is not None, "started"
+        assert self._writer is not None, "started"
         if not self._bus.connected:
             self.counters["views_not_written"] += 1
             return
         self._num_views += 1
         self._last_view_s = now_s
         try:
-            data = encode_json(self._state.make_view(now_s, self._num_views, self._detector.strain))
-            await self._bus.publish(self._subjects.view(), data)
+            await self._writer.publish(self._state.make_view(now_s, self._num_views, self._detector.strain))
             # nobody is judged meanwhile; the next one tells all
             async with asyncio.timeout(self._settings.dead_after_s / 3):
-                await self._view.put(VIEW_KEY, data)
+                await self._writer.store()
         except (BusError, WireError, TimeoutError) as error:
             self.counters["views_not_written"] += 1
             _log.warning("view_not_written", error=str(error) or "the broker did not answer in time")
@@ -236,8 +252,11 @@ class Monitor:
             return self._subjects.admin("monitor", self._settings.instance_id, verb)
 
         async def view(message: Message) -> bytes:
-            del message
-            return encode_json(self._state.make_view(self._now(), self._num_views, self._detector.strain))
+            parts = encode_whole_parts(self._state.make_view(self._now(), self._num_views, self._detector.strain))
+            part = read_index(message.data)
+            if part >= len(parts):
+                raise WireError(f"the view has {len(parts)} parts, numbered from 0")
+            return parts[part]
 
         async def counters(message: Message) -> bytes:
             del message

@@ -17,9 +17,12 @@ from services.monitor.policy.liveness import LivenessParams, judge, next_change_
 from shared.ids import WorkerId
 from shared.messages.base import PROTOCOL_VERSION
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
+from shared.transport.bus_rules import is_power_of_two
 
 MAX_FORMER_PROCESSES = 8
 """Replaced processes of one worker id whose late reports are still recognised."""
+MAX_LEFT_OUT = 4096
+"""Workers without room that are counted; there may be more."""
 
 _Process = tuple[str, int, int]
 
@@ -38,7 +41,7 @@ class WorkerChange:
 
     name: str
     """`worker_loading`, `_ready`, `_draining`, `_restarted`, `_suspect`, `_dead`, `_recovered`, `_gone`,
-    `_incompatible`, `_held` or `_goes_on`."""
+    `_incompatible`, `_left_out`, `_held` or `_goes_on`."""
     worker_id: WorkerId
     reason: str
 
@@ -74,14 +77,19 @@ class MonitoredCluster:
         self._params = params
         self._max_workers = max_workers
         self._records: dict[WorkerId, _Record] = {}
+        self._left_out: dict[WorkerId, float] = {}
+        """Workers for which there is no room, and when they were heard last."""
         self._changes: list[WorkerChange] = []
+
+    def __len__(self) -> int:
+        return len(self._records)
 
     def absorb(self, report: WorkerReport, now_s: float) -> ReportVerdict:
         """Take a report that passed the checks, unless it is late or there is no room."""
         record = self._records.get(report.worker_id)
         if record is None:
             if len(self._records) >= self._max_workers:
-                return ReportVerdict.FULL
+                return self._leave_out(report, now_s)
             self._records[report.worker_id] = _Record(report, now_s, now_s)
             self._note_phase(report)
             return ReportVerdict.ACCEPTED
@@ -96,10 +104,10 @@ class MonitoredCluster:
         Whatever it ran under our version is lost, so it takes the place of what was known of it.
         """
         record = self._records.get(worker_id)
-        if record is None and len(self._records) >= self._max_workers:
-            return ReportVerdict.FULL
         # "stopped" and dead, so that every reader of the view leaves it alone, also one that knows no `incompatible`
         unknown = WorkerReport(worker_id=worker_id, sequence_number=0, phase=WorkerPhase.STOPPED)
+        if record is None and len(self._records) >= self._max_workers:
+            return self._leave_out(unknown, now_s)
         former = record.former if record is not None else deque[_Process](maxlen=MAX_FORMER_PROCESSES)
         if record is None or record.incompatible != version:
             reason = f"it speaks protocol {version}, this cluster {PROTOCOL_VERSION}; nothing is placed on it"
@@ -109,6 +117,8 @@ class MonitoredCluster:
 
     def judge(self, now_s: float) -> None:
         """Judge every worker by the age of its last report; note what changed."""
+        heard_s = now_s - self._params.dead_after_s
+        self._left_out = {name: at_s for name, at_s in self._left_out.items() if at_s > heard_s}
         for worker_id, record in list(self._records.items()):
             liveness = judge(self._params, now_s - record.judged_from_s)
             if liveness is record.liveness:
@@ -170,7 +180,18 @@ class MonitoredCluster:
             for worker_id, record in sorted(self._records.items())
             if not record.stopped or now_s - record.heard_at_s < self._params.dead_after_s  # long enough to be seen
         )
-        return ClusterView(sequence_number=number, workers=workers)
+        return ClusterView(sequence_number=number, num_left_out=len(self._left_out), workers=workers)
+
+    def _leave_out(self, report: WorkerReport, now_s: float) -> ReportVerdict:
+        """Count a worker for which there is no room; say so of the 1st, 2nd, 4th, 8th … of them."""
+        if report.worker_id in self._left_out or len(self._left_out) < MAX_LEFT_OUT:
+            is_new = report.worker_id not in self._left_out
+            self._left_out[report.worker_id] = now_s
+            count = len(self._left_out)
+            if is_new and is_power_of_two(count):
+                reason = f"the monitor has room for {self._max_workers} workers (max_workers); {count} more report"
+                self._note("worker_left_out", report, f"{reason}, nothing is placed on them")
+        return ReportVerdict.FULL
 
     def _is_stale(self, record: _Record, report: WorkerReport, now_s: float) -> bool:
         if now_s - record.heard_at_s >= self._params.dead_after_s:

@@ -76,14 +76,10 @@ class ElasticFacts(MessagePart):
     """Dropped layers can be loaded again from the memory or the disk of its own host."""
 
 
-class WorkerReport(ControlMessage):
-    """State of one worker; published by period and at once on a change."""
+class ProcessFacts(MessagePart):
+    """What does not change while a worker's process serves: told once to readers of the view, not with every view."""
 
-    kind: Literal["worker_report"] = "worker_report"
     worker_id: WorkerId
-    sequence_number: Annotated[int, Field(ge=0)]
-    """Grows by one with each report of this process; older reports that arrive late are ignored."""
-    phase: WorkerPhase
     pid: int = 0
     host: str = ""
     incarnation: Incarnation = Incarnation(0)
@@ -96,14 +92,33 @@ class WorkerReport(ControlMessage):
     `modelled`."""
     system: str = ""
     """Name of the selected system (`shared.systems`)."""
-    progress_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """While loading: share of the bytes read."""
-    progress_text: str = ""
-    """While loading: what is being done now."""
     max_model_len: int = 0
     """Most tokens of prompt and output together, in tokens."""
     block_size: int = 0
     """Token slots of one KV block."""
+    num_layers: int = 0
+    """Of the whole model; 0 if the worker does not say."""
+    stage_address: str = ""
+    """Where the other stages of a group connect, `host:port`; empty: only workers of the same process can."""
+    elastic: ElasticFacts | None = None
+    """None: its parameters cannot be dropped."""
+    reserve_bytes: int = 0
+    """Measured peak of activations and workspace that the budget keeps free."""
+    memory_bytes: int = 0
+    """The whole budget (`--memory`)."""
+
+
+class WorkerReport(ProcessFacts, ControlMessage):
+    """State of one worker; published by period and at once on a change."""
+
+    kind: Literal["worker_report"] = "worker_report"
+    sequence_number: Annotated[int, Field(ge=0)]
+    """Grows by one with each report of this process; older reports that arrive late are ignored."""
+    phase: WorkerPhase
+    progress_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """While loading: share of the bytes read."""
+    progress_text: str = ""
+    """While loading: what is being done now."""
     num_blocks: int = 0
     """KV blocks in all."""
     num_used_blocks: int = 0
@@ -122,8 +137,6 @@ class WorkerReport(ControlMessage):
     """Blocks whose KV is on its way from other workers of the group; sequences wait for theirs."""
     moves: Annotated[tuple[TransferProgress, ...], Field(max_length=8)] = ()
     """What is on its way to it while it serves."""
-    num_layers: int = 0
-    """Of the whole model; 0 if the worker does not say."""
     layers: tuple[int, int] = (0, 0)
     """First layer that is held and computed here, and one past the last."""
     resident: tuple[int, int] = (0, 0)
@@ -139,10 +152,6 @@ class WorkerReport(ControlMessage):
     num_stages: int = 1
     plan_id: int = 0
     """The last plan that was carried out here; 0: none."""
-    stage_address: str = ""
-    """Where the other stages of a group connect, `host:port`; empty: only workers of the same process can."""
-    elastic: ElasticFacts | None = None
-    """None: its parameters cannot be dropped."""
     num_running: int = 0
     num_runnable: int = 0
     """Sequences that could be in a step now: of those that run the ones that nothing holds back, and while steps are
@@ -165,10 +174,6 @@ class WorkerReport(ControlMessage):
     """Moving average of generated tokens per second."""
     param_bytes: int = 0
     kv_bytes: int = 0
-    reserve_bytes: int = 0
-    """Measured peak of activations and workspace that the budget keeps free."""
-    memory_bytes: int = 0
-    """The whole budget (`--memory`)."""
     num_preemptions_total: int = 0
     num_prompt_tokens_total: int = 0
     num_generated_tokens_total: int = 0
@@ -204,10 +209,28 @@ class WorkerStatus(ControlMessage):
 
 
 class ClusterView(ControlMessage):
-    """The monitor's picture of the cluster: key `cluster` of the view bucket."""
+    """The monitor's picture of the cluster; on the way to its readers (`shared.cluster_views`) a part of it."""
 
     kind: Literal["cluster_view"] = "cluster_view"
     sequence_number: Annotated[int, Field(ge=0)]
     """Grows by one with each view of this monitor process."""
+    part: Annotated[int, Field(ge=0)] = 0
+    """Which part of the view of that number this is; they come in this order."""
+    num_parts: Annotated[int, Field(ge=1)] = 1
+    facts: Annotated[tuple[Annotated[str, Field(max_length=32)], ...], Field(max_length=4096)] = ()
+    """Names of the pages of facts (`ViewFacts`) that belong to it, in their order; its reports leave these out."""
+    num_left_out: Annotated[int, Field(ge=0)] = 0
+    """Workers that report and are not in any part, because the monitor has no room for more (`max_workers`)."""
     workers: tuple[WorkerStatus, ...] = ()
-    """Sorted by worker id."""
+    """Sorted by worker id; those of the next part follow."""
+
+
+class ViewFacts(ControlMessage):
+    """A page of the facts of the workers that a view shows."""
+
+    kind: Literal["view_facts"] = "view_facts"
+    page: Annotated[int, Field(ge=0)]
+    """Its place among the pages of the view."""
+    name: Annotated[str, Field(max_length=32)]
+    """Made from what is on it: pages of one name are the same."""
+    workers: tuple[ProcessFacts, ...] = ()

@@ -12,12 +12,11 @@ import numpy as np
 
 from services.worker.contract.arrays import I32
 from services.worker.contract.batch import Batch, BatchOutput
-from shared.errors import WireError
 from shared.hot import hot_dataclass
 from shared.ids import WorkerId
 from shared.messages.steps import StepLogPage, StepRecord
 from shared.transport.bus import Message
-from shared.wire import encode_json
+from shared.wire import encode_json, read_index
 
 MAX_PAGE_BYTES = 64 * 1024
 """About the size of an answer: some 500 steps, so that making it does not hold up the event loop."""
@@ -64,10 +63,7 @@ class StepLog:
         Raises:
             WireError: the payload is no id.
         """
-        text = message.data.strip()
-        if text and not (text.isdigit() and len(text) < 20):
-            raise WireError("expected a step id in decimal digits, or nothing")
-        return encode_json(self.page(int(text or b"0")))
+        return encode_json(self.page(read_index(message.data)))
 
     def page(self, first_step_id: int) -> StepLogPage:
         """Return the steps from this id on, as many as fit one message."""
