@@ -12,6 +12,8 @@ from cli.exit_codes import REFUSED, UNREACHABLE, CommandError
 from shared.browsers import Foreign
 
 MAX_ANSWER_BYTES = 8 * 1024**2
+MAX_VIEW_BYTES = 256 * 1024**2
+"""Of `/v1/cluster`: 2.5 KB for each worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,8 @@ async def read_body(response: aiohttp.ClientResponse, max_bytes: int = MAX_ANSWE
     return b"".join(parts)
 
 
-async def ask(url: str, *, api_key: str = "", limit_s: float = 5.0) -> HttpAnswer:
-    """Return what GET says; a key is sent along if there is one.
+async def ask(url: str, *, api_key: str = "", limit_s: float = 5.0, max_bytes: int = MAX_ANSWER_BYTES) -> HttpAnswer:
+    """Return what GET says; a key is sent along if there is one. Of a longer body so many bytes are read.
 
     Raises:
         CommandError: nothing answers there, or no HTTP, or not within the time; or it is no URL.
@@ -72,7 +74,7 @@ async def ask(url: str, *, api_key: str = "", limit_s: float = 5.0) -> HttpAnswe
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session, session.get(url) as response:
-            return HttpAnswer(response.status, await read_body(response))
+            return HttpAnswer(response.status, await read_body(response, max_bytes))
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         reason = "no answer in time" if isinstance(error, asyncio.TimeoutError) else type(error).__name__
         hint = "Start a cluster with `sluice up`, or name another with --url"

@@ -6,7 +6,7 @@ import json
 import math
 
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
-from cli.http import ask, check_url, refusal_hint
+from cli.http import MAX_VIEW_BYTES, ask, check_url, refusal_hint
 from shared.messages.report import (
     ClusterView,
     Liveness,
@@ -20,6 +20,8 @@ from shared.sizes import describe_bytes
 from shared.wire import decode_json
 
 STALE_AFTER_S = 3.0
+ANSWER_LIMIT_S = 20.0
+"""For the view of thousands of workers."""
 _HEAD = ("WORKER", "PHASE", "LIVENESS", "MODEL", "DEVICE", "KV USED", "RUNNING", "WAITING", "TOKENS/S", "STEPS")
 _GROUP_HEAD = ("GROUP", "STAGE", "LAYERS", "PLAN")
 """Of workers whose parameters can be dropped."""
@@ -36,7 +38,8 @@ async def run_status(url: str, api_key: str = "", *, as_json: bool) -> str:
     Raises:
         CommandError: nothing answers there, or it is no dispatcher.
     """
-    answer = await ask(f"{check_url(url).rstrip('/')}/v1/cluster", api_key=api_key)
+    cluster_url = f"{check_url(url).rstrip('/')}/v1/cluster"
+    answer = await ask(cluster_url, api_key=api_key, limit_s=ANSWER_LIMIT_S, max_bytes=MAX_VIEW_BYTES)
     if answer.status in (401, 403):
         hint = "Give a key that has the scope 'metrics' with --api-key, or set SLUICE_API_KEY"
         hint = refusal_hint(answer.body.decode(errors="replace"), hint)
@@ -49,7 +52,7 @@ async def run_status(url: str, api_key: str = "", *, as_json: bool) -> str:
         if isinstance(fields, dict) and fields.get("kind") is None and fields.get("workers") == []:
             hint = "The monitor has written no view yet; try again in a second"
             raise CommandError(f"{url} does not know its cluster yet", hint, UNREACHABLE)
-        view = decode_json(answer.body, ClusterView)
+        view = decode_json(answer.body, ClusterView, MAX_VIEW_BYTES)
     except (ValueError, RecursionError) as error:  # WireError is a ValueError
         hint = "Use the `sluice` of the same version"
         raise CommandError(f"{url} describes its cluster in an unknown way: {error}", hint, FAILED) from error
@@ -68,7 +71,8 @@ def render(view: ClusterView, age_s: float | None = None) -> str:
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     is_stale = age_s is not None and age_s > STALE_AFTER_S
     stale = [f"stale: the monitor wrote this {age_s:.0f} s ago"] if is_stale else []
-    return "\n".join([*lines, "", _summary(view), *_held(view), *_throttled(view), *_moves(view), *stale])
+    words = [*_left_out(view), *_held(view), *_throttled(view), *_moves(view), *stale]
+    return "\n".join([*lines, "", _summary(view), *words])
 
 
 def _row(status: WorkerStatus) -> tuple[str, ...]:
@@ -120,6 +124,11 @@ def _layers(report: WorkerReport) -> str:
 
 def _held(view: ClusterView) -> list[str]:
     return [f"held: {status.report.worker_id}: {status.report.held}" for status in view.workers if status.report.held]
+
+
+def _left_out(view: ClusterView) -> list[str]:
+    what = f"{view.num_left_out} more workers report, for which the monitor has no room; raise its max_workers"
+    return [f"left out: {what}"] if view.num_left_out else []
 
 
 def _throttled(view: ClusterView) -> list[str]:

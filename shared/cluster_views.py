@@ -75,20 +75,27 @@ class ViewWriter:
             await self._bus.publish(self._subject, data)
 
     async def store(self) -> None:
-        """Keep the view that was published last for those who come later, and pages of facts before it.
+        """Keep the view that was published last for those who come later, and the pages of facts that changed.
 
         Raises:
             BusError: the store is full, or does not answer; the next call goes on with what is left.
         """
-        for page in list(self._unstored):
-            await self._bucket.put(f"{FACTS_KEY}.{page}", self._pages.encode(page))
-            del self._unstored[page]
         now_s = asyncio.get_running_loop().time()
-        if now_s < self._next_store_s:
-            return
-        for part, data in enumerate(self._parts):
-            await self._bucket.put(_part_key(part), data)
-        self._next_store_s = now_s + STORE_PART_S * (len(self._parts) - 1)
+        pages = list(self._unstored)
+        parts = (
+            self._parts if pages or now_s >= self._next_store_s else []
+        )  # pages are of use with the view they are of
+        puts = [self._bucket.put(f"{FACTS_KEY}.{page}", self._pages.encode(page)) for page in pages]
+        puts += [self._bucket.put(_part_key(part), data) for part, data in enumerate(parts)]
+        done = await asyncio.gather(*puts, return_exceptions=True)
+        for page, answer in zip(pages, done, strict=False):
+            if not isinstance(answer, BaseException):
+                del self._unstored[page]
+        for answer in done:
+            if isinstance(answer, BaseException):
+                raise answer
+        if parts:
+            self._next_store_s = now_s + STORE_PART_S * (len(parts) - 1)
 
     def _due(self, names: tuple[str, ...]) -> list[int]:
         """Return the pages that have changed, and the one that was told longest ago."""
@@ -138,7 +145,7 @@ class ViewFeed:
         self._has_stored = False
 
     async def start(self) -> None:
-        """Hear views from now on, the stored one first.
+        """Hear views from now on, the stored one first unless a newer one is quicker.
 
         Raises:
             BusError: the broker does not answer.
@@ -146,8 +153,6 @@ class ViewFeed:
         self._bucket = await open_bucket(self._bus, self._subjects.view_bucket())
         self._open.append(await self._bus.subscribe(self._subjects.view(), self._on_published))
         self._open.append(await self._bucket.watch(VIEW_KEY, self._on_stored))
-        if self._fetching is not None:
-            await self._fetching
 
     async def close(self) -> None:
         """Hear none any more."""
@@ -190,9 +195,10 @@ class ViewFeed:
         if self._is_stored:
             keys += map(_part_key, range(1, self._assembly.num_parts))
         try:
-            for key in keys:
-                entry = await self._bucket.get(key)
-                if entry is not None and entry.value is not None:
-                    self._take(key, entry.value, is_stored=True)
+            entries = await asyncio.gather(*map(self._bucket.get, keys))
         except BusError as error:
             get_logger().warning("rest_of_view_not_read", error=str(error))  # all of it is told again soon
+            return
+        for key, entry in zip(keys, entries, strict=True):
+            if entry is not None and entry.value is not None:
+                self._take(key, entry.value, is_stored=True)

@@ -1,7 +1,7 @@
 """A cluster view in parts, each far below the bus's limit: what the monitor writes, and how readers put it together.
 
-What does not change while a worker's process serves (`ProcessFacts`) stands on *pages*, which are told when they change,
-and now and then for whoever missed them. The figures go with every view, in *parts*, which name the pages they need:
+What does not change while a worker's process serves (`ProcessFacts`) stands on *pages*, which are told when they
+change, and now and then for whoever missed them. The figures go with every view, in *parts*, which name their pages:
 
     page 0 of facts ─┐ names: 3f0a…
     page 1 of facts ─┤        91c4…       told once

@@ -132,13 +132,18 @@ def pack_rows(rows: Sequence[bytes], max_bytes: int) -> list[Sequence[bytes]]:
     return [rows[start:end] for start, end in zip(starts, [*starts[1:], len(rows)], strict=True)]
 
 
-def decode_json(data: bytes, kind: type[M]) -> M:
+def decode_json(data: bytes, kind: type[M], max_bytes: int = MAX_MESSAGE_BYTES) -> M:
     """Return the message of this type that the JSON bytes hold.
+
+    Args:
+        data: of one message of the bus; of an HTTP answer, which may be larger, with its own limit.
+        kind: of the message.
+        max_bytes: most bytes that are read.
 
     Raises:
         WireError: as `decode`.
     """
-    return _validate(_parse_json(_check_size(data, kind.__name__)), kind)
+    return _validate(_parse_json(_check_size(data, kind.__name__, max_bytes)), kind)
 
 
 def decode_union_json(data: bytes, adapter: TypeAdapter[T]) -> T:
@@ -174,9 +179,9 @@ def read_index(data: bytes) -> int:
     return int(text or b"0")
 
 
-def _check_size(data: bytes, what: str) -> bytes:
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise WireSizeError(what, len(data), MAX_MESSAGE_BYTES)
+def _check_size(data: bytes, what: str, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
+    if len(data) > max_bytes:
+        raise WireSizeError(what, len(data), max_bytes)
     return data
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import aiohttp
 import numpy as np
 
-from cli.http import read_body
+from cli.http import MAX_VIEW_BYTES, read_body
 from cli.replay.metrics import MetricsSample, read_sample
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport
 from shared.wire import WireError, decode_json
@@ -109,7 +109,7 @@ class ServerWatch:
 
     def _take_cluster(self, body: bytes) -> bool:
         try:
-            view = decode_json(body, ClusterView)
+            view = decode_json(body, ClusterView, MAX_VIEW_BYTES)
         except WireError:
             return b'"workers"' in body  # a cluster whose monitor has not spoken yet
         self.take_view(view, self._clock())
@@ -125,7 +125,7 @@ class ServerWatch:
             async with self._session.get(f"{self._base_url}{path}", timeout=LOOK_LIMIT) as response:
                 if response.status != 200:
                     return response.status >= 500
-                return take(await read_body(response))
+                return take(await read_body(response, MAX_VIEW_BYTES))
         except (aiohttp.ClientError, TimeoutError, OSError):
             return True  # it may be late under load
 

@@ -64,6 +64,7 @@ class ClusterMetrics:
             "reconnects": Growing(counter("sluice:nats_reconnects", "Connections to the broker made again", model)),
             "slow": Growing(counter("sluice:nats_slow_consumer", "Messages dropped before a full queue here", model)),
             "strays": Growing(counter("sluice:nats_strays", "Messages out of a stream, dropped unread", model)),
+            "too_large": Growing(counter("sluice:nats_too_large", "Messages over the broker's limit, not sent", model)),
             "gaps": Growing(counter("sluice:nats_gaps", "Token messages of workers that never came", model)),
         }
 
@@ -110,4 +111,5 @@ class ClusterMetrics:
         self._nats["reconnects"].follow(bus.stats.reconnects, model_name=model)
         self._nats["slow"].follow(bus.stats.dropped_in, model_name=model)
         self._nats["strays"].follow(bus.stats.strays, model_name=model)
+        self._nats["too_large"].follow(bus.stats.too_large, model_name=model)
         self._nats["gaps"].follow(counters.num_lost_messages, model_name=model)

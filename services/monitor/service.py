@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from services.monitor.config import MonitorSettings
+from services.monitor.policy.liveness import ROUNDING_S
 from services.monitor.policy.sanity import find_absurdity
 from services.monitor.policy.throttling import ThrottlingDetector, ThrottlingRule
 from services.monitor.state import MonitoredCluster, ReportVerdict
@@ -26,16 +27,16 @@ from shared.process.tasks import TaskOwner
 from shared.subjects import Subjects, check_token, is_token
 from shared.transport.buckets import open_bucket
 from shared.transport.bus import Bus, BusError, Endpoint, KeyValue, KvEntry, Message, ServiceInfo, Subscription
+from shared.transport.bus_rules import is_power_of_two
 from shared.version import VERSION
 from shared.view_parts import encode_whole_parts
 from shared.wire import WireError, WireVersionError, decode_json, encode_json, read_index
 
 _log = get_logger()
 MIN_VIEW_GAP_S = 0.02
-"""Between two views that are written because something has changed: a crowd of workers makes no flood."""
+"""Between two views that are written because workers begin to run short: a crowd of them makes no flood."""
 VIEW_WORKER_S = 200e-6
-"""For each worker the gap is at least so long, and the period too: 1 s for 5 000. Readers of a view take a fifth of
-it."""
+"""For each worker known, between any two views: 1 s for 5 000, of which a reader works for a sixth."""
 
 
 class Monitor:
@@ -65,6 +66,8 @@ class Monitor:
         self._next_view_s = 0.0
         self._last_view_s = float("-inf")
         self._last_turn_s = 0.0
+        self._judgement_s = float("-inf")
+        """Until then no judgement changes."""
         self._num_views = 0
         self.counters: Counter[str] = Counter()
         """Reports by what became of them, views written and not written, since the start."""
@@ -106,6 +109,7 @@ class Monitor:
 
     def _on_report(self, message: Message) -> None:
         self.counters[self._take(message)] += 1
+        self._judgement_s = min(self._judgement_s, self._now() + self._settings.suspect_after_s)
         if self._state.has_changes:
             self._wake.set()
 
@@ -140,15 +144,12 @@ class Monitor:
         rule = self._detector.rule(report.worker_id)
         is_worse = rule is not None and rule is not before and before is not ThrottlingRule.QUEUED
         if reason is not None or is_worse:
-            self._view_soon()
+            self._view_soon(MIN_VIEW_GAP_S)
             self._wake.set()
 
-    def _view_soon(self) -> None:
-        self._next_view_s = min(self._next_view_s, max(self._now(), self._last_view_s + self._gap_s()))
-
-    def _gap_s(self) -> float:
-        """Return how long it takes at least from one view to the next."""
-        return max(MIN_VIEW_GAP_S, VIEW_WORKER_S * len(self._state))
+    def _view_soon(self, min_gap_s: float = 0.0) -> None:
+        gap_s = max(min_gap_s, VIEW_WORKER_S * len(self._state))
+        self._next_view_s = min(self._next_view_s, max(self._now(), self._last_view_s + gap_s))
 
     def _take_incompatible(self, subject: str, error: WireVersionError) -> str:
         """Show the worker as one that cannot be used; the subject is all that is known of it."""
@@ -163,7 +164,7 @@ class Monitor:
 
     def _refuse(self, subject: str, reason: str) -> str:
         num_refused = self.counters["reports_refused"] + 1
-        if num_refused & (num_refused - 1) == 0:  # the 1st, 2nd, 4th, 8th …: a broken worker does not fill the log
+        if is_power_of_two(num_refused):  # the 1st, 2nd, 4th, 8th …: a broken worker does not fill the log
             _log.warning("report_refused", subject=subject, reason=reason, num_refused=num_refused)
         return "reports_refused"
 
@@ -172,14 +173,17 @@ class Monitor:
             self._wake.clear()
             await self._tick()
             try:
-                async with asyncio.timeout_at(self._next_tick_s()):
+                async with asyncio.timeout_at(min(self._judgement_s, self._next_view_s)):
                     await self._wake.wait()
             except TimeoutError:
                 continue
 
-    def _next_tick_s(self) -> float:
-        judgement_s = self._state.next_judgement_s(self._now())
-        return self._next_view_s if judgement_s is None else min(judgement_s, self._next_view_s)
+    def _judge(self, now_s: float) -> None:
+        """Judge all workers if one of them may be judged otherwise than before; there may be thousands."""
+        if now_s >= self._judgement_s - ROUNDING_S:
+            self._state.judge(now_s)
+            next_s = self._state.next_judgement_s(now_s)
+            self._judgement_s = float("inf") if next_s is None else next_s
 
     async def _tick(self) -> None:
         """Judge; write the view when something changed or its period is over."""
@@ -187,12 +191,12 @@ class Monitor:
         if self._was_deaf(now_s):
             self._state.excuse(now_s)
         self._last_turn_s = now_s
-        self._state.judge(now_s)
+        self._judge(now_s)
         changes = self._state.take_changes()
         if changes:
             self._view_soon()
         if now_s >= self._next_view_s:
-            self._next_view_s = now_s + max(self._settings.view_period_s, self._gap_s())
+            self._next_view_s = now_s + max(self._settings.view_period_s, VIEW_WORKER_S * len(self._state))
             await self._write_view(now_s)
         throttled, self._throttled = self._throttled, []
         for change in changes:
@@ -221,14 +225,16 @@ class Monitor:
                 await self._writer.store()
         except (BusError, WireError, TimeoutError) as error:
             self.counters["views_not_written"] += 1
-            _log.warning("view_not_written", error=str(error) or "the broker did not answer in time")
+            if is_power_of_two(self.counters["views_not_written"]):
+                reason = str(error) or "the broker did not answer in time"
+                await self._announce("view_not_written", "", f"{reason}; readers keep an older view")
         else:
             self.counters["views_written"] += 1
 
-    async def _announce(self, name: str, worker_id: WorkerId, reason: str) -> None:
+    async def _announce(self, name: str, about: str, reason: str) -> None:
         instance_id = self._settings.instance_id
-        _log.info(name, worker=worker_id, reason=reason)
-        event = Event(name=name, service="monitor", instance_id=instance_id, about=worker_id, reason=reason)
+        _log.info(name, worker=about, reason=reason)
+        event = Event(name=name, service="monitor", instance_id=instance_id, about=about, reason=reason)
         try:
             await self._bus.publish(self._subjects.event("monitor", instance_id), encode_json(event))
         except BusError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 PROTOCOL_VERSION = 2
 """Major version of the control protocol; a message of another major version is refused."""
@@ -14,6 +14,20 @@ reach it: a thousand a second for 278 years."""
 MAX_EPOCH_STEP: Final = 2**20
 """Nobody takes an epoch that is further above the newest one that it knows."""
 Epoch = Annotated[int, Field(ge=1, le=MAX_EPOCH)]
+MAX_REASON_CHARS: Final = 4096
+"""Of what a message says in words; of a longer text the end is missing, and how much that is stands in its place."""
+_REMARK_CHARS: Final = 40
+
+
+def _cut(text: object) -> object:
+    if not isinstance(text, str) or len(text) <= MAX_REASON_CHARS:
+        return text
+    kept = MAX_REASON_CHARS - _REMARK_CHARS
+    return f"{text[:kept]}… ({len(text) - kept} more characters)"
+
+
+Reason = Annotated[str, BeforeValidator(_cut)]
+"""Why, in words, however many are concerned: `MAX_REASON_CHARS` of them."""
 
 
 class MessagePart(BaseModel):

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shared.messages.base import MAX_EPOCH, ControlMessage, Epoch
+from shared.messages.base import MAX_EPOCH, ControlMessage, Epoch, Reason
 
 
 class Errand(ControlMessage):
@@ -27,7 +27,7 @@ class ErrandRefused(ControlMessage):
     """Nothing was done."""
 
     kind: Literal["errand_refused"] = "errand_refused"
-    reason: str
+    reason: Reason
     """Why, in words."""
     newest_epoch: Annotated[int, Field(ge=0, le=MAX_EPOCH)] = 0
     """As in `PlanAnswer`."""

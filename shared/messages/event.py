@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from shared.messages.base import ControlMessage
+from shared.messages.base import ControlMessage, Reason
 
 
 class Event(ControlMessage):
@@ -22,5 +22,5 @@ class Event(ControlMessage):
     """Which process of that service."""
     about: str = ""
     """Id of what it happened to, for example a worker id; empty when it is the service itself."""
-    reason: str
+    reason: Reason
     """Why, in words, with the figures that led to it."""

@@ -37,7 +37,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from shared.ids import NOBODY, Incarnation, WorkerId
-from shared.messages.base import MAX_EPOCH, ControlMessage, Epoch, MessagePart
+from shared.messages.base import MAX_EPOCH, ControlMessage, Epoch, MessagePart, Reason
 
 PLAN_KEY: Final = "plan"
 """Key of the newest plan in `Subjects.plan_bucket`."""
@@ -258,7 +258,7 @@ class PlanAnswer(ControlMessage):
     worker_id: WorkerId
     plan_id: int
     state: PlanState
-    reason: str = ""
+    reason: Reason = ""
     """In words, if it is not as asked."""
     newest_epoch: Annotated[int, Field(ge=0, le=MAX_EPOCH)] = 0
     """The newest epoch that the worker has taken. If it is newer than the question's, or more than `MAX_EPOCH_STEP`

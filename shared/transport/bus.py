@@ -81,13 +81,14 @@ class NoBucketError(BusError):
         self.bucket = bucket
 
 
-def check_size(subject: str, data: bytes, max_bytes: int) -> None:
-    """Refuse a payload over the limit.
+def check_size(subject: str, data: bytes, max_bytes: int, stats: BusStats) -> None:
+    """Refuse a payload over the limit, and count it.
 
     Raises:
         MessageTooLargeError: it is.
     """
     if len(data) > max_bytes:
+        stats.note_too_large(subject, len(data), max_bytes)
         raise MessageTooLargeError(subject, len(data), max_bytes)
 
 

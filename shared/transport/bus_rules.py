@@ -26,6 +26,8 @@ class BusStats:
     """Messages that found a full queue in front of their handler (a slow consumer)."""
     dropped_out: int = 0
     """Messages published while the connection was broken and its buffer full."""
+    too_large: int = 0
+    """Messages and values over the broker's limit; none of them was sent."""
     refused: int = 0
     """Publishes or subscriptions that the broker did not permit."""
     late_answers: int = 0
@@ -40,6 +42,14 @@ class BusStats:
         """Count and log a handler that raised."""
         self.handler_errors += 1
         get_logger().error("handler raised", subject=subject, exc_info=error)
+
+    def note_too_large(self, subject: str, size_bytes: int, max_bytes: int) -> None:
+        """Count a message that cannot be sent; logged as those that are dropped."""
+        self.too_large += 1
+        if is_power_of_two(self.too_large):
+            get_logger().error(
+                "message too large", subject=subject, size=size_bytes, limit=max_bytes, too_large=self.too_large
+            )
 
     def note_dropped(self, subject: str) -> None:
         """Count a message that found a full queue; logged at 1, 2, 4, 8, … so that a flood does not fill the log."""

@@ -236,7 +236,7 @@ class MemoryBus:
     def _send(self, message: Message, error: ServiceError | None = None) -> None:
         if self._closed:
             raise self._closed_error()
-        check_size(message.subject, message.data, MAX_PAYLOAD_BYTES)
+        check_size(message.subject, message.data, MAX_PAYLOAD_BYTES, self.stats)
         if not self._reaches:
             self.stats.dropped_out += 1
         elif self.link.carries_out:

@@ -156,7 +156,7 @@ class MemoryKeyValue:
         return revision
 
     def _check(self, key: str, value: bytes | None) -> None:
-        check_size(check_key(key), value or b"", self._transport.max_payload_bytes)
+        check_size(check_key(key), value or b"", self._transport.max_payload_bytes, self._transport.stats)
 
     async def _go(self, key: str, *, back: bool = False) -> None:
         await self._transport.trip(f"the key-value store, key '{key}'", back=back)

@@ -193,7 +193,7 @@ class NatsBus:
             ServiceError: the responder answered that it failed.
         """
         self._check_open()
-        check_size(check_subject(subject), data, self.max_payload_bytes)
+        check_size(check_subject(subject), data, self.max_payload_bytes, self.stats)
         try:
             answer = await cancellable(self._client.request(subject, data, timeout=timeout_s))
         except nats.errors.NoRespondersError:
@@ -279,7 +279,7 @@ class NatsBus:
 
     async def _publish(self, subject: str, data: bytes, reply: str, headers: dict[str, str] | None) -> None:
         self._check_open()
-        check_size(subject, data, self.max_payload_bytes)
+        check_size(subject, data, self.max_payload_bytes, self.stats)
         try:
             await cancellable(self._client.publish(subject, data, reply, headers))  # it waits where the buffer is full
         except nats.errors.OutboundBufferLimitError:

@@ -179,7 +179,7 @@ class NatsKeyValue:
         return watch
 
     async def _write(self, key: str, value: bytes, expected: int, operation: Callable[[Bucket], Awaitable[int]]) -> int:
-        check_size(check_key(key), value, int(self.client.max_payload))
+        check_size(check_key(key), value, int(self.client.max_payload), self.stats)
         with _translated(self.name):
             try:
                 return await self._attempt(operation)

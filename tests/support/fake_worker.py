@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from shared.cluster_views import ViewWriter
 from shared.ids import Incarnation, StreamId, WorkerId
 from shared.messages.lease import Renew, Renewed
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
@@ -27,7 +28,7 @@ from shared.subjects import Subjects
 from shared.token_batch import TokenBatch, stream_batch
 from shared.transport.bus import Bus, Endpoint, Message, ServiceInfo, Subscription
 from shared.types import FinishReason
-from shared.wire import decode, encode, encode_json
+from shared.wire import decode, encode
 
 Script = Callable[[Submit], Sequence[int]]
 
@@ -250,5 +251,7 @@ def make_status(
 
 async def publish_view(bus: Bus, *statuses: WorkerStatus, cluster: str = "default", number: int = 1) -> None:
     """Write a view as the monitor does."""
-    bucket = await bus.key_value(Subjects(cluster).view_bucket())
-    await bucket.put("cluster", encode_json(ClusterView(sequence_number=number, workers=statuses)))
+    subjects = Subjects(cluster)
+    writer = ViewWriter(bus, subjects, await bus.key_value(subjects.view_bucket()))
+    await writer.publish(ClusterView(sequence_number=number, workers=statuses))
+    await writer.store()

@@ -10,6 +10,10 @@ from services.worker.engine.engine import Engine
 from services.worker.serving.leases import Leases
 from services.worker.serving.reporter import Reporter
 from shared.transport.bus import Message
+from shared.wire import pack_rows, read_index
+
+MAX_PAGE_BYTES = 512 * 1024
+"""Of the sequences in an answer: some 2 000."""
 
 
 class Admin:
@@ -21,12 +25,23 @@ class Admin:
         self._reporter = reporter
 
     async def dump(self, message: Message) -> bytes:
-        """Answer with what the worker holds: sequences by ids and counts, never tokens or text; tasks."""
-        del message
+        """Answer with what the worker holds: sequences by ids and counts, never tokens or text; tasks.
+
+        Of the sequences as many as fit, from a number on: the payload is it in decimal digits, or empty for 0.
+
+        Raises:
+            WireError: the payload is no number.
+        """
+        first = read_index(message.data)
+        sequences = describe(self._engine)
+        rows = [json.dumps(sequence).encode() for sequence in sequences[first:]]
+        end = first + len(pack_rows(rows, MAX_PAGE_BYTES)[0])
         content = {
             "phase": self._reporter.phase,
             "num_tasks": len(asyncio.all_tasks()),
             "leases": self._leases.describe(),
-            "sequences": describe(self._engine),
+            "num_sequences": len(sequences),
+            "next_sequence": end if end < len(sequences) else None,
+            "sequences": sequences[first:end],
         }
         return json.dumps(content).encode()

@@ -13,19 +13,21 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from cli.status import render
 from services.monitor.config import MonitorSettings
 from services.monitor.service import Monitor
+from shared import view_parts
 from shared.ids import WorkerId
 from shared.messages.event import Event
 from shared.messages.plan import Plan, PlanPhase
 from shared.messages.report import ClusterView, Liveness, WorkerPhase
 from shared.subjects import Subjects
-from shared.transport.bus import KvEntry, Message
+from shared.transport.bus import BusError, KvEntry, Message
 from shared.transport.memory_bus import MemoryBroker, MemoryBus
 from shared.wire import decode_json, encode_json
 from sim.virtual_time import run
 from tests.support.staged import played_in
-from tests.support.statuses import make_report
+from tests.support.statuses import make_elastic_report, make_report
 
 SUBJECTS = Subjects()
 SETTINGS = MonitorSettings(instance_id="m")
@@ -155,6 +157,58 @@ async def test_one_worker_too_many_is_refused(room: Room) -> None:
     await asyncio.sleep(1)
     assert [status.report.worker_id for status in room.views[-1][1].workers] == ["a"]
     assert room.monitor.counters["reports_refused"] == 1
+
+
+@played_in(partial(open_room, settings=SETTINGS.model_copy(update={"max_workers": 2})))
+async def test_workers_without_room_are_told_of_and_counted_in_the_view_while_they_report(room: Room) -> None:
+    for name in "abcde":
+        await room.report(name)
+    await asyncio.sleep(1)
+    assert room.views[-1][1].num_left_out == 3
+    assert [about for _, name, about in room.events if name == "worker_left_out"] == ["c", "d"], "the 1st, the 2nd"
+    assert "3 more workers report" in render(room.views[-1][1])
+    await asyncio.sleep(4)
+    await room.report("a")
+    await asyncio.sleep(1)
+    assert room.views[-1][1].num_left_out == 0
+
+
+@pytest.mark.parametrize("fields", [{"kernels": "k" * 600}, {"worker": "w" * 65}])
+@played_in(open_room)
+async def test_no_report_makes_a_row_of_the_view_arbitrarily_large(room: Room, fields: dict[str, Any]) -> None:
+    await room.report(**fields)
+    await asyncio.sleep(1)
+    assert room.monitor.counters["reports_refused"] == 1
+
+
+@played_in(open_room)
+async def test_a_view_that_cannot_be_written_is_told_of(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(view_parts, "MAX_PART_BYTES", 10**9)
+    for number in range(1500):
+        report = make_elastic_report(number)
+        await room.bus.publish(SUBJECTS.report(report.worker_id), encode_json(report))
+    await asyncio.sleep(1)
+    assert room.monitor.counters["views_not_written"] >= 1
+    assert "view_not_written" in [name for _, name, _ in room.events]
+
+
+@played_in(open_room)
+async def test_people_read_a_large_view_part_by_part(room: Room) -> None:
+    for number in range(300):
+        report = make_elastic_report(number)
+        await room.bus.publish(SUBJECTS.report(report.worker_id), encode_json(report))
+    await asyncio.sleep(1)
+    subject, parts = SUBJECTS.admin("monitor", "m", "view"), [{"num_parts": 1}]
+    for part in range(100):
+        if part >= parts[-1]["num_parts"]:
+            break
+        parts.append(json.loads(await room.bus.request(subject, str(part).encode(), timeout_s=1)))
+    shown = [worker["report"] for part in parts[1:] for worker in part["workers"]]
+    assert [report["worker_id"] for report in shown] == [f"worker-{number:05}" for number in range(300)]
+    assert all(report["elastic"]["num_pages"] for report in shown), "for people it is whole"
+    for payload in (b"99", b"x"):
+        with pytest.raises(BusError, match="400"):
+            await room.bus.request(subject, payload, timeout_s=1)
 
 
 @played_in(open_room)

@@ -5,8 +5,9 @@ Pure. Source: the project's own design.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from services.planner.policy.plans.drop_facts import ClusterFacts
 from services.planner.policy.plans.drop_plan import DropPlan
@@ -15,6 +16,7 @@ from services.planner.policy.restoring.restore import RestorePlan
 from shared.ids import WorkerId
 from shared.layers import LayerRange
 from shared.messages.plan import (
+    MAX_STEPS,
     FormGroup,
     LoadBeside,
     Plan,
@@ -26,6 +28,10 @@ from shared.messages.plan import (
 )
 from shared.messages.report import ClusterView
 
+MAX_PLAN_BYTES: Final = 512 * 1024
+"""Of the steps of one plan, as JSON: a plan is one value of the bus, which ends at 1 MiB."""
+MAX_NAMED: Final = 32
+"""Steps that are named in words."""
 DROP = "drop"
 RESTORE = "restore"
 LOAD = "load"
@@ -72,23 +78,46 @@ def intent_of(order: Order, facts: ClusterFacts, view: ClusterView) -> Intent:
     match order:
         case DropPlan():
             order.check_invariants(facts)
-            return Intent(DROP, order.reason, _forming(order, facts.model.block_size, workers))
+            return _intent(DROP, order.reason, _forming(order, facts.model.block_size, workers))
         case RestorePlan():
-            members = [name for group in order.groups for name in group.members]
-            return Intent(RESTORE, order.reason, tuple(RestoreInstance(worker=workers.now(name)) for name in members))
+            return _intent(
+                RESTORE,
+                order.reason,
+                (tuple(RestoreInstance(worker=workers.now(name)) for name in group.members) for group in order.groups),
+            )
         case LoadedLayersPlan():
             order.check_invariants(facts)
             kind = UnloadBeside if order.resident is None else LoadBeside
-            steps = tuple(
-                kind(stages=tuple(map(workers.now, group.members)), num_blocks=group.num_blocks)
-                for group in order.groups
+            return _intent(
+                UNLOAD if order.resident is None else LOAD,
+                order.reason,
+                (
+                    (kind(stages=tuple(map(workers.now, group.members)), num_blocks=group.num_blocks),)
+                    for group in order.groups
+                ),
             )
-            return Intent(UNLOAD if order.resident is None else LOAD, order.reason, steps)
+
+
+def _intent(lever: str, reason: str, groups: Iterable[tuple[Step, ...]]) -> Intent:
+    """Return the steps of as many whole groups as one plan can hold; the others follow once it is done."""
+    steps: list[Step] = []
+    num_bytes = num_left = 0
+    for group in groups:
+        num_bytes += sum(len(step.model_dump_json()) for step in group)
+        if num_left or (steps and (num_bytes > MAX_PLAN_BYTES or len(steps) + len(group) > MAX_STEPS)):
+            num_left += 1
+        else:
+            steps += group
+    if num_left:
+        reason = f"{reason}; {num_left} more groups do not fit this plan, and follow with the next one"
+    return Intent(lever, reason, tuple(steps))
 
 
 def names_of(plan: Plan | Intent) -> str:
-    """Return who takes part together, in words: `w0+w1, w2+w3`."""
-    return ", ".join("+".join(worker.worker_id for worker in step.workers) for step in plan.steps)
+    """Return who takes part together, in words: `w0+w1, w2+w3`; of many the first ones."""
+    named = ["+".join(worker.worker_id for worker in step.workers) for step in plan.steps[:MAX_NAMED]]
+    num_more = len(plan.steps) - len(named)
+    return ", ".join([*named, f"{num_more} more"] if num_more else named)
 
 
 class _Workers:
@@ -110,11 +139,7 @@ class _Workers:
         return PlannedStage(**self.now(name).model_dump(), address=address, layers=(layers.first, layers.end))
 
 
-def _forming(plan: DropPlan, block_size: int, workers: _Workers) -> tuple[FormGroup, ...]:
-    return tuple(
-        FormGroup(
-            stages=tuple(workers.stage(stage.instance_id, stage.layers) for stage in group.stages),
-            num_blocks=group.after_tokens // block_size,
-        )
-        for group in plan.groups
-    )
+def _forming(plan: DropPlan, block_size: int, workers: _Workers) -> Iterable[tuple[FormGroup]]:
+    for group in plan.groups:
+        stages = tuple(workers.stage(stage.instance_id, stage.layers) for stage in group.stages)
+        yield (FormGroup(stages=stages, num_blocks=group.after_tokens // block_size),)
