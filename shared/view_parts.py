@@ -105,7 +105,7 @@ class FactsPages:
 
     def encode(self, page: int) -> bytes:
         """Return a page as it is told and stored."""
-        head = ViewFacts(page=page, name=self.names()[page])
+        head = ViewFacts(name=self.names()[page])
         return encode_json_rows(head, "workers", list(self._pages[page].rows.values()))
 
     def _place(self, report: WorkerReport) -> None:

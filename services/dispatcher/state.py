@@ -66,6 +66,8 @@ class _Known:
     """When its report was made, on this process's clock."""
     load: PlacementLoad
     """By its last report alone."""
+    is_ready: bool = False
+    """It takes requests, now or once a plan holds its steps up no more."""
     num_steps: int = -1
     stepped_s: float = 0.0
     """When its step counter last moved."""
@@ -130,14 +132,25 @@ class ClusterState:
             if worker_id not in named and not self._is_lost(worker) and now_s - worker.reported_s < UNNAMED_LIMIT_S
         }
         self._workers = dict(sorted(known.items()))
-        for worker in known.values():
-            worker.load = _load(worker.status, ready=self._is_ready(worker) and not worker.status.report.held)
         self.restarted.sort()
-        self.draining = sorted(
-            worker_id for worker_id, worker in known.items() if worker.status.report.phase is WorkerPhase.DRAINING
-        )
-        self.silent = {worker_id for worker_id, worker in known.items() if not self._has_ended(worker)}
-        return sorted(worker_id for worker_id, worker in known.items() if self._is_lost(worker))
+        return self._judge()
+
+    def _judge(self) -> list[WorkerId]:
+        """Say of each worker, in one pass over what may be thousands, what it takes and whether it is lost; sorted."""
+        self.draining, self.silent = [], set()
+        lost: list[WorkerId] = []
+        for worker_id, worker in self._workers.items():
+            status, has_ended = worker.status, self._has_ended(worker)
+            phase, is_lost = status.report.phase, has_ended or status.liveness is Liveness.DEAD
+            worker.is_ready = phase is WorkerPhase.READY and not status.report.stage and not is_lost
+            worker.load = _load(status, ready=worker.is_ready and not status.report.held)
+            if phase is WorkerPhase.DRAINING:
+                self.draining.append(worker_id)
+            if not has_ended:
+                self.silent.add(worker_id)
+            if is_lost:
+                lost.append(worker_id)
+        return lost
 
     def _has_ended(self, worker: _Known) -> bool:
         """Return whether the worker itself says that it runs nothing, or shows it by standing still."""
@@ -165,19 +178,10 @@ class ClusterState:
         """Return the workers as placement sees them."""
         return [_load_now(worker) if worker.recent else worker.load for worker in self._workers.values()]
 
-    def _is_ready(self, worker: _Known) -> bool:
-        status = worker.status
-        return (
-            status.report.phase is WorkerPhase.READY
-            and not status.report.stage
-            and status.liveness is not Liveness.DEAD
-            and not self._is_lost(worker)
-        )
-
     @property
     def num_ready(self) -> int:
         """Return how many workers take requests, now or once a plan holds their steps up no more."""
-        return sum(self._is_ready(worker) for worker in self._workers.values())
+        return sum(worker.is_ready for worker in self._workers.values())
 
     @property
     def num_loading(self) -> int:

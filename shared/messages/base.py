@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Final
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 PROTOCOL_VERSION = 2
 """Major version of the control protocol; a message of another major version is refused."""
@@ -19,14 +19,15 @@ MAX_REASON_CHARS: Final = 4096
 _REMARK_CHARS: Final = 40
 
 
-def _cut(text: object) -> object:
-    if not isinstance(text, str) or len(text) <= MAX_REASON_CHARS:
+def cut_reason(text: str) -> str:
+    """Return the text, or as much of it as `MAX_REASON_CHARS` hold, with a remark."""
+    if len(text) <= MAX_REASON_CHARS:
         return text
     kept = MAX_REASON_CHARS - _REMARK_CHARS
     return f"{text[:kept]}… ({len(text) - kept} more characters)"
 
 
-Reason = Annotated[str, BeforeValidator(_cut)]
+Reason = Annotated[str, AfterValidator(cut_reason)]
 """Why, in words, however many are concerned: `MAX_REASON_CHARS` of them."""
 
 

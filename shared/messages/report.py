@@ -229,8 +229,6 @@ class ViewFacts(ControlMessage):
     """A page of the facts of the workers that a view shows."""
 
     kind: Literal["view_facts"] = "view_facts"
-    page: Annotated[int, Field(ge=0)]
-    """Its place among the pages of the view."""
     name: Annotated[str, Field(max_length=32)]
     """Made from what is on it: pages of one name are the same."""
     workers: tuple[ProcessFacts, ...] = ()

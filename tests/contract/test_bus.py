@@ -206,6 +206,7 @@ async def test_a_payload_at_the_limit_arrives_and_one_over_it_is_refused(net: Ne
     assert (caught.value.size_bytes, caught.value.max_bytes) == (1_048_577, 1_048_576)
     with pytest.raises(MessageTooLargeError):
         await bus.request("big", too_large, timeout_s=1.0)
+    assert bus.stats.too_large == 2
 
 
 @contract

@@ -265,6 +265,7 @@ async def test_bad_keys_and_buckets_and_large_values_are_refused(net: Net) -> No
             await bus.key_value(name)
     with pytest.raises(MessageTooLargeError):
         await bucket.put("k", bytes(bus.max_payload_bytes + 1))
+    assert bus.stats.too_large == 1
     assert await keys_of(bucket) == []
 
 

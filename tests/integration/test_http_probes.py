@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -9,11 +10,14 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from cli.status import run_status
 from services.dispatcher.build import load_text
 from shared.errors import StartupError
 from shared.messages.report import TransferKind, TransferProgress, WorkerPhase
 from tests.support.dispatchers import Running, Serve, load_model, make_settings, running_dispatcher
 from tests.support.fake_worker import make_status
+from tests.support.statuses import make_elastic_report, make_elastic_view
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -103,6 +107,19 @@ async def test_the_cluster_view_is_handed_on_with_its_age(served: Running) -> No
     assert body["workers"][0]["report"]["num_running"] == 3
     assert body["age_s"] >= 0
     assert body["dispatcher"]["model"] == "tiny"
+
+
+async def test_the_view_of_a_large_cluster_is_handed_on_whole_and_read_by_status(served: Running) -> None:
+    """Over 8 MiB as JSON, and over 1 MiB without what does not change."""
+    await served.view(*make_elastic_view(4000, model="tiny").workers)
+    await until(lambda: served.front.sessions.cluster.num_ready == 4000)
+    shown = await run_status(served.url, as_json=False)
+    assert "4000 of 4000 workers can take requests" in shown
+    status, body = await served.get("/v1/cluster")
+    assert (status, len(body["workers"])) == (200, 4000)
+    assert body["workers"][-1]["report"] == json.loads(make_elastic_report(3999, model="tiny").model_dump_json())
+    assert body["num_left_out"] == 0
+    assert not body.keys() & {"part", "num_parts", "facts"}
 
 
 async def test_metrics_carry_both_families_of_names_and_true_counts(served: Running) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from shared.cluster_views import ViewFeed
 from shared.ids import WorkerId
 from shared.messages.event import Event
 from shared.messages.plan import Plan
@@ -19,6 +20,7 @@ from shared.subjects import Subjects
 from shared.transport.bus import BusTimeoutError, KvEntry, Message, NoRespondersError
 from shared.transport.nats_bus import NatsBus
 from shared.wire import decode_json, encode_json
+from tests.support.statuses import make_elastic_report
 
 ROOT = Path(__file__).parents[2]
 SUBJECTS = Subjects("t")
@@ -87,6 +89,42 @@ async def test_reports_become_views_and_events_over_a_real_broker(nats_url: str)
         await bus.close()
         log = finish(process)
     assert json.loads(log.splitlines()[0])["event"] == "monitor_ready"
+
+
+@pytest.mark.slow
+async def test_the_view_of_a_large_cluster_reaches_those_who_listen_and_those_who_come_later(nats_url: str) -> None:
+    """800 workers that can drop 80 layers each: 2 MB as whole reports, of which a message carries half."""
+    process, bus = start("monitor", nats_url), await NatsBus.connect(nats_url, name="test")
+    malformed: list[str] = []
+
+    async def hear_all() -> list[WorkerReport]:
+        """Return what a reader that begins now hears of all workers first."""
+        views: list[ClusterView] = []
+        feed = ViewFeed(
+            bus,
+            SUBJECTS,
+            on_view=lambda view, *, is_fresh: views.append(view),
+            on_malformed=lambda where, error: malformed.append(f"{where}: {error}"),
+        )
+        await feed.start()
+        async with asyncio.timeout(LIMIT_S):
+            while not views or len(views[-1].workers) < len(reports):
+                await asyncio.sleep(0.02)
+        await feed.close()
+        return [status.report for status in views[-1].workers]
+
+    reports = [make_elastic_report(number) for number in range(800)]
+    try:
+        await ask_until_answered(bus, SUBJECTS.admin("monitor", "monitor", "view"))
+        for report in reports:
+            await bus.publish(SUBJECTS.report(report.worker_id), encode_json(report))
+        assert await hear_all() == reports
+        assert await hear_all() == reports
+    finally:
+        await bus.close()
+        finish(process)
+    assert malformed == []
+    assert bus.stats.too_large == 0
 
 
 @pytest.mark.slow

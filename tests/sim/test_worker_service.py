@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 
-from services.worker.serving import intake
+from services.worker.serving import admin, intake
 from services.worker.serving.reporter import MIN_SHORTAGE_GAP_S
 from shared.ids import RequestId, WorkerId
 from shared.messages.report import WorkerPhase
 from shared.messages.request import RefusalReason, Refused, Upload, Uploaded, pack_token_ids
-from shared.transport.bus import Message
+from shared.subjects import Subjects
+from shared.transport.bus import BusError, Message
 from shared.types import FinishReason
 from shared.wire import decode, encode
 from sim.virtual_time import run
@@ -168,6 +171,24 @@ async def test_replay_gives_the_tokens_again_while_it_runs_and_after_the_end() -
         assert again.finish.tolist() == [FinishReason.NONE, FinishReason.LENGTH]
         unknown = Stream(lone.dispatcher.make([1], 1, request_id="nobody"), WorkerId("w0"))
         assert await lone.dispatcher.replay(unknown, 0) is None
+
+
+async def test_a_dump_of_many_sequences_comes_page_by_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some 220 bytes a sequence: two or three in 600 bytes."""
+    monkeypatch.setattr(admin, "MAX_PAGE_BYTES", 600)
+    async with one_worker() as lone:
+        streams = [await lone.submitted([300] * 5, 20, seed=seed) for seed in range(10)]
+        subject = Subjects().dump(WorkerId("w0"))
+        pages: list[dict[str, Any]] = [json.loads(await lone.dispatcher.bus.request(subject, b"", timeout_s=1.0))]
+        while (first := pages[-1]["next_sequence"]) is not None:
+            assert first == sum(len(page["sequences"]) for page in pages)
+            pages.append(json.loads(await lone.dispatcher.bus.request(subject, str(first).encode(), timeout_s=1.0)))
+        assert len(pages) >= 3
+        named = [sequence["request_id"] for page in pages for sequence in page["sequences"]]
+        assert sorted(named) == sorted(stream.submit.request_id for stream in streams)
+        assert {page["num_sequences"] for page in pages} == {10}
+        with pytest.raises(BusError, match="digits"):
+            await lone.dispatcher.bus.request(subject, b"all", timeout_s=1.0)
 
 
 async def test_refusals_say_why() -> None:

@@ -118,6 +118,11 @@ def test_a_question_keeps_its_mark_before_the_next_step() -> None:
     assert str(CommandError("gone.\n")) == "sluice: gone"
 
 
+def test_workers_that_the_monitor_has_no_room_for_are_told_of() -> None:
+    view = make_view(make_status()).model_copy(update={"num_left_out": 3})
+    assert "left out: 3 more workers report, for which the monitor has no room" in render(view)
+
+
 def test_the_status_table_shows_every_worker() -> None:
     busy = make_status(
         "worker-0",

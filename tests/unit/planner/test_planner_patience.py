@@ -19,14 +19,15 @@ from services.planner.policy.patience import Backoff, Cooldown, PatienceParams
 from services.planner.policy.plans.chosen import plan_chosen
 from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams, InstanceFacts
 from services.planner.policy.plans.drop_plan import DropPlan, DropRefusal
-from services.planner.policy.plans.intent import RESTORE, Order, PlanOutcome, intent_of
+from services.planner.policy.plans.intent import MAX_PLAN_BYTES, RESTORE, Order, PlanOutcome, intent_of, names_of
 from services.planner.policy.restoring.loaded_layers import plan_unload
 from services.planner.policy.restoring.restore import RestorePlan, RestoreRefusal, plan_restore
 from services.planner.policy.restoring.restore_ratio import RatioWatch
 from shared.ids import Incarnation, WorkerId
 from shared.layers import LayerRange
-from shared.messages.plan import FormGroup, PlannedWorker, RestoreInstance
+from shared.messages.plan import MAX_STEPS, FormGroup, Plan, PlannedWorker, RestoreInstance
 from shared.messages.report import Liveness, WorkerPhase, WorkerStatus
+from shared.wire import encode_json
 from tests.support.drop_builders import (
     make_elastic,
     make_facts,
@@ -340,6 +341,33 @@ def test_workers_are_told_process_address_and_layers_of_the_view_that_the_plan_w
     restore = of_kind(RestorePlan, plan_restore(facts))
     back = intent_of(restore, facts, grouped)
     assert [(step.kind, step.workers[0].held) for step in back.steps] == [("restore", (0, 4)), ("restore", (4, 8))]
+
+
+@pytest.mark.parametrize("long_names", [False, True])
+def test_of_thousands_of_groups_as_many_as_one_plan_holds_are_restored_whole_and_the_others_are_told_of(
+    *, long_names: bool
+) -> None:
+    """2 600 groups of two are 5 200 steps, and a plan has 4 096 at most; with long names fewer fit its bytes."""
+    reports = []
+    for number in range(2600):
+        leader, member = (f"w{number:04}-{stage}" + "x" * 50 * long_names for stage in range(2))
+        common: dict[str, Any] = {"group": leader, "num_stages": 2}
+        reports += [
+            status(leader, layers=(0, 4), **common),
+            status(member, layers=(4, 8), stage=1, **common),
+        ]
+    view = make_view(*reports)
+    facts = some(observe(view, 0.1, OBSERVE).snapshot.facts)
+    intent = intent_of(of_kind(RestorePlan, plan_restore(facts)), facts, view)
+    names = [step.workers[0].worker_id for step in intent.steps]
+    assert names == [each.report.worker_id for each in reports][: len(names)], "whole groups, in their order"
+    assert len(names) % 2 == 0
+    num_left = 2600 - len(names) // 2
+    assert f"; {num_left} more groups do not fit this plan" in intent.reason
+    num_bytes = len(encode_json(Plan(epoch=1, plan_id=1, steps=intent.steps, reason=intent.reason)))
+    assert num_bytes <= MAX_PLAN_BYTES + 8 * 1024
+    assert len(names) == MAX_STEPS or num_bytes > MAX_PLAN_BYTES - 1024
+    assert len(names_of(intent)) < 8 * 1024, "a plan of thousands is named by its first groups"
 
 
 # --- the decider -----------------------------------------------------------------------------------------------------

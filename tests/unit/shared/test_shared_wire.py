@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from shared.checksum import SEAL_BYTES, seal
-from shared.messages.base import PROTOCOL_VERSION
-from shared.messages.report import WorkerReport
+from shared.messages.base import MAX_REASON_CHARS, PROTOCOL_VERSION
+from shared.messages.event import Event
+from shared.messages.report import ClusterView, WorkerReport
 from shared.messages.request import MAX_INLINE_BYTES, Cancel, RequestMessage, Submit
 from shared.transport.bus import MAX_PAYLOAD_BYTES
 from shared.types import SamplingParams
 from shared.wire import (
     MAX_DEPTH,
+    MAX_MESSAGE_BYTES,
     WireError,
     WireSizeError,
     decode,
@@ -28,6 +30,8 @@ from shared.wire import (
     decode_union_json,
     encode,
     encode_json,
+    encode_json_rows,
+    read_index,
 )
 from tests.unit.golden.samples import FOLDER, MESSAGES, all_message_types, golden_files, read_hex
 
@@ -418,3 +422,36 @@ def test_reports_survive_json(host: str, steps: int, step_time_s: float) -> None
     fields = {"host": host, "num_steps": steps, "step_time_s": step_time_s}
     message = WorkerReport.model_validate(fields_of("worker_report") | fields)
     assert decode_json(encode_json(message), WorkerReport) == message
+
+
+# --- what grows with the cluster -------------------------------------------------------------------------------------
+
+
+def test_the_reason_of_an_event_is_cut_with_a_remark_and_only_once() -> None:
+    names = ", ".join(f"worker-{number}" for number in range(5000))
+    event = Event(name="n", service="s", instance_id="i", reason=names)
+    assert len(event.reason) <= MAX_REASON_CHARS
+    kept, _, remark = event.reason.partition("… (")
+    assert names.startswith(kept)
+    assert remark == f"{len(names) - len(kept)} more characters)"
+    assert decode_json(encode_json(event), Event) == event
+
+
+def test_rows_take_the_place_of_a_list_and_their_sum_has_the_limit_of_a_message() -> None:
+    view = MESSAGES["cluster_view"]
+    assert isinstance(view, ClusterView)
+    rows = [status.model_dump_json().encode() for status in view.workers]
+    assert decode_json(encode_json_rows(view, "workers", rows), ClusterView) == view
+    with pytest.raises(WireSizeError):
+        encode_json_rows(view, "workers", [b" " * MAX_MESSAGE_BYTES])
+
+
+@pytest.mark.parametrize(("payload", "number"), [(b"", 0), (b" 12\n", 12), (b"0", 0)])
+def test_who_asks_from_a_number_on_gives_digits(payload: bytes, number: int) -> None:
+    assert read_index(payload) == number
+
+
+@pytest.mark.parametrize("payload", [b"x", b"-1", b"1.0", b"9" * 20, b"{}"])
+def test_anything_else_is_refused(payload: bytes) -> None:
+    with pytest.raises(WireError, match="digits"):
+        read_index(payload)

@@ -15,6 +15,7 @@ from services.planner.policy.restoring.loaded_layers import LoadedLayersPlan
 from services.planner.policy.restoring.restore import RestorePlan
 from shared.ids import WorkerId
 from shared.layers import LayerRange
+from shared.messages.base import cut_reason
 from shared.messages.plan import (
     MAX_STEPS,
     FormGroup,
@@ -108,6 +109,7 @@ def _intent(lever: str, reason: str, groups: Iterable[tuple[Step, ...]]) -> Inte
             num_left += 1
         else:
             steps += group
+    reason = cut_reason(reason)
     if num_left:
         reason = f"{reason}; {num_left} more groups do not fit this plan, and follow with the next one"
     return Intent(lever, reason, tuple(steps))

@@ -164,9 +164,13 @@ class _Sources:
         self._facts = facts
         self._sent_bytes: dict[WorkerId, int] = {}
         self._holders: list[list[InstanceFacts]] = [[] for _ in facts.model.layer_bytes]
+        self._near: dict[tuple[int, str, str], list[InstanceFacts]] = {}
+        """By layer, and group or host: of thousands of holders the nearest are found among few."""
         for instance in facts.instances:
             for layer in range(instance.layers.first, instance.layers.end):
                 self._holders[layer].append(instance)
+                self._near.setdefault((layer, "group", instance.group), []).append(instance)
+                self._near.setdefault((layer, "host", instance.host), []).append(instance)
 
     def loads(self, instances: Sequence[InstanceFacts]) -> tuple[ParameterFetch, ...] | RestoreRefusal:
         """Return what these instances must load, or why they cannot."""
@@ -186,7 +190,8 @@ class _Sources:
         layers = LayerRange(layer, layer + 1)
         num_bytes = _bytes(self._facts.model, instance, layer)
         if self._holders[layer]:
-            source = min(self._holders[layer], key=lambda holder: self._distance(instance, holder))
+            near = self._near.get((layer, "group", instance.group)) or self._near.get((layer, "host", instance.host))
+            source = min(near or self._holders[layer], key=lambda holder: self._distance(instance, holder))
             self._sent_bytes[source.instance_id] = self._sent_bytes.get(source.instance_id, 0) + num_bytes
             return ParameterFetch(instance.instance_id, layers, source.instance_id, num_bytes)
         if instance.host_copy is not None and instance.host_copy.covers(layers):
