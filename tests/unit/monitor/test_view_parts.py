@@ -151,6 +151,8 @@ def test_of_a_view_of_which_a_part_is_lost_late_or_doubled_nothing_is_seen() -> 
         _, parts = writer.tell(views[1])
         assert heard(assembly, parts[:lost] + parts[lost + 1 :]) == [], f"part {lost} is lost"
     _, newer = writer.tell(views[2])
+    assert heard(assembly, [*parts[:2], *parts[1:-1]]) == [], "one is doubled and one is lost"
+    assert heard(assembly, [*parts[:2], *parts[1:]]) == [views[1]], "one is doubled on the way"
     for first, second in pairwise(range(len(parts))):
         mixed = [*parts[: first + 1], *newer[second:]]
         assert heard(assembly, mixed) == [], "the beginning of one view and the end of another"
