@@ -150,8 +150,8 @@ class ViewFeed:
         Raises:
             BusError: the broker does not answer.
         """
-        self._bucket = await open_bucket(self._bus, self._subjects.view_bucket())
         self._open.append(await self._bus.subscribe(self._subjects.view(), self._on_published))
+        self._bucket = await open_bucket(self._bus, self._subjects.view_bucket())
         self._open.append(await self._bucket.watch(VIEW_KEY, self._on_stored))
 
     async def close(self) -> None:
@@ -190,7 +190,8 @@ class ViewFeed:
 
     async def _fetch(self) -> None:
         """Read from the store what the view on its way lacks: pages that were told before this process listened."""
-        assert self._bucket is not None, "started"
+        if self._bucket is None:
+            return  # it is not there yet; pages are told again
         keys = [f"{FACTS_KEY}.{page}" for page in self._assembly.missing]
         if self._is_stored:
             keys += map(_part_key, range(1, self._assembly.num_parts))
