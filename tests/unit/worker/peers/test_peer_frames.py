@@ -87,7 +87,7 @@ def test_every_kind_has_its_number_for_ever() -> None:
     numbers = " ".join(f"{kind.name}={kind:d}" for kind in FrameKind)
     assert numbers == (
         "GREETING=1 "
-        "BATCH=16 HOST_COPY=17 ACTIVATION=18 STEP_FAILED=19 STEP_DONE=20 COPY_ENDED=21 CLOSE=22 KV_OVER=23 "
+        "BATCH=16 HOST_COPY=17 ACTIVATION=18 STEP_FAILED=19 STEP_DONE=20 COPY_ENDED=21 CLOSE=22 KV_OVER=23 ALIVE=24 "
         "KV_OFFER=32 KV_TABLE=33 KV_CHUNK=34 KV_PROGRESS=35 "
         "REMOTE_STEP=48 REMOTE_ASK=49 REMOTE_ANSWER=50 REMOTE_FAILED=51 REMOTE_DONE=52 "
         "PARAMETER_ASK=64 PARAMETER=65 "
