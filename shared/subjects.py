@@ -75,6 +75,14 @@ class Subjects:
         """Publish, packed columns: the new tokens of one step for one dispatcher."""
         return f"sluice.{self.cluster}.dispatcher.{dispatcher_id}.tokens"
 
+    def waiting(self, dispatcher_id: DispatcherId) -> str:
+        """Publish, JSON: what waits in a dispatcher, by period while something does."""
+        return f"sluice.{self.cluster}.dispatcher.{dispatcher_id}.waiting"
+
+    def all_waiting(self) -> str:
+        """What waits in every dispatcher."""
+        return f"sluice.{self.cluster}.dispatcher.*.waiting"
+
     def report(self, worker_id: WorkerId) -> str:
         """Publish, JSON: what a worker holds and does, by period and at once on a change."""
         return f"sluice.{self.cluster}.worker.{worker_id}.report"

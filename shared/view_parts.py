@@ -44,10 +44,10 @@ def encode_whole_parts(view: ClusterView) -> list[bytes]:
 
 def _with_heads(view: ClusterView, rows: Sequence[bytes], names: Sequence[str]) -> list[bytes]:
     packed = pack_rows(rows, MAX_PART_BYTES)
+    head = view.model_copy(update={"num_parts": len(packed), "facts": tuple(names)})
+    rest = head.model_copy(update={"waiting": ()})
     return [
-        encode_json_rows(
-            view.model_copy(update={"part": part, "num_parts": len(packed), "facts": tuple(names)}), "workers", some
-        )
+        encode_json_rows((rest if part else head).model_copy(update={"part": part}), "workers", some)
         for part, some in enumerate(packed)
     ]
 

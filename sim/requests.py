@@ -13,6 +13,7 @@ from services.dispatcher.service import DispatcherService
 from services.dispatcher.session.request import FailureCode, NewRequest, RequestFailedError
 from services.dispatcher.session.session import Session
 from services.worker.modelled.shadow_kv import TokenDraw, expected_outputs
+from shared.api_keys import Tier
 from shared.ids import RequestId
 from shared.messages.request import pack_token_ids
 from shared.stream_extras import TokenLogprob
@@ -39,6 +40,10 @@ class SimRequest:
     """See `SamplingParams.logprobs`."""
     is_resumable: bool = False
     """See `NewRequest.resumable`."""
+    tier: Tier = Tier.DEFAULT
+    tenant: str = ""
+    max_tenant_queued: int | None = None
+    """See `NewRequest`."""
     limit_s: float = DAY_S
     """Seconds after which the dispatcher ends it with an error."""
 
@@ -127,6 +132,9 @@ def _new_request(answer: SimAnswer, index: int) -> NewRequest:
         arrival_s=answer.arrival_s,
         limit_s=request.limit_s,
         request_class=request.request_class,
+        tier=request.tier,
+        tenant=request.tenant,
+        max_tenant_queued=request.max_tenant_queued,
         qoe=request.qoe,
         resumable=request.is_resumable,
     )

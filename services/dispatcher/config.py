@@ -45,8 +45,8 @@ class DispatcherSettings(ServiceSettings):
     """Requests at a time, running and waiting; more are refused with 429."""
     max_choices: Annotated[int, Field(ge=1, le=65_536)] = 256
     """Choices of one request over all its prompts; one that asks for more is refused with 400."""
-    max_queued: Annotated[int, Field(ge=1, le=65_536)] = 256
-    """Requests that wait because no worker has room; more are refused with 429."""
+    max_queued: Annotated[int, Field(ge=1, le=65_536)] = 1024
+    """Requests that wait because no worker has a place for them; more are refused with 429."""
     queue_limit_s: _Seconds = 30.0
     """Seconds that a request waits for room before it is refused."""
     request_limit_s: _Seconds = 1800.0

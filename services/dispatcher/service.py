@@ -16,7 +16,7 @@ from services.dispatcher.state import ClusterState
 from shared.cluster_views import ViewFeed
 from shared.host import process_facts
 from shared.ids import NOBODY, DispatcherId, Incarnation
-from shared.messages.report import ClusterView
+from shared.messages.report import ClusterView, DispatcherReport
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
 from shared.subjects import Subjects
@@ -25,11 +25,13 @@ from shared.token_batch import TokenBatch
 from shared.transport.bus import Bus, BusError, Endpoint, Message, ServiceInfo, Subscription
 from shared.transport.bus_rules import is_power_of_two
 from shared.version import VERSION
-from shared.wire import WireError
+from shared.wire import WireError, encode_json
 
 _log = get_logger()
 
 DESCRIPTION = "Takes requests over HTTP, places them on workers, and streams their answers"
+REPORT_PERIOD_S = 0.5
+"""Between two reports of what waits; a worker's default."""
 IDLE_POLL_S = 0.05
 """How often a draining dispatcher looks whether its last request has ended."""
 
@@ -87,6 +89,7 @@ class DispatcherService:
         dump = Endpoint("dump", subject, self._dump, metadata={"format": "json"})
         self._open.append(await self.bus.serve(self._info(), [dump]))
         self.sessions.run()
+        self._tasks.start(self._report_waiting(), name="waiting")
 
     def _info(self) -> ServiceInfo:
         return ServiceInfo(
@@ -100,6 +103,20 @@ class DispatcherService:
             },
             instance_id=self._dispatcher_id,
         )
+
+    async def _report_waiting(self) -> None:
+        """Tell the monitor what waits here, while something does, and once that nothing does."""
+        is_told = False
+        while True:
+            waiting = self.sessions.waiting()
+            if waiting or is_told:
+                report = DispatcherReport(dispatcher_id=self._dispatcher_id, waiting=waiting)
+                try:
+                    await self.bus.publish(self._subjects.waiting(self._dispatcher_id), encode_json(report))
+                except BusError as error:
+                    _log.warning("report_not_sent", error=str(error))
+            is_told = bool(waiting)
+            await asyncio.sleep(REPORT_PERIOD_S)
 
     def _on_tokens(self, message: Message) -> None:
         try:

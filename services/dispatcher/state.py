@@ -36,13 +36,15 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """A submission or an ending that the report may not contain."""
+    """A submission, a beginning or an ending that the report may not contain."""
 
     at_s: float
     num_sequences: int
-    """1, or -1."""
+    """1, -1, or 0 if one has begun."""
     num_tokens: int
     """That the request had when it was sent; negative if it has left."""
+    num_waiting: int = 0
+    """By how much those differ that wait there: 1, -1 or 0."""
     num_grown: int = 0
     """Tokens that one that has left had got since it was sent."""
     sent_s: float = 0.0
@@ -102,6 +104,8 @@ class ClusterState:
         """Of the lost workers, those that the monitor merely cannot hear."""
         self._step_limit_s = step_limit_s
         self._workers: dict[WorkerId, _Known] = {}
+        self._loads: list[PlacementLoad] | None = None
+        """What `loads` returned last; None: something has changed since."""
 
     def apply(self, view: ClusterView, now_s: float) -> list[WorkerId]:
         """Take a new view and return the workers whose requests are lost, sorted: dead, stopped, started anew, stuck.
@@ -110,6 +114,7 @@ class ClusterState:
         counts as it was last seen, for `UNNAMED_LIMIT_S`.
         """
         self.view, self.viewed_s = view, now_s
+        self._loads = None
         self.restarted = []
         known: dict[WorkerId, _Known] = {}
         for status in view.workers:
@@ -163,20 +168,29 @@ class ClusterState:
 
     def submitted(self, worker_id: WorkerId, num_prompt: int, num_output: int, now_s: float) -> Counted:
         """Count a request that is sent to the worker, with the tokens that it has; the next report contains it."""
-        if worker_id in self._workers:
-            self._workers[worker_id].recent.append(_Change(now_s, 1, num_prompt + num_output))
+        self._note(worker_id, _Change(now_s, 1, num_prompt + num_output, 1))
         return Counted(worker_id, now_s, num_prompt, num_output)
+
+    def began(self, worker_id: WorkerId, now_s: float) -> None:
+        """Count a request that waits at the worker no more: it has begun there, or is about to leave."""
+        self._note(worker_id, _Change(now_s, 0, 0, -1))
 
     def ended(self, counted: Counted, num_output: int, now_s: float) -> None:
         """Count a request that has left its worker with so many tokens of output."""
-        worker = self._workers.get(counted.worker_id)
-        if worker is not None:
-            num_tokens, num_grown = counted.num_prompt + counted.num_output, num_output - counted.num_output
-            worker.recent.append(_Change(now_s, -1, -num_tokens, num_grown, counted.at_s))
+        num_tokens, num_grown = counted.num_prompt + counted.num_output, num_output - counted.num_output
+        self._note(counted.worker_id, _Change(now_s, -1, -num_tokens, 0, num_grown, counted.at_s))
 
-    def loads(self) -> list[PlacementLoad]:
+    def _note(self, worker_id: WorkerId, change: _Change) -> None:
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            worker.recent.append(change)
+            self._loads = None
+
+    def loads(self) -> Sequence[PlacementLoad]:
         """Return the workers as placement sees them."""
-        return [_load_now(worker) if worker.recent else worker.load for worker in self._workers.values()]
+        if self._loads is None:
+            self._loads = [_load_now(worker) if worker.recent else worker.load for worker in self._workers.values()]
+        return self._loads
 
     @property
     def num_ready(self) -> int:
@@ -217,6 +231,8 @@ def _load(status: WorkerStatus, *, ready: bool) -> PlacementLoad:
         ready=ready,
         num_sequences=report.num_running + report.num_waiting + report.num_preempted,
         max_sequences=report.max_sequences,
+        num_waiting=report.num_waiting,
+        max_waiting=report.max_waiting,
         num_demanded_blocks=report.num_used_blocks + max(report.num_demanded_blocks, report.num_uncomputed_blocks),
         waiting_s=report.num_uncomputed_blocks * report.block_size * _token_s(report),
         num_blocks=report.num_blocks,
@@ -232,6 +248,7 @@ def _load_now(worker: _Known) -> PlacementLoad:
     return replace(
         load,
         num_sequences=max(0, load.num_sequences + sum(change.num_sequences for change in worker.recent)),
+        num_waiting=max(0, load.num_waiting + sum(change.num_waiting for change in worker.recent)),
         num_demanded_blocks=max(0, load.num_demanded_blocks + -(-num_tokens // block_size)),
         waiting_s=load.waiting_s + num_sent * _token_s(worker.status.report),
     )

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from services.monitor.config import MonitorSettings
 from services.monitor.policy.liveness import ROUNDING_S
-from services.monitor.policy.sanity import find_absurdity
+from services.monitor.policy.sanity import find_absurd_waiting, find_absurdity
 from services.monitor.policy.throttling import ThrottlingDetector, ThrottlingRule
 from services.monitor.state import MonitoredCluster, ReportVerdict
 from shared.cluster_views import ViewWriter
@@ -21,7 +21,7 @@ from shared.host import process_facts
 from shared.ids import WorkerId
 from shared.messages.event import Event
 from shared.messages.plan import PLAN_KEY, Plan, PlanPhase
-from shared.messages.report import WorkerReport
+from shared.messages.report import DispatcherReport, WorkerReport
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
 from shared.subjects import Subjects, check_token, is_token
@@ -82,6 +82,7 @@ class Monitor:
         plans = await open_bucket(self._bus, self._subjects.plan_bucket())
         self._open.append(await plans.watch(PLAN_KEY, self._on_plan))
         self._open.append(await self._bus.subscribe(self._subjects.all_reports(), self._on_report))
+        self._open.append(await self._bus.subscribe(self._subjects.all_waiting(), self._on_waiting))
         self._open.append(await self._bus.serve(self._info(), self._endpoints()))
         self._tasks.start(self._run(), name="monitor")
 
@@ -112,6 +113,24 @@ class Monitor:
         self._judgement_s = min(self._judgement_s, self._now() + self._settings.suspect_after_s)
         if self._state.has_changes:
             self._wake.set()
+
+    def _on_waiting(self, message: Message) -> None:
+        self.counters[self._take_waiting(message)] += 1
+
+    def _take_waiting(self, message: Message) -> str:
+        """Return under which name what a dispatcher says of its queue is counted."""
+        try:
+            report = decode_json(message.data, DispatcherReport)
+        except WireError as error:
+            return self._refuse(message.subject, str(error))
+        if message.subject != self._subjects.waiting(report.dispatcher_id):
+            return self._refuse(message.subject, "it speaks of another dispatcher than its subject")
+        absurdity = find_absurd_waiting(report)
+        if absurdity is not None:
+            return self._refuse(message.subject, absurdity)
+        if self._state.absorb_waiting(report, self._now()) is ReportVerdict.FULL:
+            return self._refuse(message.subject, "too many dispatchers have requests that wait")
+        return "reports_of_dispatchers"
 
     def _take(self, message: Message) -> str:
         """Return under which name the report is counted."""

@@ -14,13 +14,24 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from services.monitor.policy.liveness import LivenessParams, judge, next_change_age_s
-from shared.ids import WorkerId
+from shared.ids import DispatcherId, WorkerId
 from shared.messages.base import PROTOCOL_VERSION
-from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
+from shared.messages.report import (
+    MAX_WAITING_ROWS,
+    ClusterView,
+    DispatcherReport,
+    Liveness,
+    WaitingRequests,
+    WorkerPhase,
+    WorkerReport,
+    WorkerStatus,
+)
 from shared.transport.bus_rules import is_power_of_two
 
 MAX_FORMER_PROCESSES = 8
 """Replaced processes of one worker id whose late reports are still recognised."""
+MAX_DISPATCHERS = 1024
+"""In which something waits."""
 MAX_LEFT_OUT = 4096
 """Workers without room that are counted; there may be more."""
 
@@ -80,6 +91,8 @@ class MonitoredCluster:
         self._left_out: dict[WorkerId, float] = {}
         """Workers for which there is no room, and when they were heard last."""
         self._changes: list[WorkerChange] = []
+        self._dispatchers: dict[DispatcherId, tuple[DispatcherReport, float]] = {}
+        """In which something waits, and when they said so."""
 
     def __len__(self) -> int:
         return len(self._records)
@@ -115,9 +128,20 @@ class MonitoredCluster:
         self._records[worker_id] = _Record(unknown, now_s, now_s, incompatible=version, former=former)
         return ReportVerdict.ACCEPTED
 
+    def absorb_waiting(self, report: DispatcherReport, now_s: float) -> ReportVerdict:
+        """Take what a dispatcher says of its queue, unless there is no room for one more."""
+        if not report.waiting:
+            self._dispatchers.pop(report.dispatcher_id, None)
+        elif report.dispatcher_id in self._dispatchers or len(self._dispatchers) < MAX_DISPATCHERS:
+            self._dispatchers[report.dispatcher_id] = report, now_s
+        else:
+            return ReportVerdict.FULL
+        return ReportVerdict.ACCEPTED
+
     def judge(self, now_s: float) -> None:
         """Judge every worker by the age of its last report; note what changed."""
         heard_s = now_s - self._params.dead_after_s
+        self._dispatchers = {name: said for name, said in self._dispatchers.items() if said[1] > heard_s}
         self._left_out = {name: at_s for name, at_s in self._left_out.items() if at_s > heard_s}
         for worker_id, record in list(self._records.items()):
             liveness = judge(self._params, now_s - record.judged_from_s)
@@ -180,7 +204,21 @@ class MonitoredCluster:
             for worker_id, record in sorted(self._records.items())
             if not record.stopped or now_s - record.heard_at_s < self._params.dead_after_s  # long enough to be seen
         )
-        return ClusterView(sequence_number=number, num_left_out=len(self._left_out), workers=workers)
+        return ClusterView(
+            sequence_number=number, waiting=self._waiting(), num_left_out=len(self._left_out), workers=workers
+        )
+
+    def _waiting(self) -> tuple[WaitingRequests, ...]:
+        """Return what waits in all dispatchers, by model and tier."""
+        sums: dict[tuple[str, str], tuple[int, int]] = {}
+        for report, _ in self._dispatchers.values():
+            for each in report.waiting:
+                requests, tokens = sums.get((each.model, each.tier), (0, 0))
+                sums[each.model, each.tier] = requests + each.num_requests, tokens + each.num_tokens
+        return tuple(
+            WaitingRequests(model=model, tier=tier, num_requests=requests, num_tokens=tokens)
+            for (model, tier), (requests, tokens) in sorted(sums.items())[:MAX_WAITING_ROWS]
+        )
 
     def _leave_out(self, report: WorkerReport, now_s: float) -> ReportVerdict:
         """Count a worker for which there is no room; say so of the 1st, 2nd, 4th, 8th … of them."""

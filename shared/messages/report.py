@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from shared.ids import Incarnation, WorkerId
+from shared.ids import DispatcherId, Incarnation, WorkerId
 from shared.messages.base import ControlMessage, MessagePart
+
+MAX_WAITING_ROWS: Final = 1024
+"""Models and tiers of which a view says how many requests wait."""
 
 
 class WorkerPhase(StrEnum):
@@ -163,6 +166,8 @@ class WorkerReport(ProcessFacts, ControlMessage):
     num_preempted: int = 0
     max_sequences: int = 0
     """Sequences that the worker takes at most, running and waiting."""
+    max_waiting: int = 0
+    """Of these, the ones that may wait at present, by its scheduler; 0 if it does not say."""
     num_steps: int = 0
     """Steps done since the start; a number that stands still while sequences could run means a hang."""
     token_s: float = 0.0
@@ -208,6 +213,26 @@ class WorkerStatus(ControlMessage):
     report: WorkerReport
 
 
+class WaitingRequests(MessagePart):
+    """Requests of one model and tier that wait in dispatchers: no worker has a place for them."""
+
+    model: Annotated[str, Field(max_length=512)]
+    tier: Annotated[str, Field(max_length=16)]
+    """Name of a `shared.api_keys.Tier`."""
+    num_requests: Annotated[int, Field(ge=0)]
+    num_tokens: Annotated[int, Field(ge=0)]
+    """KV that they need before they can run: prompts, and outputs so far."""
+
+
+class DispatcherReport(ControlMessage):
+    """What waits in one dispatcher; published by period while something does, and once when nothing does any more."""
+
+    kind: Literal["dispatcher_report"] = "dispatcher_report"
+    dispatcher_id: DispatcherId
+    waiting: Annotated[tuple[WaitingRequests, ...], Field(max_length=16)] = ()
+    """One per tier of which some wait."""
+
+
 class ClusterView(ControlMessage):
     """The monitor's picture of the cluster; on the way to its readers (`shared.cluster_views`) a part of it."""
 
@@ -219,6 +244,8 @@ class ClusterView(ControlMessage):
     num_parts: Annotated[int, Field(ge=1)] = 1
     facts: Annotated[tuple[Annotated[str, Field(max_length=32)], ...], Field(max_length=4096)] = ()
     """Names of the pages of facts (`ViewFacts`) that belong to it, in their order; its reports leave these out."""
+    waiting: Annotated[tuple[WaitingRequests, ...], Field(max_length=MAX_WAITING_ROWS)] = ()
+    """In all dispatchers together, sorted by model and tier; in the first part."""
     num_left_out: Annotated[int, Field(ge=0)] = 0
     """Workers that report and are not in any part, because the monitor has no room for more (`max_workers`)."""
     workers: tuple[WorkerStatus, ...] = ()

@@ -2,9 +2,9 @@
 
     role         says                                    hears                         key-value buckets
     worker       reports, tokens, answers                what is asked of workers      none
-    monitor      views, events, answers                  reports                       view: writes; plan: reads
+    monitor      views, events, answers                  reports, queues               view: writes; plan: reads
     planner      plans to workers, events, answers       views                         view: reads; plan: writes
-    dispatcher   questions to workers, events, answers   views, tokens                 view: reads; owners: writes
+    dispatcher   questions to workers, its queue, answers views, tokens                 view: reads; owners: writes
     operator     questions to everybody                  everything of the cluster     reads all
     setup        nothing                                 nothing                       makes all
 
@@ -97,7 +97,7 @@ def _monitor(subjects: Subjects) -> tuple[list[str], list[str]]:
     view, plan = subjects.view_bucket(), subjects.plan_bucket()
     publish = [subjects.view(), _info(view), _write(view), *_read(plan)]
     asked = [subjects.admin(BrokerRole.MONITOR, ANY, verb) for verb in ("view", "counters")]
-    return publish, [subjects.all_reports(), _write(plan), *asked, _inboxes(BrokerRole.MONITOR)]
+    return publish, [subjects.all_reports(), subjects.all_waiting(), _write(plan), *asked, _inboxes(BrokerRole.MONITOR)]
 
 
 def _planner(subjects: Subjects) -> tuple[list[str], list[str]]:
@@ -109,7 +109,7 @@ def _planner(subjects: Subjects) -> tuple[list[str], list[str]]:
 
 def _dispatcher(subjects: Subjects) -> tuple[list[str], list[str]]:
     view, owners = subjects.view_bucket(), subjects.owners_bucket()
-    publish = [*_requests(subjects), *_read(view), *_read(owners), _write(owners)]
+    publish = [*_requests(subjects), subjects.waiting(_DISPATCHERS), *_read(view), *_read(owners), _write(owners)]
     asked = subjects.admin(BrokerRole.DISPATCHER, ANY, "dump")
     heard = [subjects.view(), _write(view), _write(owners), subjects.tokens(_DISPATCHERS), asked]
     return publish, [*heard, _inboxes(BrokerRole.DISPATCHER)]

@@ -142,7 +142,7 @@ async def _admit(front: Front, live: Live, permit: Permit) -> None:
     try:
         async with call.stopper.waiting():
             if not live.has_replaced:
-                front.sessions.check_admission(len(choices), call.params.tier)
+                front.sessions.check_admission(len(choices), call.params.tier, call.grant.tenant.name)
             prompts = live.prompts = live.prompts or await _encode(front, call)
             _check_prompts(front, call, prompts)
             requests = _new_requests(front, live, prompts)

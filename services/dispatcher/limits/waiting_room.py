@@ -1,70 +1,136 @@
-"""Requests for which no worker has room: a bounded queue, more urgent ones first, with a time limit for each.
+"""Requests for which no worker has room: a bounded queue, fair between tenants, with a time limit for each.
 
-Within a tier the order is that of arrival. Where the queue is full, who is more urgent takes the place of the last one.
+Urgent tiers go first, and within a tier the tenant that has been served least; of one tenant's, who came first.
+
+    begun elsewhere ─► priority ─► default ─► flex          a full queue sends away, of the least urgent tier there is,
+                          └─ tenants by service, least first   the last one of the tenant that has most waiting
+
+A tenant that comes to wait counts as having been served as much as the least served one that waits: time in which it
+asked for nothing gives it no claim. Source: Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024),
+algorithm 2, virtual token counters, of which these are the weights. Deviation: counted when tokens were made, not when
+a prompt is chosen, since who is chosen is not known to fit.
 """
 
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_right, insort
 from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 from shared.api_keys import Tier
 
+PROMPT_WEIGHT: Final = 1.0
+OUTPUT_WEIGHT: Final = 2.0
+"""Of a token that was computed; a token of output costs more than one of a prompt."""
+MAX_TENANTS: Final = 10_000
+"""Tenants whose service is remembered; beyond it those that wait for nothing are forgotten."""
 _BEGUN: Final = -max(Tier) - 1
 """Rank of requests that have begun, before that of the most urgent tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """Who waits."""
+
+    tier: Tier = Tier.DEFAULT
+    tenant: str = ""
+    num_tokens: int = 0
+    """Most tokens of its prompt and output together."""
+    num_known: int = 0
+    """Tokens of its prompt and its output so far."""
+    has_begun: bool = False
+    """At a worker that it has lost: it goes before every request that has not."""
+    has_output: bool = False
+    """It has tokens already: a worker takes it also when as many wait there as may."""
 
 
 class Ticket:
     """A place in the queue."""
 
-    __slots__ = ("event", "rank", "tenant", "was_sent_away")
+    __slots__ = ("asker", "event", "rank", "was_sent_away")
 
-    def __init__(self, rank: int, tenant: str) -> None:
+    def __init__(self, asker: Asker) -> None:
         self.event = asyncio.Event()
-        self.rank = rank
+        self.asker = asker
+        self.rank = _BEGUN if asker.has_begun else -asker.tier
         """Smaller ones go first."""
-        self.tenant = tenant
         self.was_sent_away = False
+
+    @property
+    def line(self) -> str:
+        """Where it stands within its rank: with others of its tenant; what has begun is nobody's."""
+        return "" if self.asker.has_begun else self.asker.tenant
 
 
 class WaitingRoom:
-    """Only the first in the queue tries to be placed; when it leaves, the next one tries at once."""
+    """Only the first for which there is room tries to be placed; when it leaves, the next one tries at once.
 
-    def __init__(self) -> None:
-        self._tickets: list[Ticket] = []
+    Args:
+        has_room: returns whether one could be placed at once, as far as is known here.
+    """
+
+    def __init__(self, has_room: Callable[[Asker], bool] = lambda _: True) -> None:
+        self._has_room = has_room
+        self._lines: dict[int, dict[str, dict[Ticket, None]]] = {}
+        """By rank and `Ticket.line`, none empty; tickets in order of arrival."""
         self._num_of: Counter[str] = Counter()
+        self._served: dict[str, float] = {}
+        """Weighted tokens, by tenant."""
 
     def __len__(self) -> int:
-        return len(self._tickets)
+        return self._num_of.total()
 
     def num_of(self, tenant: str) -> int:
         """Return how many requests of a tenant wait."""
         return self._num_of[tenant]
 
-    def num_before(self, tier: Tier) -> int:
-        """Return how many requests a new one would wait behind."""
-        return bisect_right(self._tickets, -tier, key=lambda waiting: waiting.rank)
+    def num_before(self, tier: Tier, tenant: str = "") -> int:
+        """Return how many requests a new one would wait behind, if tenants of a tier took turns."""
+        num_more_urgent = sum(len(line) for rank in self._lines if rank < -tier for line in self._lines[rank].values())
+        of_tier = self._lines.get(-tier, {})
+        num_own = len(of_tier.get(tenant, ()))
+        others = sum(min(len(line), num_own + 1) for name, line in of_tier.items() if name != tenant)
+        return num_more_urgent + num_own + others
+
+    def tiers(self) -> dict[Tier, tuple[int, int]]:
+        """Return how many wait, and how many known tokens they have, by tier."""
+        found: dict[Tier, tuple[int, int]] = {}
+        for lines in self._lines.values():
+            for ticket in chain.from_iterable(lines.values()):
+                number, tokens = found.get(ticket.asker.tier, (0, 0))
+                found[ticket.asker.tier] = number + 1, tokens + ticket.asker.num_known
+        return found
+
+    def serve(self, tenant: str, num_prompt: int, num_output: int) -> None:
+        """Count tokens that were computed for a tenant."""
+        amount = PROMPT_WEIGHT * num_prompt + OUTPUT_WEIGHT * num_output
+        if tenant not in self._served and len(self._served) >= MAX_TENANTS:
+            self._served = {name: served for name, served in self._served.items() if self._num_of[name]}
+        self._served[tenant] = self._served.get(tenant, 0.0) + amount
 
     def shrink(self, most: int) -> None:
-        """Send the last ones away until so many are left: who is more urgent took their place. What has begun stays."""
-        while len(self._tickets) > most and self._tickets[-1].rank != _BEGUN:
-            last = self._tickets[-1]
+        """Send the last ones away until so many are left: whoever has more claim took their place.
+
+        What has begun stays.
+        """
+        while len(self) > most and max(self._lines) != _BEGUN:
+            lines = self._lines[max(self._lines)]
+            line = max(lines.values(), key=len)  # of equally long ones the first that was there
+            last = next(reversed(line))
             last.was_sent_away = True
             self.leave(last)
             last.event.set()
 
-    def enter(self, tier: Tier = Tier.DEFAULT, tenant: str = "", *, first: bool = False) -> Ticket:
-        """Join the queue behind everything as urgent. The caller keeps the limits, and must `leave`.
-
-        Args:
-            tier: of the request.
-            tenant: whose it is.
-            first: it has begun already, so it goes before every request that has not.
-        """
-        ticket = Ticket(_BEGUN if first else -tier, tenant)
-        insort(self._tickets, ticket, key=lambda waiting: waiting.rank)
+    def enter(self, asker: Asker) -> Ticket:
+        """Join the queue behind everything of its tenant and tier. The caller keeps the limits, and must `leave`."""
+        ticket, tenant = Ticket(asker), asker.tenant
+        if not self._num_of[tenant]:
+            least = min((self._served.get(name, 0.0) for name in self._num_of if self._num_of[name]), default=0.0)
+            self._served[tenant] = max(self._served.get(tenant, 0.0), least)
+        self._lines.setdefault(ticket.rank, {}).setdefault(ticket.line, {})[ticket] = None
         self._num_of[tenant] += 1
         return ticket
 
@@ -83,15 +149,32 @@ class WaitingRoom:
 
     def leave(self, ticket: Ticket) -> None:
         """Give up the place; idempotent."""
-        if ticket not in self._tickets:
+        lines, tenant = self._lines.get(ticket.rank, {}), ticket.asker.tenant
+        if ticket not in lines.get(ticket.line, ()):
             return
-        self._tickets.remove(ticket)
-        self._num_of[ticket.tenant] -= 1
-        if not self._num_of[ticket.tenant]:
-            del self._num_of[ticket.tenant]
+        del lines[ticket.line][ticket]
+        if not lines[ticket.line]:
+            del lines[ticket.line]
+        if not lines:
+            del self._lines[ticket.rank]
+        self._num_of[tenant] -= 1
+        if not self._num_of[tenant]:
+            del self._num_of[tenant]
         self.signal()  # also if it was not the first: a more urgent one may have come while it tried
 
     def signal(self) -> None:
-        """There may be room: the first in the queue tries."""
-        if self._tickets:
-            self._tickets[0].event.set()
+        """There may be room: the first for which there is tries."""
+        first = self.first()
+        if first is not None:
+            first.event.set()
+
+    def first(self) -> Ticket | None:
+        """Return the first for which there is room; None: there is none."""
+        return next((ticket for ticket in self._heads() if self._has_room(ticket.asker)), None)
+
+    def _heads(self) -> Iterator[Ticket]:
+        """Return the first of each line, who has most claim first."""
+        for rank in sorted(self._lines):
+            lines = self._lines[rank]
+            for name in sorted(lines, key=lambda name: self._served.get(name, 0.0)):
+                yield next(iter(lines[name]))

@@ -35,6 +35,10 @@ class PlacementLoad:
     """Sequences that run or wait there."""
     max_sequences: int
     """Sequences that it takes; 0 if unknown."""
+    num_waiting: int
+    """Of these, the ones that have not begun."""
+    max_waiting: int
+    """Sequences that may wait there; 0 if unknown."""
     num_demanded_blocks: int
     """KV blocks that are held or asked for: also by prompts under way, for what they have yet to compute."""
     waiting_s: float

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.dispatcher.limits.waiting_room import WaitingRoom
+from services.dispatcher.limits.lines import WorkerLines
+from services.dispatcher.limits.waiting_room import Asker, WaitingRoom
 from services.dispatcher.policy.placement import Placement
+from services.dispatcher.policy.shares import may_wait
 from services.dispatcher.session.calls import Silence, SubmitAnswer, SubmitOutcome, WorkerCalls
 from services.dispatcher.session.leases import WorkerPresence
 from services.dispatcher.session.owners import Owners
@@ -51,7 +53,8 @@ class Placing:
         now: Callable[[], float],
         tasks: TaskOwner,
     ) -> None:
-        self.waiting = WaitingRoom()
+        self.waiting = WaitingRoom(self._has_room)
+        self._lines = WorkerLines()
         self.num_poison = 0
         """Sessions that ended because they were blamed for their workers' deaths."""
         self._calls = calls
@@ -74,18 +77,37 @@ class Placing:
             return
         if parent is not None and await self._submit_fork(session, parent, refused):
             return
-        if not len(self.waiting) and await self._submit_somewhere(session, refused):
+        if self.waiting.first() is None and await self._submit_somewhere(session, refused):
             return
-        if self._is_queue_full(session.request):
+        replaces = session.request.replaces
+        if not replaces and self._is_queue_full(session.request):
             raise RequestFailedError(self.crowded())
-        await self._wait_and_submit(session, first=False)
+        await self._wait_and_submit(session, has_begun=replaces)
 
     def _is_queue_full(self, request: NewRequest) -> bool:
         """Return whether one more may not wait: others may have come while this one asked the workers."""
         most = request.max_tenant_queued
         if most is not None and self.waiting.num_of(request.tenant) >= most:
             return True
-        return self.waiting.num_before(request.tier) >= self._limits.max_queued
+        return self.waiting.num_before(request.tier, request.tenant) >= self._limits.max_queued
+
+    def _has_room(self, asker: Asker) -> bool:
+        """Return whether a worker would take this one at once, as far as is known here."""
+        if not self._calls.connected:
+            return False
+        closed = self._leases.lost_workers | self._crowded(asker)
+        return self._choose(self._cluster.loads(), asker.num_tokens, closed) is not None
+
+    def _crowded(self, asker: Asker) -> set[WorkerId]:
+        """Return the workers where this one may not wait, so that others may."""
+        if asker.has_output:
+            return set()
+        group, num_of = (asker.tier, asker.tenant), self._lines.num_of
+        return {
+            load.worker_id
+            for load in self._cluster.loads()
+            if load.num_waiting and not may_wait(num_of(load.worker_id, group), load.num_waiting, load.max_waiting)
+        }
 
     def crowded(self) -> FailureCode:
         """Return why one more cannot wait: the clients' crowd, or, while the broker is away, our own failure."""
@@ -120,7 +142,7 @@ class Placing:
                 return
             refused.add(toward)
         if not await self._submit_somewhere(session, refused) and not session.ended.is_set():
-            await self._wait_and_submit(session, first=True)
+            await self._wait_and_submit(session, has_begun=True)
         if session.ended.is_set():
             self.withdraw(session)
 
@@ -152,7 +174,20 @@ class Placing:
     def left(self, session: Session) -> None:
         """Count a session as no longer at its worker."""
         assert session.counted is not None, "it was at a worker"
+        self._leave_line(session)
         self._cluster.ended(session.counted, len(session.tokens), self._now())
+
+    def began(self, session: Session) -> None:
+        """Its worker computes something for a session: another one may wait in its place."""
+        if self._leave_line(session):
+            self.waiting.signal()
+
+    def _leave_line(self, session: Session) -> bool:
+        """Count a session as no longer waiting at its worker; return whether it did."""
+        if session.counted is None or not self._lines.leave(session.stream):
+            return False
+        self._cluster.began(session.counted.worker_id, self._now())
+        return True
 
     def cancel(self, worker_id: WorkerId, request_id: RequestId, attempt: int) -> None:
         """Have the worker end an attempt, at once or as soon as it can be reached."""
@@ -162,10 +197,10 @@ class Placing:
         if not await self._calls.cancel(worker_id, request_id, attempt):
             self._leases.drop(worker_id, request_id, attempt)
 
-    async def _wait_and_submit(self, session: Session, *, first: bool) -> None:
+    async def _wait_and_submit(self, session: Session, *, has_begun: bool) -> None:
         request = session.request
         until_s = min(self._now() + self._limits.queue_limit_s, request.arrival_s + request.limit_s)
-        ticket = self.waiting.enter(request.tier, request.tenant, first=first)
+        ticket = self.waiting.enter(_asker(session, has_begun=has_begun))
         self.waiting.shrink(self._limits.max_queued)
         try:
             while await self.waiting.turn(ticket, until_s):
@@ -181,9 +216,10 @@ class Placing:
         Raises:
             RequestFailedError: no worker can ever take it.
         """
+        asker = _asker(session)
         while self._calls.connected and not session.ended.is_set():
-            lost = self._leases.lost_workers
-            placed = self._choose(self._cluster.loads(), session.request.num_tokens, refused | lost)
+            closed = refused | self._leases.lost_workers | self._crowded(asker)
+            placed = self._choose(self._cluster.loads(), asker.num_tokens, closed)
             if placed is None:
                 return False
             if await self._submit(session, placed.worker_id):
@@ -197,6 +233,8 @@ class Placing:
         if worker_id is None or parent.failure is not None:
             return False
         refused.add(worker_id)
+        if worker_id in self._crowded(_asker(session)):
+            return False
         return await self._submit(session, worker_id, parent.request.request_id)
 
     async def _submit(self, session: Session, worker_id: WorkerId, fork_of: RequestId | None = None) -> bool:
@@ -242,7 +280,9 @@ class Placing:
         submit = session.next_submit(self._leases.sender, self._now(), fork_of)
         num_prompt = 0 if fork_of is not None else session.request.num_prompt_tokens
         counted = self._cluster.submitted(worker_id, num_prompt, len(session.tokens), self._now())
+        self._leave_line(session)  # one that is moved
         session.offer(worker_id, submit.attempt, counted, self._now())
+        self._lines.join(session.stream, worker_id, (session.request.tier, session.request.tenant))
         try:
             answer = await self._calls.submit(worker_id, submit)
         finally:
@@ -277,3 +317,16 @@ class Placing:
         if session.request.resumable:
             owner = Owner(worker_id=worker_id, attempt=session.attempt)
             self._tasks.start(self._owners.note(session.request.request_id, owner), name="note-owner")
+
+
+def _asker(session: Session, *, has_begun: bool = False) -> Asker:
+    """Return the session as the waiting room knows it."""
+    request = session.request
+    return Asker(
+        request.tier,
+        request.tenant,
+        request.num_tokens,
+        num_known=request.num_prompt_tokens + len(session.tokens),
+        has_begun=has_begun,
+        has_output=bool(session.tokens),
+    )

@@ -47,6 +47,7 @@ class Session:
         "is_placing",
         "logprobs",
         "num_delivered",
+        "num_served",
         "progress_s",
         "questions",
         "reader",
@@ -77,6 +78,8 @@ class Session:
         """When each of those that came to this session did, on the event loop's clock."""
         self.num_delivered = 0
         """How many of them the reader has taken."""
+        self.num_served = len(self.tokens)
+        """How many of them are counted as service to its tenant."""
         self.logprobs: list[TokenLogprob | None] | None = None
         """One per token, if the request asks for them; None for a token that came without (a replay), or was taken."""
         self.cached_tokens: int | None = None
@@ -317,6 +320,11 @@ class Session:
     def note_cached(self, num_tokens: int) -> None:
         """Its worker had the KV of so many tokens of the prompt."""
         self.cached_tokens = num_tokens
+
+    def take_served(self) -> int:
+        """Return how many tokens have come since this was asked last."""
+        num_new, self.num_served = len(self.tokens) - self.num_served, len(self.tokens)
+        return num_new
 
     def take_logprob(self, index: int) -> TokenLogprob | None:
         """Return what is known of a token's probability, and forget it: nobody asks twice, and it takes memory."""

@@ -27,7 +27,7 @@ from services.dispatcher.session.table import SessionTable
 from services.dispatcher.state import ClusterState
 from shared.api_keys import Tier
 from shared.ids import NOBODY, Incarnation, WorkerId
-from shared.messages.report import ClusterView
+from shared.messages.report import ClusterView, WaitingRequests
 from shared.process.tasks import TaskOwner
 from shared.token_batch import TokenBatch
 from shared.types import FinishReason
@@ -62,7 +62,9 @@ class Sessions:
         tasks: TaskOwner,
     ) -> None:
         self.cluster = cluster
-        self.table = SessionTable(self._on_gap, self._on_disowned, self._on_released, first_stream=sender.incarnation)
+        self.table = SessionTable(
+            self._on_gap, self._on_disowned, self._on_released, self._on_began, first_stream=sender.incarnation
+        )
         self.draining = False
         self._owners = owners
         self._limits = limits
@@ -96,6 +98,13 @@ class Sessions:
         """Requests that wait for room."""
         return len(self._placing.waiting)
 
+    def waiting(self) -> tuple[WaitingRequests, ...]:
+        """Return what waits for room, by tier."""
+        return tuple(
+            WaitingRequests(model=self.cluster.model, tier=tier.label, num_requests=number, num_tokens=tokens)
+            for tier, (number, tokens) in sorted(self._placing.waiting.tiers().items())
+        )
+
     @property
     def num_drops(self) -> int:
         """Sequences that some worker has yet to be told to give up."""
@@ -126,7 +135,7 @@ class Sessions:
             RequestFailedError: draining, no worker, or too many requests.
         """
         if not requests[0].replaces:
-            self.check_admission(len(requests), requests[0].tier)
+            self.check_admission(len(requests), requests[0].tier, requests[0].tenant)
         return [self.table.open(request) for request in requests]
 
     async def place(self, session: Session, parent: Session | None = None) -> None:
@@ -148,12 +157,13 @@ class Sessions:
             self.release(session)
             raise
 
-    def check_admission(self, num_new: int = 1, tier: Tier = Tier.DEFAULT) -> None:
+    def check_admission(self, num_new: int = 1, tier: Tier = Tier.DEFAULT, tenant: str = "") -> None:
         """Refuse early what has no chance now; also worth a call before work is put into a request.
 
         Args:
             num_new: sessions that it needs.
             tier: of the request.
+            tenant: whose it is.
 
         Raises:
             RequestFailedError: draining, no worker, or too many requests.
@@ -164,7 +174,7 @@ class Sessions:
                 num_new=num_new,
                 num_requests=len(self.table),
                 max_requests=self._limits.max_requests,
-                num_queued=self._placing.waiting.num_before(tier),
+                num_queued=self._placing.waiting.num_before(tier, tenant),
                 max_queued=self._limits.max_queued,
                 num_ready_workers=self.cluster.num_ready,
                 num_loading_workers=self.cluster.num_loading,
@@ -177,6 +187,7 @@ class Sessions:
         """Forget the session; if a worker may still run it, cancel it there at once. Idempotent."""
         if not self.table.close(session):
             return
+        self._count_service(session)
         if not session.ended.is_set() or session.was_stopped or session.failure is not None:
             self._placing.withdraw(session)
         elif session.worker_id is not None:
@@ -221,6 +232,15 @@ class Sessions:
         session.history.release()  # if its submission has not been answered, who waits for that sees to it
         self.recovery.lost(session, Loss.RELEASED, WorkerId(moved_to) if moved_to else None)
 
+    def _on_began(self, session: Session) -> None:
+        """Its worker computes something for it: the prompt counts as service to its tenant."""
+        assert session.counted is not None, "it was counted where it began"
+        self._placing.waiting.serve(session.request.tenant, session.counted.num_prompt, 0)
+        self._placing.began(session)
+
+    def _count_service(self, session: Session) -> None:
+        self._placing.waiting.serve(session.request.tenant, 0, session.take_served())
+
     def _lose(self, worker_id: WorkerId, loss: Loss) -> None:
         for session in self.table.on_worker(worker_id):
             self.recovery.lost(session, loss)
@@ -244,6 +264,7 @@ class Sessions:
         now_s = self._now()
         longest_s = self._limits.silence_s * MAX_SILENCE_FACTOR
         for session in self.table:
+            self._count_service(session)
             if not session.is_running:
                 continue
             questions = session.questions

@@ -55,6 +55,7 @@ class SessionTable:
         on_gap: Callable[[Session], None],
         on_disowned: Callable[[Session], None] = lambda _: None,
         on_released: Callable[[Session, str], None] = lambda *_: None,
+        on_began: Callable[[Session], None] = lambda _: None,
         *,
         first_stream: int = 0,
     ) -> None:
@@ -63,6 +64,7 @@ class SessionTable:
         self._on_gap = on_gap
         self._on_disowned = on_disowned
         self._on_released = on_released
+        self._on_began = on_began
         self._sessions: dict[int, Session] = {}
         self._next_stream = first_stream % (MAX_STREAM + 1)
         self._channels: dict[WorkerId, int] = {}
@@ -123,6 +125,7 @@ class SessionTable:
                 if not is_taken:
                     if not session.history.has_started:
                         session.start(now_s)
+                        self._on_began(session)
                     self.receive(session, first_index, tokens[start:stop], FINISH_REASONS[finish], now_s, extra)
             start = stop
 

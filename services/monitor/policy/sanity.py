@@ -9,7 +9,7 @@ from __future__ import annotations
 from operator import attrgetter
 
 from shared.messages.base import MAX_EPOCH
-from shared.messages.report import ElasticFacts, WorkerReport
+from shared.messages.report import DispatcherReport, ElasticFacts, WorkerReport
 
 MAX_COUNT = 10**9
 """No worker holds, or waits for, more sequences, blocks or tokens of context than this."""
@@ -41,6 +41,7 @@ _COUNTS = (
     "num_waiting",
     "num_preempted",
     "max_sequences",
+    "max_waiting",
 )
 _BYTES = ("param_bytes", "kv_bytes", "reserve_bytes", "memory_bytes")
 _TOTALS = (
@@ -86,6 +87,15 @@ def find_absurdity(report: WorkerReport) -> str | None:
     if absurdity is not None or report.elastic is None:
         return absurdity
     return _find_absurd_memory(report.elastic)
+
+
+def find_absurd_waiting(report: DispatcherReport) -> str | None:
+    """Return what cannot be true in what a dispatcher says of its queue, in words, or None."""
+    for each in report.waiting:
+        if each.num_requests > MAX_COUNT or each.num_tokens > MAX_TOTAL:
+            return f"{each.num_requests} requests wait for {each.num_tokens} tokens"
+    names = [(each.model, each.tier) for each in report.waiting]
+    return None if len(set(names)) == len(names) else "it names a tier twice"
 
 
 def _find_absurd_layers(report: WorkerReport) -> str | None:

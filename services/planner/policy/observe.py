@@ -19,7 +19,15 @@ from services.planner.policy.levers.ladder import ClusterSnapshot, MemoryLoad
 from services.planner.policy.plans.drop_facts import ClusterFacts, InstanceFacts, ModelFacts
 from shared.ids import Incarnation, WorkerId
 from shared.layers import LayerRange
-from shared.messages.report import ClusterView, ElasticFacts, Liveness, WorkerPhase, WorkerReport, WorkerStatus
+from shared.messages.report import (
+    ClusterView,
+    ElasticFacts,
+    Liveness,
+    WaitingRequests,
+    WorkerPhase,
+    WorkerReport,
+    WorkerStatus,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +80,7 @@ def find_loss(view: ClusterView, worker_id: WorkerId, incarnation: Incarnation) 
 
 def observe(view: ClusterView, view_age_s: float, params: ObserveParams) -> Observation:
     """Return what the policies know of this view."""
-    usable = [status for status in view.workers if can_work(status)]
+    usable = _with_waiting([status for status in view.workers if can_work(status)], view.waiting)
     loads = tuple(_load(status) for status in usable if takes_requests(status.report))
     models, left_out = _models(usable)
     model = _most_common(models)
@@ -89,6 +97,36 @@ def observe(view: ClusterView, view_age_s: float, params: ObserveParams) -> Obse
     facts = None if model is None else ClusterFacts(model[1], tuple(instances), params.throughput)
     snapshot = ClusterSnapshot(view_age_s, loads, len(view.workers) - len(usable), facts)
     return Observation(snapshot, tuple(sorted(left_out.items())))
+
+
+def _with_waiting(usable: Sequence[WorkerStatus], waiting: Sequence[WaitingRequests]) -> list[WorkerStatus]:
+    """Return the workers as if what waits in dispatchers waited at them, in proportion to their memory.
+
+    It counts as queued for memory at those that have requests queued for it already: at the others it waits for its
+    turn.
+    """
+    num_tokens, num_requests = Counter[str](), Counter[str]()
+    for each in waiting:
+        num_tokens[each.model] += each.num_tokens
+        num_requests[each.model] += each.num_requests
+    taking = [status for status in usable if takes_requests(status.report) and num_requests[status.report.model]]
+    sizes, queued_sizes = Counter[str](), Counter[str]()
+    for report in (status.report for status in taking):
+        sizes[report.model] += report.num_blocks
+        queued_sizes[report.model] += report.num_blocks * bool(report.num_queued_for_memory)
+    found = {status.report.worker_id: status for status in usable}
+    for status in taking:
+        report, model = status.report, status.report.model
+        blocks = num_tokens[model] * report.num_blocks // max(sizes[model] * report.block_size, 1)
+        queued = 0
+        if report.num_queued_for_memory:
+            queued = num_requests[model] * report.num_blocks // max(queued_sizes[model], 1)
+        counts = {
+            "num_demanded_blocks": report.num_demanded_blocks + blocks,
+            "num_queued_for_memory": report.num_queued_for_memory + queued,
+        }
+        found[report.worker_id] = status.model_copy(update={"report": report.model_copy(update=counts)})
+    return list(found.values())
 
 
 def takes_requests(report: WorkerReport) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from shared.hot import hot_dataclass
 
 _HELD_BACK = Hold.CANCELLED | Hold.NO_ROOM | Hold.FORK | Hold.PAUSED | Hold.ENDED
 """Who is none that steps are made for; a row in a step or copy is, and so is one that is to be tried again."""
+MIN_WAITING: Final = 16
+"""Sequences that may wait however few the memory holds: the first to come may be much longer than those that follow."""
 
 
 @hot_dataclass(frozen=True, slots=True)
@@ -42,6 +45,8 @@ class EngineStats:
     num_queued_for_memory: int
     """Waiting and preempted sequences for which there is a place among those that run, while the next one in line finds
     too few free blocks beside one more for each that runs."""
+    max_waiting: int
+    """Sequences that may wait; who comes when so many do is refused."""
     num_coming_blocks: int
     """Blocks whose KV is on its way from another worker."""
     num_host_blocks: int
@@ -72,6 +77,7 @@ def take_stats(engine: Engine, pace: StepPace = StepPace.STEPPING) -> EngineStat
         num_uncomputed_blocks=_num_uncomputed_blocks(engine),
         num_head_blocks=_num_head_blocks(engine),
         num_queued_for_memory=count_queued_for_memory(engine),
+        max_waiting=most_waiting(engine),
         num_coming_blocks=engine.sharing.num_coming,
         num_host_blocks=0 if host is None else host.num_blocks,
         num_used_host_blocks=0 if host is None else host.num_blocks - host.num_free,
@@ -86,6 +92,22 @@ def count_queued_for_memory(engine: Engine) -> int:
     if not num_parked or _num_head_blocks(engine) + num_running <= engine.blocks.num_free:
         return 0
     return min(num_parked, max(engine.config.max_batch_rows * engine.config.num_lanes - num_running, 0))
+
+
+def most_waiting(engine: Engine) -> int:
+    """Return `EngineStats.max_waiting`.
+
+    One batch, as large as the memory holds it with sequences as long as those that are here: what comes in within the
+    next seconds. Whoever waits here can neither be overtaken nor go to another worker.
+    """
+    config, table, blocks = engine.config, engine.table, engine.blocks
+    if engine.reorders:
+        return config.max_sequences
+    most = config.max_batch_rows * config.num_lanes
+    if not table.num_sequences:
+        return most
+    held = engine.capacity_blocks * table.num_sequences // max(blocks.num_used + engine.num_demanded_blocks, 1)
+    return min(max(held, MIN_WAITING), most)
 
 
 def count_awaiting_kv(engine: Engine) -> int:

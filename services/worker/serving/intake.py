@@ -13,6 +13,7 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter
 
 from services.worker.engine.engine import Engine
+from services.worker.engine.stats import most_waiting
 from services.worker.sequences.config import AddRefusal, NewSequence
 from services.worker.serving.emitter import Emitter
 from services.worker.serving.leases import Leases
@@ -120,9 +121,7 @@ class Intake:
             check_token(submit.dispatcher_id)
         except ValueError as error:
             return refuse(RefusalReason.INVALID, str(error))
-        new = self._new_sequence(submit)
-        row = self._engine.registry.hand_over(new)
-        outcome = self._engine.registry.add(new) if row is None else row
+        outcome = self._take(self._new_sequence(submit), is_here=is_here)
         if isinstance(outcome, AddRefusal):
             return refuse(RefusalReason(outcome.value), newest_attempt=newest)
         self._remember(submit)
@@ -133,6 +132,17 @@ class Intake:
             incarnation=self._leases.incarnation,
             num_output=self._engine.registry.num_outputs(submit.request_id, submit.attempt),
         )
+
+    def _take(self, new: NewSequence, *, is_here: bool) -> int | AddRefusal:
+        """Hand it to the engine; who has no token yet and finds as many waiting as may had better wait elsewhere."""
+        registry = self._engine.registry
+        row = registry.hand_over(new)
+        if row is not None:
+            return row
+        is_full = len(self._engine.table.waiting) >= most_waiting(self._engine)
+        if is_full and not is_here and not new.generated.size:
+            return AddRefusal.FULL
+        return registry.add(new)
 
     def _new_sequence(self, submit: Submit) -> NewSequence:
         now_s = self._now()

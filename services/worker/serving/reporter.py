@@ -199,6 +199,7 @@ class Reporter:
             "num_uncomputed_blocks": stats.num_uncomputed_blocks,
             "num_head_blocks": stats.num_head_blocks,
             "num_queued_for_memory": stats.num_queued_for_memory,
+            "max_waiting": stats.max_waiting,
             "num_coming_blocks": stats.num_coming_blocks,
             "held": self._holds(),
             "num_running": stats.num_running,

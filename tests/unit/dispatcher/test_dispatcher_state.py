@@ -38,6 +38,28 @@ def test_own_submissions_count_until_a_report_that_was_made_after_them() -> None
     assert load_of(state) == (2, 4)
 
 
+def test_own_requests_wait_until_they_begin_or_a_report_says_so() -> None:
+    """Sent at 1.0 and 2.0; the first begins at 2.5. A report of 1.5 has that one waiting, one of 3.0 the second."""
+
+    def waiting(state: ClusterState) -> tuple[int, int]:
+        (load,) = state.loads()
+        return load.num_waiting, load.max_waiting
+
+    state = make_state(make_status(max_waiting=8))
+    state.submitted(W0, 33, 0, 1.0)
+    counted = state.submitted(W0, 10, 6, 2.0)
+    assert waiting(state) == (2, 8)
+    state.began(W0, 2.5)
+    assert waiting(state) == (1, 8)
+    state.apply(make_view(make_status(num_waiting=1, max_waiting=8, age_s=1.1)), 2.6)
+    assert waiting(state) == (1, 8)
+    state.apply(make_view(make_status(num_running=1, num_waiting=1, max_waiting=4)), 3.0)
+    assert waiting(state) == (1, 4)
+    state.began(W0, 3.1)
+    state.ended(counted, 0, 3.1)
+    assert waiting(state) == (0, 4)
+
+
 def test_of_a_request_that_has_left_all_that_the_report_had_is_taken_off() -> None:
     """Sent at 0.0 with 32 tokens, 96 tokens of output at 3.0; at 2.0 it had 64 of them: (32 + 64) / 16 = 6 blocks."""
     state = make_state(make_status())

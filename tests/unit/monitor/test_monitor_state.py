@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from services.monitor.policy.liveness import LivenessParams
 from services.monitor.state import MonitoredCluster, ReportVerdict
-from shared.ids import WorkerId
-from shared.messages.report import Liveness, WorkerPhase, WorkerReport
+from shared.ids import DispatcherId, WorkerId
+from shared.messages.report import DispatcherReport, Liveness, WaitingRequests, WorkerPhase, WorkerReport
 from tests.support import statuses
 
 PARAMS = LivenessParams()
@@ -192,3 +192,23 @@ def test_incompatible_workers_count_as_workers() -> None:
     state.absorb(make_report(0), 0.0)
     assert state.absorb_incompatible(WorkerId("x"), "2", 0.0) is ReportVerdict.FULL
     assert state.absorb_incompatible(WorkerId("w"), "2", 0.0) is ReportVerdict.ACCEPTED
+
+
+def test_what_waits_in_dispatchers_is_added_up_by_model_and_tier_and_forgotten_with_them(
+    state: MonitoredCluster,
+) -> None:
+    def said(name: str, *rows: tuple[str, str, int, int]) -> DispatcherReport:
+        waiting = [WaitingRequests(model=m, tier=t, num_requests=n, num_tokens=k) for m, t, n, k in rows]
+        return DispatcherReport(dispatcher_id=DispatcherId(name), waiting=tuple(waiting))
+
+    def waiting(now_s: float) -> list[tuple[str, str, int, int]]:
+        rows = state.make_view(now_s, 0).waiting
+        return [(row.model, row.tier, row.num_requests, row.num_tokens) for row in rows]
+
+    state.absorb_waiting(said("d0", ("m", "flex", 3, 30), ("m", "default", 1, 10)), 0.0)
+    state.absorb_waiting(said("d1", ("m", "flex", 2, 25), ("n", "flex", 1, 5)), 2.0)
+    assert waiting(2.0) == [("m", "default", 1, 10), ("m", "flex", 5, 55), ("n", "flex", 1, 5)]
+    state.judge(PARAMS.dead_after_s)
+    assert waiting(3.0) == [("m", "flex", 2, 25), ("n", "flex", 1, 5)]
+    state.absorb_waiting(said("d1"), 3.5)
+    assert not waiting(3.5)

@@ -26,7 +26,7 @@ from services.planner.policy.restoring.restore_ratio import RatioWatch
 from shared.ids import Incarnation, WorkerId
 from shared.layers import LayerRange
 from shared.messages.plan import MAX_STEPS, FormGroup, Plan, PlannedWorker, RestoreInstance
-from shared.messages.report import Liveness, WorkerPhase, WorkerStatus
+from shared.messages.report import Liveness, WaitingRequests, WorkerPhase, WorkerStatus
 from shared.wire import encode_json
 from tests.support.drop_builders import (
     make_elastic,
@@ -58,6 +58,44 @@ def status(name: str, **fields: Any) -> WorkerStatus:
         "token_s": 0.25,
     }
     return make_status(name, **(common | fields))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 500), st.integers(0, 9), st.sampled_from("mn")), min_size=1, max_size=6),
+    st.integers(0, 2000),
+    st.integers(0, 50_000),
+)
+def test_what_waits_in_dispatchers_waits_at_workers_of_its_model_in_proportion_to_their_memory(
+    workers: list[tuple[int, int, str]], num_requests: int, num_tokens: int
+) -> None:
+    """It is neither lost nor doubled, but for a block of each worker; as queued it counts where some are queued."""
+    statuses = [
+        status(f"w{i}", num_blocks=blocks, num_queued_for_memory=queued, model=model, num_demanded_blocks=2 * queued)
+        for i, (blocks, queued, model) in enumerate(workers)
+    ]
+    waiting = WaitingRequests(model="m", tier="flex", num_requests=num_requests, num_tokens=num_tokens)
+    before, after = (
+        observe(make_view(*statuses).model_copy(update={"waiting": rows}), 0.1, OBSERVE).snapshot
+        for rows in ((), (waiting,))
+    )
+    added = [
+        new.num_demanded_blocks - old.num_demanded_blocks
+        for old, new in zip(before.workers, after.workers, strict=True)
+    ]
+    mine = [model == "m" for _, _, model in workers]
+    if any(mine) and num_requests:
+        assert num_tokens / 16 - len(workers) <= sum(added) <= num_tokens / 16
+        sizes = sum(blocks for blocks, _, model in workers if model == "m")
+        for (blocks, _, model), more in zip(workers, added, strict=True):
+            assert more == (num_tokens * blocks // (16 * sizes) if model == "m" else 0)
+    else:
+        assert not any(added)
+    if before.facts is None or after.facts is None:
+        return
+    old, new = before.facts.instances, after.facts.instances
+    queued = [b.num_queued - a.num_queued for a, b in zip(old, new, strict=True)]
+    assert 0 <= sum(queued) <= num_requests
+    assert all(more == 0 for more, each in zip(queued, old, strict=True) if not each.num_queued)
 
 
 def instances(*statuses: WorkerStatus) -> tuple[InstanceFacts, ...]:
