@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 from services.monitor.config import MonitorSettings
 from services.monitor.policy.liveness import ROUNDING_S
@@ -81,8 +82,10 @@ class Monitor:
         self._next_view_s = self._last_turn_s + self._settings.suspect_after_s
         plans = await open_bucket(self._bus, self._subjects.plan_bucket())
         self._open.append(await plans.watch(PLAN_KEY, self._on_plan))
-        self._open.append(await self._bus.subscribe(self._subjects.all_reports(), self._on_report))
-        self._open.append(await self._bus.subscribe(self._subjects.all_waiting(), self._on_waiting))
+        self._open.append(await self._bus.subscribe(self._subjects.all_reports(), partial(self._hear, self._take)))
+        self._open.append(
+            await self._bus.subscribe(self._subjects.all_waiting(), partial(self._hear, self._take_waiting))
+        )
         self._open.append(await self._bus.serve(self._info(), self._endpoints()))
         self._tasks.start(self._run(), name="monitor")
 
@@ -108,14 +111,11 @@ class Monitor:
         if plan.phase is PlanPhase.DONE:
             self._epoch = plan.epoch
 
-    def _on_report(self, message: Message) -> None:
-        self.counters[self._take(message)] += 1
+    def _hear(self, take: Callable[[Message], str], message: Message) -> None:
+        self.counters[take(message)] += 1
         self._judgement_s = min(self._judgement_s, self._now() + self._settings.suspect_after_s)
         if self._state.has_changes:
             self._wake.set()
-
-    def _on_waiting(self, message: Message) -> None:
-        self.counters[self._take_waiting(message)] += 1
 
     def _take_waiting(self, message: Message) -> str:
         """Return under which name what a dispatcher says of its queue is counted."""
@@ -125,8 +125,7 @@ class Monitor:
             return self._refuse(message.subject, str(error))
         if message.subject != self._subjects.waiting(report.dispatcher_id):
             return self._refuse(message.subject, "it speaks of another dispatcher than its subject")
-        absurdity = find_absurd_waiting(report)
-        if absurdity is not None:
+        if (absurdity := find_absurd_waiting(report)) is not None:
             return self._refuse(message.subject, absurdity)
         if self._state.absorb_waiting(report, self._now()) is ReportVerdict.FULL:
             return self._refuse(message.subject, "too many dispatchers have requests that wait")

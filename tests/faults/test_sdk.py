@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -66,3 +67,36 @@ async def test_a_killed_dispatcher_is_a_pause(cluster: StagedCluster, way: Any, 
     assert billed == [answer["usage"] for answer in expected]
     await cluster.restore()
     await cluster.assert_nothing_left(FORGOTTEN_S)
+
+
+async def test_texts_are_whole_while_dispatchers_and_workers_are_killed_in_turn(cluster: StagedCluster) -> None:
+    """Readers ask again and again; each process is ready again before the next one dies in the middle of answers."""
+    urls, is_over = [cluster.url("dispatcher-1"), cluster.url("dispatcher-0")], asyncio.Event()
+    answers: dict[str, Answer] = {}
+    num_read: Counter[str] = Counter()
+
+    async def read_on(client: SluiceClient, asked: Ask) -> None:
+        while not is_over.is_set():
+            answers[asked.name] = start(client, asked)
+            assert await answers[asked.name].read() == cluster.expected[asked.name]["texts"][0]
+            num_read[asked.name] += 1
+
+    async with SluiceClient(urls, limits=LIMITS) as client, asyncio.TaskGroup() as group:
+        for asked in streams():
+            group.create_task(read_on(client, asked))
+        for name in ("dispatcher-1", "worker-0", "dispatcher-0", "worker-1"):
+            before = num_read.copy()
+            await until(
+                lambda: sum(len(answer.text) >= 40 for answer in answers.values()) > 1, "two are being read", 60
+            )
+            cluster.kill(name)
+            cluster.start(name)
+            await cluster.wait_ready()
+            await until(partial(_have_ended_since, num_read, before), "each answer has ended once more", 60)
+        is_over.set()
+    await cluster.restore()
+    await cluster.assert_nothing_left(FORGOTTEN_S)
+
+
+def _have_ended_since(num_read: Counter[str], before: Counter[str]) -> bool:
+    return all(num_read[asked.name] > before[asked.name] for asked in streams())

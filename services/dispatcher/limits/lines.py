@@ -4,31 +4,46 @@ from __future__ import annotations
 
 from collections import Counter
 
+from services.dispatcher.limits.waiting_room import Asker
+from services.dispatcher.policy.shares import may_wait
+from services.dispatcher.state import ClusterState
 from shared.api_keys import Tier
 from shared.ids import StreamId, WorkerId
 
-Group = tuple[Tier, str]
+_Group = tuple[Tier, str]
 """Tier and tenant, which share a worker's places with others."""
 
 
 class WorkerLines:
-    """This dispatcher's part of what waits at workers."""
+    """This dispatcher's part of what waits at workers.
 
-    def __init__(self) -> None:
-        self._places: dict[StreamId, tuple[WorkerId, Group]] = {}
-        self._num_of: Counter[tuple[WorkerId, Group]] = Counter()
+    Args:
+        cluster: where it is counted, too.
+    """
 
-    def num_of(self, worker_id: WorkerId, group: Group) -> int:
-        """Return how many of a group wait at a worker."""
-        return self._num_of[worker_id, group]
+    def __init__(self, cluster: ClusterState) -> None:
+        self._cluster = cluster
+        self._places: dict[StreamId, tuple[WorkerId, _Group]] = {}
+        self._num_of: Counter[tuple[WorkerId, _Group]] = Counter()
 
-    def join(self, stream: StreamId, worker_id: WorkerId, group: Group) -> None:
+    def crowded(self, asker: Asker) -> set[WorkerId]:
+        """Return the workers where this one may not wait, so that others may."""
+        if asker.has_output:
+            return set()
+        group, num_of = (asker.tier, asker.tenant), self._num_of
+        return {
+            load.worker_id
+            for load in self._cluster.loads()
+            if load.num_waiting and not may_wait(num_of[load.worker_id, group], load.num_waiting, load.max_waiting)
+        }
+
+    def join(self, stream: StreamId, worker_id: WorkerId, asker: Asker) -> None:
         """A request waits there from now on, and nowhere else."""
-        self.leave(stream)
-        self._places[stream] = worker_id, group
-        self._num_of[worker_id, group] += 1
+        place = worker_id, (asker.tier, asker.tenant)
+        self._places[stream] = place
+        self._num_of[place] += 1
 
-    def leave(self, stream: StreamId) -> bool:
+    def leave(self, stream: StreamId, now_s: float) -> bool:
         """It has begun, or is gone; return whether it waited."""
         place = self._places.pop(stream, None)
         if place is None:
@@ -36,4 +51,5 @@ class WorkerLines:
         self._num_of[place] -= 1
         if not self._num_of[place]:
             del self._num_of[place]
+        self._cluster.began(place[0], now_s)
         return True

@@ -131,6 +131,14 @@ class WorkerPresence:
         if len(drops) < MAX_KEPT_DROPS:
             drops[request_id, attempt] = None
 
+    def cancel(self, worker_id: WorkerId, request_id: RequestId, attempt: int) -> None:
+        """Have the worker end an attempt, at once or as soon as it can be reached."""
+        self._tasks.start(self._cancel(worker_id, request_id, attempt), name=f"cancel-{request_id}")
+
+    async def _cancel(self, worker_id: WorkerId, request_id: RequestId, attempt: int) -> None:
+        if not await self._calls.cancel(worker_id, request_id, attempt):
+            self.drop(worker_id, request_id, attempt)
+
     def question(self, drops: tuple[tuple[RequestId, int], ...] = ()) -> Renew:
         """Return what asks a worker whether it is there, and tells it what to give up."""
         return Renew(dispatcher_id=self.sender.dispatcher_id, incarnation=self.sender.incarnation, drop=drops)

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from services.dispatcher.limits.lines import WorkerLines
 from services.dispatcher.limits.waiting_room import Asker, WaitingRoom
-from services.dispatcher.policy.placement import Placement
-from services.dispatcher.policy.shares import may_wait
+from services.dispatcher.policy.placement import Placed, Placement
 from services.dispatcher.session.calls import Silence, SubmitAnswer, SubmitOutcome, WorkerCalls
 from services.dispatcher.session.leases import WorkerPresence
 from services.dispatcher.session.owners import Owners
@@ -53,8 +52,7 @@ class Placing:
         now: Callable[[], float],
         tasks: TaskOwner,
     ) -> None:
-        self.waiting = WaitingRoom(self._has_room)
-        self._lines = WorkerLines()
+        self.waiting, self._lines = WaitingRoom(self._has_room), WorkerLines(cluster)
         self.num_poison = 0
         """Sessions that ended because they were blamed for their workers' deaths."""
         self._calls = calls
@@ -79,35 +77,24 @@ class Placing:
             return
         if self.waiting.first() is None and await self._submit_somewhere(session, refused):
             return
-        replaces = session.request.replaces
-        if not replaces and self._is_queue_full(session.request):
+        if not session.request.replaces and self._is_queue_full(session.request):
             raise RequestFailedError(self.crowded())
-        await self._wait_and_submit(session, has_begun=replaces)
+        await self._wait_and_submit(session, has_begun=session.request.replaces)
 
     def _is_queue_full(self, request: NewRequest) -> bool:
         """Return whether one more may not wait: others may have come while this one asked the workers."""
-        most = request.max_tenant_queued
-        if most is not None and self.waiting.num_of(request.tenant) >= most:
-            return True
-        return self.waiting.num_before(request.tier, request.tenant) >= self._limits.max_queued
+        waiting, most = self.waiting, request.max_tenant_queued
+        is_over_own = most is not None and waiting.num_of(request.tenant) >= most
+        return is_over_own or waiting.num_before(request.tier, request.tenant) >= self._limits.max_queued
 
     def _has_room(self, asker: Asker) -> bool:
         """Return whether a worker would take this one at once, as far as is known here."""
-        if not self._calls.connected:
-            return False
-        closed = self._leases.lost_workers | self._crowded(asker)
-        return self._choose(self._cluster.loads(), asker.num_tokens, closed) is not None
+        return self._calls.connected and self._find(asker, set()) is not None
 
-    def _crowded(self, asker: Asker) -> set[WorkerId]:
-        """Return the workers where this one may not wait, so that others may."""
-        if asker.has_output:
-            return set()
-        group, num_of = (asker.tier, asker.tenant), self._lines.num_of
-        return {
-            load.worker_id
-            for load in self._cluster.loads()
-            if load.num_waiting and not may_wait(num_of(load.worker_id, group), load.num_waiting, load.max_waiting)
-        }
+    def _find(self, asker: Asker, refused: set[WorkerId]) -> Placed | None:
+        """Return the worker to ask next, by what is known here; None: there is none."""
+        closed = refused | self._leases.lost_workers | self._lines.crowded(asker)
+        return self._choose(self._cluster.loads(), asker.num_tokens, closed)
 
     def crowded(self) -> FailureCode:
         """Return why one more cannot wait: the clients' crowd, or, while the broker is away, our own failure."""
@@ -149,14 +136,13 @@ class Placing:
     async def move(self, session: Session) -> bool:
         """Offer a running session to another worker; return whether that one has it. If not, it runs on where it is."""
         before = session.present
-        refused = {before.worker_id} | self._leases.lost_workers
-        placed = self._choose(self._cluster.loads(), session.request.num_tokens, refused)
+        placed = self._find(_asker(session), {before.worker_id})
         if placed is None:
             return False
         accepted = await self._attempt(session, placed.worker_id, None) is SubmitOutcome.ACCEPTED
         if accepted:
             self._cluster.ended(before.counted, len(session.tokens), self._now())
-            self.cancel(before.worker_id, session.request.request_id, before.number)
+            self._leases.cancel(before.worker_id, session.request.request_id, before.number)
         else:
             session.stay(before, self._now())
         if session.ended.is_set():
@@ -168,34 +154,19 @@ class Placing:
         if session.worker_id is None:
             return
         self.left(session)
-        self.cancel(session.worker_id, session.request.request_id, session.attempt)
+        self._leases.cancel(session.worker_id, session.request.request_id, session.attempt)
         session.fence()
 
     def left(self, session: Session) -> None:
         """Count a session as no longer at its worker."""
         assert session.counted is not None, "it was at a worker"
-        self._leave_line(session)
+        self._lines.leave(session.stream, self._now())
         self._cluster.ended(session.counted, len(session.tokens), self._now())
 
     def began(self, session: Session) -> None:
         """Its worker computes something for a session: another one may wait in its place."""
-        if self._leave_line(session):
+        if self._lines.leave(session.stream, self._now()):
             self.waiting.signal()
-
-    def _leave_line(self, session: Session) -> bool:
-        """Count a session as no longer waiting at its worker; return whether it did."""
-        if session.counted is None or not self._lines.leave(session.stream):
-            return False
-        self._cluster.began(session.counted.worker_id, self._now())
-        return True
-
-    def cancel(self, worker_id: WorkerId, request_id: RequestId, attempt: int) -> None:
-        """Have the worker end an attempt, at once or as soon as it can be reached."""
-        self._tasks.start(self._cancel(worker_id, request_id, attempt), name=f"cancel-{request_id}")
-
-    async def _cancel(self, worker_id: WorkerId, request_id: RequestId, attempt: int) -> None:
-        if not await self._calls.cancel(worker_id, request_id, attempt):
-            self._leases.drop(worker_id, request_id, attempt)
 
     async def _wait_and_submit(self, session: Session, *, has_begun: bool) -> None:
         request = session.request
@@ -218,8 +189,7 @@ class Placing:
         """
         asker = _asker(session)
         while self._calls.connected and not session.ended.is_set():
-            closed = refused | self._leases.lost_workers | self._crowded(asker)
-            placed = self._choose(self._cluster.loads(), asker.num_tokens, closed)
+            placed = self._find(asker, refused)
             if placed is None:
                 return False
             if await self._submit(session, placed.worker_id):
@@ -233,7 +203,7 @@ class Placing:
         if worker_id is None or parent.failure is not None:
             return False
         refused.add(worker_id)
-        if worker_id in self._crowded(_asker(session)):
+        if worker_id in self._lines.crowded(_asker(session)):
             return False
         return await self._submit(session, worker_id, parent.request.request_id)
 
@@ -280,9 +250,9 @@ class Placing:
         submit = session.next_submit(self._leases.sender, self._now(), fork_of)
         num_prompt = 0 if fork_of is not None else session.request.num_prompt_tokens
         counted = self._cluster.submitted(worker_id, num_prompt, len(session.tokens), self._now())
-        self._leave_line(session)  # one that is moved
+        self._lines.leave(session.stream, self._now())  # of one that is moved
         session.offer(worker_id, submit.attempt, counted, self._now())
-        self._lines.join(session.stream, worker_id, (session.request.tier, session.request.tenant))
+        self._lines.join(session.stream, worker_id, _asker(session))
         try:
             answer = await self._calls.submit(worker_id, submit)
         finally:
@@ -292,7 +262,7 @@ class Placing:
         may_run = answer.outcome in {SubmitOutcome.ACCEPTED, SubmitOutcome.UNKNOWN}
         if session.attempt != submit.attempt:  # it was given up meanwhile
             if may_run:
-                self.cancel(worker_id, submit.request_id, submit.attempt)
+                self._leases.cancel(worker_id, submit.request_id, submit.attempt)
             return SubmitOutcome.ELSEWHERE
         if history.is_released:
             self.left(session)
@@ -304,7 +274,7 @@ class Placing:
         self.left(session)
         session.fence()
         if may_run:
-            self.cancel(worker_id, submit.request_id, submit.attempt)
+            self._leases.cancel(worker_id, submit.request_id, submit.attempt)
         return answer.outcome
 
     def _accept(self, session: Session, worker_id: WorkerId, answer: SubmitAnswer) -> None:
