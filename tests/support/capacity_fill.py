@@ -32,6 +32,7 @@ async def fill(
     rng, count, most = np.random.default_rng(num_blocks), 2 * num_blocks // BLOCKS_EACH, 0
     lengths = rng.integers(BLOCKS_EACH * block_size // 2, BLOCKS_EACH * block_size * 2 // 3, count)
     prompts = [rng.integers(256, 380, length) for length in lengths]
+    service.engine.reorders = True  # so that all may wait here
     async with service._machine.gate.exclusive():  # nobody runs before all are here
         asked = [
             asyncio.ensure_future(ask(SimRequest(f"fill{i}", prompt, BLOCKS_EACH * block_size - prompt.size, seed=i)))
