@@ -1,4 +1,4 @@
-"""Requests for which no worker has room: a bounded queue, fair between tenants, with a time limit for each.
+"""Requests for which no worker has a place: a bounded queue, fair between tenants, with a time limit for each.
 
 Urgent tiers go first, and within a tier the tenant that has been served least; of one tenant's, who came first.
 
@@ -66,14 +66,14 @@ class Ticket:
 
 
 class WaitingRoom:
-    """Only the first for which there is room tries to be placed; when it leaves, the next one tries at once.
+    """Only the first for which there is a place tries to be placed; when it leaves, the next one tries at once.
 
     Args:
-        has_room: returns whether one could be placed at once, as far as is known here.
+        has_place: returns whether one could be placed at once, as far as is known here.
     """
 
-    def __init__(self, has_room: Callable[[Asker], bool] = lambda _: True) -> None:
-        self._has_room = has_room
+    def __init__(self, has_place: Callable[[Asker], bool] = lambda _: True) -> None:
+        self._has_place = has_place
         self._lines: dict[int, dict[str, dict[Ticket, None]]] = {}
         """By rank and `Ticket.line`, none empty; tickets in order of arrival."""
         self._num_of: Counter[str] = Counter()
@@ -163,14 +163,14 @@ class WaitingRoom:
         self.signal()  # also if it was not the first: a more urgent one may have come while it tried
 
     def signal(self) -> None:
-        """There may be room: the first for which there is tries."""
+        """There may be a place: the first for which there is tries."""
         first = self.first()
         if first is not None:
             first.event.set()
 
     def first(self) -> Ticket | None:
-        """Return the first for which there is room; None: there is none."""
-        return next((ticket for ticket in self._heads() if self._has_room(ticket.asker)), None)
+        """Return the first for which there is a place; None: there is none."""
+        return next((ticket for ticket in self._heads() if self._has_place(ticket.asker)), None)
 
     def _heads(self) -> Iterator[Ticket]:
         """Return the first of each line, who has most claim first."""

@@ -52,7 +52,7 @@ class Placing:
         now: Callable[[], float],
         tasks: TaskOwner,
     ) -> None:
-        self.waiting, self._lines = WaitingRoom(self._has_room), WorkerLines(cluster)
+        self.waiting, self._lines = WaitingRoom(self._has_place), WorkerLines(cluster)
         self.num_poison = 0
         """Sessions that ended because they were blamed for their workers' deaths."""
         self._calls = calls
@@ -87,7 +87,7 @@ class Placing:
         is_over_own = most is not None and waiting.num_of(request.tenant) >= most
         return is_over_own or waiting.num_before(request.tier, request.tenant) >= self._limits.max_queued
 
-    def _has_room(self, asker: Asker) -> bool:
+    def _has_place(self, asker: Asker) -> bool:
         """Return whether a worker would take this one at once, as far as is known here."""
         return self._calls.connected and self._find(asker, set()) is not None
 
