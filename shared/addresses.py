@@ -26,7 +26,7 @@ def normal_host(text: str) -> str:
         ValueError: it is neither, but perhaps a URL, or has a port.
     """
     bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-    address = _read_address(bare)
+    address = read_address(bare)
     if isinstance(address, ipaddress.IPv6Address):
         return str(address.ipv4_mapped or address)
     if bare != text or _NAME.fullmatch(text) is None:
@@ -34,7 +34,7 @@ def normal_host(text: str) -> str:
     return text if address is None else str(address)
 
 
-def _read_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def read_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """Return the address that the system would take this for; None: it is a name, or nothing."""
     try:
         return ipaddress.ip_address(text)

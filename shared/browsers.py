@@ -13,7 +13,6 @@ A key is sent by no browser of its own accord, so where one is asked for a stran
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Collection, Iterable
 from enum import StrEnum
@@ -21,6 +20,7 @@ from typing import Final
 
 from multidict import MultiMapping
 
+from shared.addresses import read_address
 from shared.errors import StartupError
 
 EVERYBODY: Final = "*"
@@ -86,11 +86,7 @@ class BrowserRules:
         assert self._names is not None, "somebody looks at names"
         if host in self._names or host == "localhost" or host.endswith(".localhost"):  # RFC 6761, section 6.3
             return True
-        try:
-            ipaddress.ip_address(host)
-        except ValueError:
-            return False
-        return True
+        return read_address(host) is not None
 
 
 def normal_origin(text: str) -> str | None:

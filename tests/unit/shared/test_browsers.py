@@ -22,7 +22,7 @@ def judge(rules: BrowserRules, *headers: tuple[str, str], target: str = "/v1/mod
 @pytest.mark.parametrize(
     "host",
     [
-        *("127.0.0.1", "127.0.0.1:8000", "192.168.1.5:80", "0.0.0.0:8000", "127.0.0.1.", "10.1.2.3:"),
+        *("127.0.0.1", "127.0.0.1:8000", "192.168.1.5:80", "0.0.0.0:8000", "127.0.0.1.", "10.1.2.3:", "127.1:80"),
         *("[::1]", "[::1]:8000", "[FE80::1%25eth0]:8000", "[::ffff:127.0.0.1]"),
         *("localhost", "LOCALHOST:8000", "localhost.", "localhost.:8000", "a.b.localhost:1", "x.LocalHost."),
         *("dispatcher:8000", "Dispatcher", "gpu_1.lan", "gpu_1.LAN.:8000"),
