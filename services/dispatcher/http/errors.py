@@ -31,7 +31,7 @@ class ApiError(Exception):
         message: one or two sentences for a person.
         param: path of the parameter, such as `messages.0.role`.
         headers: besides the usual ones, such as `Allow`.
-        retry_after_s: when another try makes sense.
+        retry_after_s: when another try makes sense; None: nothing is said of it, but in `headers`.
         close: the connection cannot be used further (an unread body).
     """
 
@@ -54,6 +54,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
         self.close = close
         if retry_after_s is not None:
+            self.headers["x-should-retry"] = "true"
             self.headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
             self.headers["Retry-After-Ms"] = str(max(1, math.ceil(retry_after_s * 1000)))
 
@@ -143,8 +144,5 @@ _NOT_TO_RETRY: Final = (
 def failure_error(code: FailureCode, prefix: str = "") -> ApiError:
     """Return the error of a request that has no (whole) answer; `prefix` says what part of it failed."""
     status, message, retry_after_s = _FAILURES[code]
-    message = prefix + message
-    headers = {} if retry_after_s is None else {"x-should-retry": "true"}
-    if code in _NOT_TO_RETRY:
-        headers["x-should-retry"] = "false"
-    return ApiError(status, code.value, message, retry_after_s=retry_after_s, headers=headers)
+    headers = {"x-should-retry": "false"} if code in _NOT_TO_RETRY else {}
+    return ApiError(status, code.value, prefix + message, retry_after_s=retry_after_s, headers=headers)

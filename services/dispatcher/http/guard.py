@@ -77,8 +77,7 @@ def _refusal(denied: Denied) -> ApiError:
         return ApiError(429, RATE_LIMITED, message, retry_after_s=denied.wait_s)
     if denied.reason is Denial.KEYS_UNKNOWN:
         message = "This server cannot read its file of keys, so it lets nobody in. The operator must mend the file."
-        headers = {"x-should-retry": "true"}
-        return ApiError(503, "keys_unknown", message, headers=headers, retry_after_s=denied.wait_s)
+        return ApiError(503, "keys_unknown", message, retry_after_s=denied.wait_s)
     if denied.reason is Denial.NO_KEY:
         message = "This server asks for a key. Send it as 'Authorization: Bearer <key>'."
     else:

@@ -61,6 +61,6 @@ def _refusal(front: Front, call: CheckedCall, over: OverLimit) -> ApiError:
     front.metrics.refused(RATE_LIMITED, call.params.service_tier)
     message = f"Your limit is {over.allowed} {_WHAT[over.limit]}; this request needs {over.asked}."
     message += " Ask for less at a time." if over.wait_s is None else " Try again later."
-    headers = {"x-should-retry": "false" if over.wait_s is None else "true"}
+    headers = {"x-should-retry": "false"} if over.wait_s is None else {}
     headers |= rate_headers(front, call.grant.tenant)
     return ApiError(429, RATE_LIMITED, message, headers=headers, retry_after_s=over.wait_s)
