@@ -71,7 +71,7 @@ def render(view: ClusterView, age_s: float | None = None) -> str:
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     is_stale = age_s is not None and age_s > STALE_AFTER_S
     stale = [f"stale: the monitor wrote this {age_s:.0f} s ago"] if is_stale else []
-    words = [*_left_out(view), *_held(view), *_throttled(view), *_moves(view), *stale]
+    words = [*_waiting(view), *_left_out(view), *_held(view), *_throttled(view), *_moves(view), *stale]
     return "\n".join([*lines, "", _summary(view), *words])
 
 
@@ -124,6 +124,11 @@ def _layers(report: WorkerReport) -> str:
 
 def _held(view: ClusterView) -> list[str]:
     return [f"held: {status.report.worker_id}: {status.report.held}" for status in view.workers if status.report.held]
+
+
+def _waiting(view: ClusterView) -> list[str]:
+    rows = [f"{each.num_requests} {each.tier} of {each.model}" for each in view.waiting]
+    return [f"waiting in dispatchers: {', '.join(rows)}"] if rows else []
 
 
 def _left_out(view: ClusterView) -> list[str]:

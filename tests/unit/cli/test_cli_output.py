@@ -26,7 +26,7 @@ from cli.http import HttpAnswer
 from cli.model import Model
 from cli.status import render
 from shared.ids import WorkerId
-from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport
+from shared.messages.report import ClusterView, Liveness, WaitingRequests, WorkerPhase, WorkerReport
 from shared.subjects import Subjects
 from shared.transport.memory_bus import MemoryBroker
 from shared.wire import encode_json
@@ -116,6 +116,16 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_question_keeps_its_mark_before_the_next_step() -> None:
     assert str(CommandError("did you mean 'x'?", "See y.")) == "sluice: did you mean 'x'? See y"
     assert str(CommandError("gone.\n")) == "sluice: gone"
+
+
+def test_what_waits_in_dispatchers_is_said_by_tier_and_model() -> None:
+    rows = [
+        WaitingRequests(model="m", tier=tier, num_requests=n, num_tokens=9) for tier, n in (("default", 7), ("flex", 2))
+    ]
+    assert "waiting in dispatchers: 7 default of m, 2 flex of m" in render(
+        make_view(make_status()).model_copy(update={"waiting": tuple(rows)})
+    )
+    assert "waiting" not in render(make_view(make_status()))
 
 
 def test_workers_that_the_monitor_has_no_room_for_are_told_of() -> None:
