@@ -283,6 +283,7 @@ async def _scenario(seed: int) -> str:
     """A busy minute with cancellations; returns a digest of all that went over the bus to the dispatcher."""
     digest = hashlib.sha256()
     async with one_worker(num_blocks=16) as lone:
+        lone.engine.reorders = True  # so that as many may wait as come
         spy = lone.broker.connect("spy")
 
         def on_message(message: Message) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from services.dispatcher.limits.waiting_room import Asker
+from services.dispatcher.limits.waiting_room import Claimant
 from services.dispatcher.policy.shares import may_wait
 from services.dispatcher.state import ClusterState
 from shared.api_keys import Tier
@@ -26,20 +26,20 @@ class WorkerLines:
         self._places: dict[StreamId, tuple[WorkerId, _Group]] = {}
         self._num_of: Counter[tuple[WorkerId, _Group]] = Counter()
 
-    def crowded(self, asker: Asker) -> set[WorkerId]:
+    def crowded(self, claimant: Claimant) -> set[WorkerId]:
         """Return the workers where this one may not wait, so that others may."""
-        if asker.has_output:
+        if claimant.has_output:
             return set()
-        group, num_of = (asker.tier, asker.tenant), self._num_of
+        group, num_of = (claimant.tier, claimant.tenant), self._num_of
         return {
             load.worker_id
             for load in self._cluster.loads()
             if load.num_waiting and not may_wait(num_of[load.worker_id, group], load.num_waiting, load.max_waiting)
         }
 
-    def join(self, stream: StreamId, worker_id: WorkerId, asker: Asker) -> None:
+    def join(self, stream: StreamId, worker_id: WorkerId, claimant: Claimant) -> None:
         """A request waits there from now on, and nowhere else."""
-        place = worker_id, (asker.tier, asker.tenant)
+        place = worker_id, (claimant.tier, claimant.tenant)
         self._places[stream] = place
         self._num_of[place] += 1
 

@@ -32,7 +32,7 @@ _BEGUN: Final = -max(Tier) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Asker:
+class Claimant:
     """Who waits."""
 
     tier: Tier = Tier.DEFAULT
@@ -50,19 +50,19 @@ class Asker:
 class Ticket:
     """A place in the queue."""
 
-    __slots__ = ("asker", "event", "rank", "was_sent_away")
+    __slots__ = ("claimant", "event", "rank", "was_sent_away")
 
-    def __init__(self, asker: Asker) -> None:
+    def __init__(self, claimant: Claimant) -> None:
         self.event = asyncio.Event()
-        self.asker = asker
-        self.rank = _BEGUN if asker.has_begun else -asker.tier
+        self.claimant = claimant
+        self.rank = _BEGUN if claimant.has_begun else -claimant.tier
         """Smaller ones go first."""
         self.was_sent_away = False
 
     @property
     def line(self) -> str:
         """Where it stands within its rank: with others of its tenant; what has begun is nobody's."""
-        return "" if self.asker.has_begun else self.asker.tenant
+        return "" if self.claimant.has_begun else self.claimant.tenant
 
 
 class WaitingRoom:
@@ -72,7 +72,7 @@ class WaitingRoom:
         has_place: returns whether one could be placed at once, as far as is known here.
     """
 
-    def __init__(self, has_place: Callable[[Asker], bool] = lambda _: True) -> None:
+    def __init__(self, has_place: Callable[[Claimant], bool] = lambda _: True) -> None:
         self._has_place = has_place
         self._lines: dict[int, dict[str, dict[Ticket, None]]] = {}
         """By rank and `Ticket.line`, none empty; tickets in order of arrival."""
@@ -100,8 +100,8 @@ class WaitingRoom:
         found: dict[Tier, tuple[int, int]] = {}
         for lines in self._lines.values():
             for ticket in chain.from_iterable(lines.values()):
-                number, tokens = found.get(ticket.asker.tier, (0, 0))
-                found[ticket.asker.tier] = number + 1, tokens + ticket.asker.num_known
+                number, tokens = found.get(ticket.claimant.tier, (0, 0))
+                found[ticket.claimant.tier] = number + 1, tokens + ticket.claimant.num_known
         return found
 
     def serve(self, tenant: str, num_prompt: int, num_output: int) -> None:
@@ -124,9 +124,9 @@ class WaitingRoom:
             self.leave(last)
             last.event.set()
 
-    def enter(self, asker: Asker) -> Ticket:
+    def enter(self, claimant: Claimant) -> Ticket:
         """Join the queue behind everything of its tenant and tier. The caller keeps the limits, and must `leave`."""
-        ticket, tenant = Ticket(asker), asker.tenant
+        ticket, tenant = Ticket(claimant), claimant.tenant
         if not self._num_of[tenant]:
             least = min((self._served.get(name, 0.0) for name in self._num_of if self._num_of[name]), default=0.0)
             self._served[tenant] = max(self._served.get(tenant, 0.0), least)
@@ -149,7 +149,7 @@ class WaitingRoom:
 
     def leave(self, ticket: Ticket) -> None:
         """Give up the place; idempotent."""
-        lines, tenant = self._lines.get(ticket.rank, {}), ticket.asker.tenant
+        lines, tenant = self._lines.get(ticket.rank, {}), ticket.claimant.tenant
         if ticket not in lines.get(ticket.line, ()):
             return
         del lines[ticket.line][ticket]
@@ -170,7 +170,7 @@ class WaitingRoom:
 
     def first(self) -> Ticket | None:
         """Return the first for which there is a place; None: there is none."""
-        return next((ticket for ticket in self._heads() if self._has_place(ticket.asker)), None)
+        return next((ticket for ticket in self._heads() if self._has_place(ticket.claimant)), None)
 
     def _heads(self) -> Iterator[Ticket]:
         """Return the first of each line, who has most claim first."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.dispatcher.limits.lines import WorkerLines
-from services.dispatcher.limits.waiting_room import Asker, WaitingRoom
+from services.dispatcher.limits.waiting_room import Claimant, WaitingRoom
 from services.dispatcher.policy.placement import Placed, Placement
 from services.dispatcher.session.calls import Silence, SubmitAnswer, SubmitOutcome, WorkerCalls
 from services.dispatcher.session.leases import WorkerPresence
@@ -87,14 +87,14 @@ class Placing:
         is_over_own = most is not None and waiting.num_of(request.tenant) >= most
         return is_over_own or waiting.num_before(request.tier, request.tenant) >= self._limits.max_queued
 
-    def _has_place(self, asker: Asker) -> bool:
+    def _has_place(self, claimant: Claimant) -> bool:
         """Return whether a worker would take this one at once, as far as is known here."""
-        return self._calls.connected and self._find(asker, set()) is not None
+        return self._calls.connected and self._find(claimant, set()) is not None
 
-    def _find(self, asker: Asker, refused: set[WorkerId]) -> Placed | None:
+    def _find(self, claimant: Claimant, refused: set[WorkerId]) -> Placed | None:
         """Return the worker to ask next, by what is known here; None: there is none."""
-        closed = refused | self._leases.lost_workers | self._lines.crowded(asker)
-        return self._choose(self._cluster.loads(), asker.num_tokens, closed)
+        closed = refused | self._leases.lost_workers | self._lines.crowded(claimant)
+        return self._choose(self._cluster.loads(), claimant.num_tokens, closed)
 
     def crowded(self) -> FailureCode:
         """Return why one more cannot wait: the clients' crowd, or, while the broker is away, our own failure."""
@@ -136,7 +136,7 @@ class Placing:
     async def move(self, session: Session) -> bool:
         """Offer a running session to another worker; return whether that one has it. If not, it runs on where it is."""
         before = session.present
-        placed = self._find(_asker(session), {before.worker_id})
+        placed = self._find(_claimant(session), {before.worker_id})
         if placed is None:
             return False
         accepted = await self._attempt(session, placed.worker_id, None) is SubmitOutcome.ACCEPTED
@@ -171,7 +171,7 @@ class Placing:
     async def _wait_and_submit(self, session: Session, *, has_begun: bool) -> None:
         request = session.request
         until_s = min(self._now() + self._limits.queue_limit_s, request.arrival_s + request.limit_s)
-        ticket = self.waiting.enter(_asker(session, has_begun=has_begun))
+        ticket = self.waiting.enter(_claimant(session, has_begun=has_begun))
         self.waiting.shrink(self._limits.max_queued)
         try:
             while await self.waiting.turn(ticket, until_s):
@@ -187,9 +187,9 @@ class Placing:
         Raises:
             RequestFailedError: no worker can ever take it.
         """
-        asker = _asker(session)
+        claimant = _claimant(session)
         while self._calls.connected and not session.ended.is_set():
-            placed = self._find(asker, refused)
+            placed = self._find(claimant, refused)
             if placed is None:
                 return False
             if await self._submit(session, placed.worker_id):
@@ -203,7 +203,7 @@ class Placing:
         if worker_id is None or parent.failure is not None:
             return False
         refused.add(worker_id)
-        if worker_id in self._lines.crowded(_asker(session)):
+        if worker_id in self._lines.crowded(_claimant(session)):
             return False
         return await self._submit(session, worker_id, parent.request.request_id)
 
@@ -252,7 +252,7 @@ class Placing:
         counted = self._cluster.submitted(worker_id, num_prompt, len(session.tokens), self._now())
         self._lines.leave(session.stream, self._now())  # of one that is moved
         session.offer(worker_id, submit.attempt, counted, self._now())
-        self._lines.join(session.stream, worker_id, _asker(session))
+        self._lines.join(session.stream, worker_id, _claimant(session))
         try:
             answer = await self._calls.submit(worker_id, submit)
         finally:
@@ -289,10 +289,10 @@ class Placing:
             self._tasks.start(self._owners.note(session.request.request_id, owner), name="note-owner")
 
 
-def _asker(session: Session, *, has_begun: bool = False) -> Asker:
+def _claimant(session: Session, *, has_begun: bool = False) -> Claimant:
     """Return the session as the waiting room knows it."""
     request = session.request
-    return Asker(
+    return Claimant(
         request.tier,
         request.tenant,
         request.num_tokens,

@@ -265,14 +265,14 @@ class Sessions:
         longest_s = self._limits.silence_s * MAX_SILENCE_FACTOR
         for session in self.table:
             self._count_service(session)
+            if now_s - session.request.arrival_s > session.request.limit_s:
+                session.fail(FailureCode.TIMED_OUT)  # also while it is between two workers
             if not session.is_running:
                 continue
             questions = session.questions
             if session.progress_s > questions.asked_s:
                 questions.hurry(self._limits.silence_s)
-            if now_s - session.request.arrival_s > session.request.limit_s:
-                session.fail(FailureCode.TIMED_OUT)
-            elif questions.is_suspect:
+            if questions.is_suspect:
                 self.replays.ask(session)
             elif now_s - max(session.progress_s, questions.asked_s) >= questions.silence_s and self.replays.ask(
                 session
