@@ -200,6 +200,23 @@ async def test_refusals_say_why() -> None:
         assert (await lone.refused(make([300], 5))).reason is RefusalReason.DRAINING
 
 
+async def test_beyond_one_batch_who_has_no_token_yet_is_refused_as_full() -> None:
+    """Four run at a time, so four may wait; a copy of one that waits, and one with tokens already, are taken."""
+    async with one_worker(max_batch_rows=4) as lone:
+        for _ in range(4):
+            await lone.submitted([300] * 8, 50)
+        await asyncio.sleep(5 * STEP_S)
+        waiting = [await lone.submitted([300] * 8, 50) for _ in range(4)]
+        assert (lone.stats.num_running, lone.stats.num_waiting, lone.stats.max_waiting) == (4, 4, 4)
+        refused = await lone.dispatcher.submit("w0", lone.dispatcher.make([300] * 8, 50))
+        assert isinstance(refused, Refused)
+        assert refused.reason is RefusalReason.FULL
+        assert not isinstance(await lone.dispatcher.submit("w0", waiting[0].submit), Refused)
+        goes_on = lone.dispatcher.make([300] * 8, 50).model_copy(update={"generated": pack_token_ids([301])})
+        await lone.accepted(goes_on)
+        assert lone.stats.num_waiting == 5
+
+
 @pytest.mark.parametrize(
     "changes",
     [

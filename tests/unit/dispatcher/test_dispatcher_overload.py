@@ -101,3 +101,24 @@ async def test_a_tenant_that_fills_its_part_of_the_queue_leaves_room_for_others(
     outcomes = await asyncio.gather(*greedy, return_exceptions=True)
     refusals = [outcome for outcome in outcomes if isinstance(outcome, RequestFailedError)]
     assert [refusal.code for refusal in refusals] == [FailureCode.QUEUE_FULL] * (20 - PLACES - 2)
+
+
+@with_cluster(max_queued=2, queue_limit_s=30.0)
+async def test_what_replaces_a_request_is_not_refused_for_a_full_queue_and_goes_first(made: Cluster) -> None:
+    limit_places(await made.add())
+    order: list[str] = []
+
+    async def ask(name: str, **fields: bool) -> None:
+        await made.serve(name, **fields)
+        order.append(name)
+
+    async with asyncio.TaskGroup() as group:
+        for name in ("a0", "a1", "a2", "a3", "w0"):
+            group.create_task(ask(name))
+            await asyncio.sleep(0.001)
+        last = group.create_task(made.refusal("w1"))
+        await asyncio.sleep(0.001)
+        assert await made.refusal("late") is FailureCode.QUEUE_FULL
+        group.create_task(ask("heir", replaces=True))
+    assert last.result() is FailureCode.QUEUE_FULL, "its place was taken"
+    assert order.index("heir") < order.index("w0")
