@@ -108,8 +108,8 @@ async def test_what_replaces_a_request_is_not_refused_for_a_full_queue_and_goes_
     limit_places(await made.add())
     order: list[str] = []
 
-    async def ask(name: str, **fields: bool) -> None:
-        await made.serve(name, **fields)
+    async def ask(name: str, *, replaces: bool = False) -> None:
+        await made.serve(name, replaces=replaces)
         order.append(name)
 
     async with asyncio.TaskGroup() as group:
