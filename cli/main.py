@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -279,6 +280,11 @@ def run_command(argv: list[str] | None = None) -> int:
         return _fail(error, error.code)
     except SluiceError as error:
         return _fail(CommandError(str(error)), FAILED)
+    except OSError as error:
+        if error.errno not in {errno.EMFILE, errno.ENFILE}:
+            raise
+        hint = "Start it where `ulimit -n` says 1024 or more"
+        return _fail(CommandError("not as many files may be open as are needed", hint), REFUSED)
     except (KeyboardInterrupt, click.Abort):
         return KILLED
 

@@ -66,7 +66,11 @@ class RunDir:
             self.path = Path(tempfile.mkdtemp(prefix="sluice-"))
         except OSError as error:
             raise StartupError(f"cannot make a folder for this run ({error.strerror})", "Set TMPDIR") from error
-        self._guard()
+        try:
+            self._guard()
+        except OSError:
+            self.path.rmdir()
+            raise
         return self
 
     def _guard(self) -> None:

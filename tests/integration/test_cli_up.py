@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from cli.chaos.processes import is_running
+from cli.exit_codes import REFUSED
 from shared.version import VERSION
 from tests.support.fake_services import DRIVER, ROOT, write_fake_services
 from tests.support.processes import child_of, wait_until
@@ -99,6 +100,22 @@ def test_one_line_of_json_once_ready_then_an_orderly_end_that_keeps_only_the_log
     assert ending[6:] == ["planner asked", "planner ended", "monitor asked", "monitor ended"]
     assert {path.name for path in logs.iterdir()} == {f"{name}.log" for name in pids}
     assert "Server is ready" in (logs / "nats.log").read_text()
+
+
+@pytest.mark.parametrize("num_files", [8, 12, 20])
+def test_too_few_files_for_a_cluster_are_one_line_and_leave_nothing(place: Place, num_files: int) -> None:
+    limited = ["/bin/sh", "-c", f'ulimit -n {num_files}; exec "$@"', "sh"]
+    done = subprocess.run(
+        [*limited, sys.executable, "-P", "-c", DRIVER, str(place.services), "up", "--model", str(place.model)],
+        env={**os.environ, "TRACE": str(place.trace_file), "TMPDIR": str(place.tmp)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert (done.returncode, done.stdout) == (REFUSED, "")
+    assert "Start it where `ulimit -n` says" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert place.left_over() == []
 
 
 @pytest.mark.slow
