@@ -38,6 +38,13 @@ MIN_VIEW_GAP_S = 0.02
 """Between two views that are written because workers begin to run short: a crowd of them makes no flood."""
 VIEW_WORKER_S = 200e-6
 """For each worker known, between any two views: 1 s for 5 000, of which a reader works for a sixth."""
+MAX_VIEW_GAP_S = 1.0
+"""However many there are: who acts on a view thinks nothing of one that is 1.5 s old."""
+
+
+def view_gap_s(num_workers: int) -> float:
+    """Return how long at least passes between two views of so many workers."""
+    return min(VIEW_WORKER_S * num_workers, MAX_VIEW_GAP_S)
 
 
 class Monitor:
@@ -166,7 +173,7 @@ class Monitor:
             self._wake.set()
 
     def _view_soon(self, min_gap_s: float = 0.0) -> None:
-        gap_s = max(min_gap_s, VIEW_WORKER_S * len(self._state))
+        gap_s = max(min_gap_s, view_gap_s(len(self._state)))
         self._next_view_s = min(self._next_view_s, max(self._now(), self._last_view_s + gap_s))
 
     def _take_incompatible(self, subject: str, error: WireVersionError) -> str:
@@ -214,7 +221,7 @@ class Monitor:
         if changes:
             self._view_soon()
         if now_s >= self._next_view_s:
-            self._next_view_s = now_s + max(self._settings.view_period_s, VIEW_WORKER_S * len(self._state))
+            self._next_view_s = now_s + max(self._settings.view_period_s, view_gap_s(len(self._state)))
             await self._write_view(now_s)
         throttled, self._throttled = self._throttled, []
         for change in changes:

@@ -14,8 +14,10 @@ import pytest
 from pydantic import ValidationError
 
 from cli.status import render
+from services.monitor import service
 from services.monitor.config import MonitorSettings
 from services.monitor.service import Monitor
+from services.planner.config import PlannerSettings
 from shared import view_parts
 from shared.ids import WorkerId
 from shared.messages.event import Event
@@ -345,6 +347,26 @@ def test_limits_out_of_order_are_refused_by_the_settings() -> None:
             MonitorSettings(suspect_after_s=limits[0], dead_after_s=limits[1], forget_after_s=limits[2])
     with pytest.raises(ValidationError):
         MonitorSettings(throttling_horizon_s=-1.0)
+
+
+@pytest.mark.parametrize(("worker_s", "gap_s"), [(0.01, 0.5), (0.08, 0.8), (60.0, 1.0)])
+def test_the_more_workers_the_fewer_views_but_never_too_few_for_the_planner(
+    worker_s: float, gap_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "VIEW_WORKER_S", worker_s)
+
+    async def life() -> list[float]:
+        async with open_room() as room:
+            for number in range(10):
+                await room.report(f"w-{number}")
+            await asyncio.sleep(10)
+            written_s = [at_s for at_s, view in room.views if len(view.workers) == 10]
+        return [after - before for before, after in pairwise(written_s)]
+
+    gaps_s = run(life())
+    assert gaps_s == pytest.approx([gap_s] * len(gaps_s))
+    assert len(gaps_s) > 6
+    assert max(gaps_s) < PlannerSettings(instance_id="p").max_view_age_s
 
 
 def test_the_same_run_twice_gives_the_same_trace() -> None:
