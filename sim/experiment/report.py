@@ -67,6 +67,7 @@ _ROWS: Final = (
     _Row("longest stall at a drop", ("stall_at_drops_s",), _seconds),
     _Row("longest stall at a restore", ("stall_at_restores_s",), _seconds),
     _Row("pipeline bubbles", ("bubble_ratio",), _share, if_any=True),
+    _Row("first drop at", ("first_drop_s",), _seconds),
     _Row("drops", ("drops",), _count, if_any=True),
     _Row("restores", ("restores",), _count, if_any=True),
     _Row("time in groups", ("grouped_ratio",), _share, if_any=True),

@@ -106,6 +106,7 @@ def summarise(records: Records, facts: SystemFacts, *, slo: Slo | None = None, w
             "stall_s": _of_known(measured.longest_gap_s, _STALL),
             "stall_at_drops_s": _stall_at(measured, facts.drop_times_s),
             "stall_at_restores_s": _stall_at(measured, facts.restore_times_s),
+            "first_drop_s": min(facts.drop_times_s or (), default=None),
             **{name: value for name, value in asdict(facts).items() if name not in _PLACED},
         }
     )

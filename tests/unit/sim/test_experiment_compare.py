@@ -19,8 +19,8 @@ from tests.unit.sim.test_experiment_records import record
 
 FIXED_KEYS = [
     "requests", "completed", "refused", "ttft_s", "tpot_s", "qoe", "slo", "throughput_tokens_per_s", "kv_peak_ratio",
-    "demand_over_capacity_peak", "preemptions", "stall_s", "stall_at_drops_s", "stall_at_restores_s", "bubble_ratio",
-    "drops", "restores", "grouped_ratio", "migrations", "gpus_peak", "gpu_seconds",
+    "demand_over_capacity_peak", "preemptions", "stall_s", "stall_at_drops_s", "stall_at_restores_s",
+    "first_drop_s", "bubble_ratio", "drops", "restores", "grouped_ratio", "migrations", "gpus_peak", "gpu_seconds",
 ]  # fmt: skip
 
 
@@ -83,6 +83,12 @@ def test_without_the_oracle_or_without_figures_there_is_no_gap() -> None:
 
 def run_of(delay_s: float, preemptions: int) -> Summary:
     return summarise(record([[delay_s, 0.2], [delay_s, 0.2]]), SystemFacts(preemptions=preemptions, gpus_peak=8))
+
+
+@pytest.mark.parametrize(("drop_times_s", "first_s"), [((7.5, 3.25, 9.0), 3.25), ((), None), (None, None)])
+def test_a_summary_says_when_the_first_drop_began(drop_times_s: tuple[float, ...] | None, first_s: float | None) -> None:
+    found = summarise(record([[1.0, 0.2]]), SystemFacts(drop_times_s=drop_times_s))
+    assert found["first_drop_s"] == first_s
 
 
 def test_a_comparison_has_the_keys_that_its_readers_know() -> None:
