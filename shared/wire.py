@@ -60,11 +60,15 @@ M = TypeVar("M", bound=ControlMessage)
 T = TypeVar("T")
 
 
-def encode(message: ControlMessage) -> bytes:
+def encode(message: ControlMessage, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
     """Return the message as msgpack.
 
+    Args:
+        message: for the bus, or for workers' connections to each other, which carry larger ones.
+        max_bytes: that it may have.
+
     Raises:
-        WireSizeError: it would be over `MAX_MESSAGE_BYTES`.
+        WireSizeError: it would be larger.
         WireError: it has an integer that msgpack cannot carry (over 64 bits; JSON can).
     """
     name = type(message).__name__
@@ -72,16 +76,16 @@ def encode(message: ControlMessage) -> bytes:
         data = seal(msgpack.packb(message.model_dump(), use_bin_type=True))
     except OverflowError:
         raise WireError(f"{name} has an integer of more than 64 bits") from None
-    return _check_size(data, name)
+    return _check_size(data, name, max_bytes)
 
 
-def decode(data: bytes, kind: type[M]) -> M:
-    """Return the message of this type that the msgpack bytes hold.
+def decode(data: bytes, kind: type[M], max_bytes: int = MAX_MESSAGE_BYTES) -> M:
+    """Return the message of this type that the msgpack bytes hold; `max_bytes` as in `encode`.
 
     Raises:
         WireError: they hold anything else; the reason names it without repeating the contents.
     """
-    return _validate(_unpack(_check_size(data, kind.__name__), kind.__name__), kind)
+    return _validate(_unpack(_check_size(data, kind.__name__, max_bytes), kind.__name__), kind)
 
 
 def decode_union(data: bytes, adapter: TypeAdapter[T]) -> T:
@@ -214,7 +218,7 @@ def _unpack(data: bytes, what: str) -> dict[str, Any]:
             list_hook=count,
             ext_hook=_refuse_extension,
             max_str_len=_MAX_STR_BYTES,
-            max_bin_len=MAX_MESSAGE_BYTES,
+            max_bin_len=len(data),
             max_array_len=_MAX_ARRAY_ITEMS,
             max_map_len=_MAX_MAP_ITEMS,
             max_ext_len=0,

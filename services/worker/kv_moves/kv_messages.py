@@ -20,6 +20,8 @@ from shared.messages.base import ControlMessage, MessagePart
 from shared.wire import decode, encode
 
 NAME_BYTES: Final = 16
+MAX_KV_MESSAGE_BYTES: Final = 2**24
+"""Of an offer and of a table: `MAX_EXCHANGED` blocks of at most 28 bytes, and the rest."""
 _ID: Final = np.dtype("<i4")
 _OF_OFFER: Final = ("room", "num_blocks", "group", "link_bytes_per_s", "step_s", "ahead_blocks", "card", "door")
 _OF_LOT: Final = ("sources", "targets", "first", "is_live")
@@ -93,7 +95,7 @@ def pack_offer(offer: KvOffer) -> bytes:
         ends=_pack(ends),
         **_same(offer, _OF_OFFER),
     )
-    return encode(message)
+    return encode(message, MAX_KV_MESSAGE_BYTES)
 
 
 def unpack_offer(data: bytes) -> KvOffer:
@@ -102,7 +104,7 @@ def unpack_offer(data: bytes) -> KvOffer:
     Raises:
         WireError: they hold anything else.
     """
-    said = decode(data, KvOffered)
+    said = decode(data, KvOffered, MAX_KV_MESSAGE_BYTES)
     names, ids = _unpack_blocks(said.names, said.ids)
     kept = KeptKv(names, ids, _unpack_places(said.tails, len(names)), _unpack_places(said.ends, len(names)))
     return KvOffer(_layers(said.layers), kept=kept, **_same(said, _OF_OFFER))
@@ -124,7 +126,7 @@ def pack_table(table: KvTable) -> bytes:
         for found in table.there
     )
     held = tuple((layers.first, layers.end) for layers in table.held)
-    return encode(KvDecided(held=held, lots=lots, there=there, by_pages=table.by_pages))
+    return encode(KvDecided(held=held, lots=lots, there=there, by_pages=table.by_pages), MAX_KV_MESSAGE_BYTES)
 
 
 def unpack_table(data: bytes) -> KvTable:
@@ -133,7 +135,7 @@ def unpack_table(data: bytes) -> KvTable:
     Raises:
         WireError: they hold anything else.
     """
-    said = decode(data, KvDecided)
+    said = decode(data, KvDecided, MAX_KV_MESSAGE_BYTES)
     lots = []
     for lot in said.lots:
         names, ids = _unpack_blocks(lot.names, lot.ids)

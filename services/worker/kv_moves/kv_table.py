@@ -32,8 +32,9 @@ from services.worker.kv_moves.link_layers import LinkLayers, link_layers
 from services.worker.kv_moves.placed_kv import PlacedKv
 from shared.layers import LayerRange, check_tiling
 
-MAX_EXCHANGED = 32_768
-"""Most blocks that one exchange names: their list is one message."""
+MAX_EXCHANGED = 262_144
+"""Most blocks that one exchange names: their list is one message. So many are some 800 GB of KV of a model of 14 B
+parameters; what is not named is computed again."""
 MOVE_BASE_S = 2.0
 """An exchange may take so long, however little moves."""
 LINK_SLACK = 4.0

@@ -32,7 +32,13 @@ from functools import partial
 
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.kv_moves.arrivals import Arrivals
-from services.worker.kv_moves.kv_messages import pack_offer, pack_table, unpack_offer, unpack_table
+from services.worker.kv_moves.kv_messages import (
+    MAX_KV_MESSAGE_BYTES,
+    pack_offer,
+    pack_table,
+    unpack_offer,
+    unpack_table,
+)
 from services.worker.kv_moves.kv_progress import GroupNews
 from services.worker.kv_moves.kv_table import KvOffer, KvTable, check_table, move_limit_s
 from services.worker.kv_moves.kv_traffic import Ears, KvTraffic
@@ -45,7 +51,6 @@ from services.worker.peers.frames import FrameKind
 from services.worker.peers.threads import in_thread
 from shared.layers import LayerRange
 from shared.process.log import get_logger
-from shared.wire import MAX_MESSAGE_BYTES
 
 Decide = Callable[[Sequence[KvOffer]], KvTable]
 _log = get_logger()
@@ -364,4 +369,4 @@ def _ask(leader: KvSocket, own: KvOffer) -> KvTable:
 
 
 def _message(sock: KvSocket, kind: FrameKind) -> bytes:
-    return bytes(sock.receive(kind, max_bytes=MAX_MESSAGE_BYTES).payload)
+    return bytes(sock.receive(kind, max_bytes=MAX_KV_MESSAGE_BYTES).payload)

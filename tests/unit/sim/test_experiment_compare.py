@@ -86,7 +86,9 @@ def run_of(delay_s: float, preemptions: int) -> Summary:
 
 
 @pytest.mark.parametrize(("drop_times_s", "first_s"), [((7.5, 3.25, 9.0), 3.25), ((), None), (None, None)])
-def test_a_summary_says_when_the_first_drop_began(drop_times_s: tuple[float, ...] | None, first_s: float | None) -> None:
+def test_a_summary_says_when_the_first_drop_began(
+    drop_times_s: tuple[float, ...] | None, first_s: float | None
+) -> None:
     found = summarise(record([[1.0, 0.2]]), SystemFacts(drop_times_s=drop_times_s))
     assert found["first_drop_s"] == first_s
 

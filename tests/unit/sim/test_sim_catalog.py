@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from services.worker.kv_moves.kv_table import MAX_EXCHANGED
 from shared.cost import CostModel, load_profile, prefill_pairs
 from shared.errors import StartupError
 from sim.catalog.facts import GpuFacts, gpus, models
@@ -117,6 +118,7 @@ def test_every_pair_is_an_instance_or_says_what_there_is(model: str, gpu: str) -
     else:
         assert instance.kv_tokens > 0
         assert instance.parameter_bytes < instance.memory_bytes
+        assert 2 * instance.kv_tokens // 16 < MAX_EXCHANGED, "a group of two that forms keeps all of its KV"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,13 @@ import pytest
 
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.kv_moves import kv_messages
-from services.worker.kv_moves.kv_messages import pack_offer, pack_table, unpack_offer, unpack_table
+from services.worker.kv_moves.kv_messages import (
+    MAX_KV_MESSAGE_BYTES,
+    pack_offer,
+    pack_table,
+    unpack_offer,
+    unpack_table,
+)
 from services.worker.kv_moves.kv_table import (
     MAX_EXCHANGED,
     KvLot,
@@ -268,7 +274,7 @@ def test_offers_that_make_no_sense_are_refused(change: dict[str, object], reason
     said = kv_messages.KvOffered(layers=(0, 3), room=4, num_blocks=5, group="", names=bytes(16), ids=bytes(4))
     assert unpack_offer(encode(said)).kept.names == (bytes(16),)
     with pytest.raises(WireError, match=reason):
-        unpack_offer(encode(said.model_copy(update=change)))
+        unpack_offer(encode(said.model_copy(update=change), MAX_KV_MESSAGE_BYTES))
 
 
 @pytest.mark.parametrize(
