@@ -60,7 +60,9 @@ def load_text(settings: DispatcherSettings) -> ModelText:
     folder = read_model_folder(settings.model)
     from_model = settings.generation_config == "auto"
     defaults = read_sampling_defaults(settings.model) if from_model else SamplingDefaults()
-    return ModelText(folder, PromptCodec(folder, _load_template(folder)), defaults)
+    codec = PromptCodec(folder, _load_template(folder))
+    _say_unknown(codec)
+    return ModelText(folder, codec, defaults)
 
 
 def _load_template(folder: ModelFolder) -> ChatTemplate | None:
@@ -73,6 +75,16 @@ def _load_template(folder: ModelFolder) -> ChatTemplate | None:
     if max_messages < MAX_MESSAGES:
         _log.warning("template_is_slow", max_messages=max_messages, meaning="longer conversations are refused")
     return ChatTemplate(folder.template, folder.special_tokens, max_messages=max_messages)
+
+
+def _say_unknown(codec: PromptCodec) -> None:
+    """Say what the tokenizer knows and the model does not."""
+    if codec.unknown_tokens:
+        tokens, said = sorted(codec.unknown_tokens), "the model has no such ids: they are plain text"
+        _log.warning("tokens_without_ids", count=len(tokens), first=tokens[0], num_ids=codec.vocab_size, meaning=said)
+    if codec.has_unknown_pieces:
+        said = "texts that need a piece without an id of the model are refused"
+        _log.warning("vocabulary_beyond_the_model", num_ids=codec.vocab_size, meaning=said)
 
 
 def _doorway(settings: DispatcherSettings) -> Doorway:

@@ -26,6 +26,7 @@ from shared.addresses import host_and_port
 from shared.cost import load_profile
 from shared.errors import StartupError
 from shared.ids import NOBODY, Incarnation, WorkerId
+from shared.process.log import get_logger
 from shared.systems import Preemption, UnknownSystemError, find_live_system, find_system
 
 if TYPE_CHECKING:
@@ -63,7 +64,10 @@ def check_start(settings: WorkerSettings) -> ModelSpec:
         raise StartupError(said, "Give less memory instead")
     if settings.executor is ExecutorKind.TORCH and find_system(settings.system).forms_groups:
         _password(settings)
-    return read_spec(settings.model)
+    spec = read_spec(settings.model)
+    for what in spec.left_out:
+        get_logger().warning("end_token_left_out", what=what, meaning="no answer ends there")
+    return spec
 
 
 def _password(settings: WorkerSettings) -> str:

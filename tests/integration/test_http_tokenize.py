@@ -14,6 +14,7 @@ import pytest_asyncio
 
 from services.dispatcher.build import load_text
 from services.dispatcher.endpoints.tokenize import MAX_CHARS, MAX_LISTED_TOKENS
+from services.dispatcher.text.model_folder import read_model_folder
 from tests.support.dispatchers import (
     CHAT,
     COMPLETIONS,
@@ -43,6 +44,49 @@ async def with_bos(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ru
     folder = write_model_folder(tmp_path_factory.mktemp("bos"), sentencepiece_json())
     async with running_dispatcher(load_text(make_settings(folder)), folder) as running:
         yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def with_few_ids(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
+    """A model of 300 ids, whose tokenizer has more pieces than that (`og`), and an added token."""
+    folder = write_model_folder(tmp_path_factory.mktemp("few"), config={"vocab_size": 300})
+    async with running_dispatcher(load_text(make_settings(folder)), folder, lambda _: [65]) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETIONS, {"prompt": "a dog"}, "prompt"),
+        (COMPLETIONS, {"prompt": ["xyz", "a dog"]}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": "a dog"}]}, "messages"),
+        ("/tokenize", {"prompt": "a dog"}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a dog"}]}, "messages"),
+        ("/detokenize", {"tokens": [300]}, "tokens"),
+        (COMPLETIONS, {"prompt": [300]}, "prompt"),
+        (COMPLETIONS, {"prompt": "xyz", "logit_bias": {"300": 1}}, "logit_bias"),
+        (COMPLETIONS, {"prompt": "xyz", "stop_token_ids": [300]}, "stop_token_ids"),
+    ],
+)
+async def test_ids_that_the_model_does_not_have_are_a_400_whoever_makes_them(
+    with_few_ids: Running, path: str, body: dict[str, Any], param: str
+) -> None:
+    status, answer = await with_few_ids.post(path, **body)
+    assert (status, answer["error"]["param"]) == (400, param)
+    assert "0 to 299" in answer["error"]["message"]
+
+
+async def test_an_added_token_that_the_model_does_not_have_is_text_everywhere(tmp_path: Path) -> None:
+    whole = read_model_folder(write_model_folder(tmp_path))
+    folder = write_model_folder(tmp_path, config={"vocab_size": whole.vocab_size - 1})
+    async with running_dispatcher(load_text(make_settings(folder)), folder, lambda _: [65]) as served:
+        tool = served.front.codec.encode_text("<tool>")
+        for body in ({"prompt": "<tool>"}, {"messages": [{"role": "user", "content": "<tool>"}]}):
+            status, _ = await served.post(COMPLETIONS if "prompt" in body else CHAT, **body)
+            sent = served.worker.submits[-1].prompt_ids().tolist()
+            assert (status, max(sent) < whole.vocab_size - 1) == (200, True)
+            assert any(sent[start : start + len(tool)] == tool for start in range(len(sent)))
+        assert (await served.post("/detokenize", tokens=tool))[1]["prompt"] == "<tool>"
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/tokenize"])

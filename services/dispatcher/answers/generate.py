@@ -25,7 +25,7 @@ from services.dispatcher.limits.tenants import Permit
 from services.dispatcher.metrics import RequestRecord
 from services.dispatcher.session.request import FailureCode, NewRequest, RequestFailedError
 from services.dispatcher.text.pool import TextPoolFullError
-from services.dispatcher.text.prompts import TooManyTokensError
+from services.dispatcher.text.prompts import TooManyTokensError, UntokenizableError
 from services.dispatcher.text.template import TemplateRefusalError
 from shared.ids import RequestId
 
@@ -197,6 +197,8 @@ async def _encode(front: Front, call: CheckedCall) -> list[Prompt]:
         raise refused_by_template(error, call.prompt_param) from None
     except TooManyTokensError as error:
         raise _too_long(call, limit, str(error.num_tokens)) from None
+    except UntokenizableError as error:
+        raise untokenizable(error, call.prompt_param) from None
 
 
 def _check_prompts(front: Front, call: CheckedCall, prompts: Sequence[Prompt]) -> None:
@@ -216,6 +218,11 @@ def refused_by_template(error: TemplateRefusalError, param: str) -> ApiError:
     """Return the 400 for messages that the model's chat template does not take."""
     reason = f": {error.reason}" if error.reason else "."
     return invalid("invalid_value", param, f"The model's chat template refuses these messages{reason}")
+
+
+def untokenizable(error: UntokenizableError, param: str) -> ApiError:
+    """Return the 400 for a text of which the tokenizer makes no ids that the model has."""
+    return invalid("invalid_value", param, f"'{param}' cannot be tokenised: {error.reason}.")
 
 
 def _too_long(call: CheckedCall, limit: int, found: str) -> ApiError:

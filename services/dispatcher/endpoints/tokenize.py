@@ -11,7 +11,7 @@ from typing import Any, Final
 from aiohttp import web
 
 from services.dispatcher.answers.answer_text import json_text_parts
-from services.dispatcher.answers.generate import refused_by_template
+from services.dispatcher.answers.generate import refused_by_template, untokenizable
 from services.dispatcher.endpoints.fields import Fields
 from services.dispatcher.endpoints.messages import count_chars, parse_messages
 from services.dispatcher.endpoints.unsupported import TOKENIZE, refuse_unsupported
@@ -20,7 +20,7 @@ from services.dispatcher.http.errors import ApiError, invalid
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.sse import WholeAnswer
 from services.dispatcher.session.request import FailureCode
-from services.dispatcher.text.prompts import PromptCodec, TooManyTokensError
+from services.dispatcher.text.prompts import PromptCodec, TooManyTokensError, UntokenizableError
 from services.dispatcher.text.template import TemplateRefusalError
 
 MAX_CHARS: Final = 1_048_576
@@ -58,6 +58,8 @@ def _tokenizing(front: Front, body: dict[str, Any]) -> Callable[[], tuple[list[i
             raise refused_by_template(error, param) from None
         except TooManyTokensError as error:
             raise _too_many(error.num_tokens, param) from None
+        except UntokenizableError as error:
+            raise untokenizable(error, param) from None
         if len(ids) > MAX_LISTED_TOKENS:
             raise _too_many(len(ids), param)
         return ids, front.codec.tokens_of(ids) if with_strings else None

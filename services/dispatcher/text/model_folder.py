@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import StartupError
+from shared.special_tokens import special_tokens
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
 """Largest file that is read (tokenizers of 256 k entries have about 35 MB)."""
 MAX_TEMPLATE_CHARS = 200_000
 """Longest chat template."""
-
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +52,13 @@ def read_model_folder(folder: Path) -> ModelFolder:
     tokenizer_path = folder / "tokenizer.json"
     tokenizer_json = _read_text(tokenizer_path)
     tokenizer_config = read_json(folder / "tokenizer_config.json", required=False)
+    older = read_json(folder / "special_tokens_map.json", required=False)
     template, template_path = _find_template(folder, tokenizer_config)
     return ModelFolder(
         tokenizer_json=tokenizer_json,
         template=template,
         template_path=template_path,
-        special_tokens=_special_tokens(folder, tokenizer_config),
+        special_tokens=special_tokens(tokenizer_config, older),
         max_model_len=_positive(config, "max_position_embeddings"),
         vocab_size=_positive(config, "vocab_size"),
     )
@@ -112,18 +112,6 @@ def _check_template(source: object, path: Path) -> str:
     if not isinstance(source, str) or len(source) > MAX_TEMPLATE_CHARS:
         raise StartupError(f"the chat template in {path} is not a text of at most {MAX_TEMPLATE_CHARS} characters")
     return source
-
-
-def _special_tokens(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    merged = {**read_json(folder / "special_tokens_map.json", required=False), **tokenizer_config}
-    found: dict[str, str] = {}
-    for name in _SPECIAL_NAMES:
-        value = merged.get(name)
-        if isinstance(value, dict):  # an AddedToken as JSON
-            value = value.get("content")
-        if isinstance(value, str):
-            found[name] = value
-    return found
 
 
 def _positive(config: Mapping[str, Any], name: str) -> int:

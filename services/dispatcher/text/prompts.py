@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from os.path import commonprefix
 from typing import Any, Final
@@ -30,6 +31,12 @@ from shared.messages.request import MAX_PROMPT_TOKENS
 _OPEN_CANDIDATES: Final = range(0xF0000, 0xF0400)
 """Private-use characters that may mark a placeholder; one that no message contains is taken."""
 
+_TRIALS: Final = tuple(
+    [{"role": role, "content": "a"} for role in roles]
+    for roles in (("user",), ("system", "user"), ("user", "assistant"), ("system", "user", "assistant", "user"))
+)
+"""Conversations of which the template's own tokens are seen."""
+
 
 class TooManyTokensError(ValueError):
     """A text has more tokens than any request may have."""
@@ -39,15 +46,36 @@ class TooManyTokensError(ValueError):
         self.num_tokens = num_tokens
 
 
+class UntokenizableError(ValueError):
+    """The tokenizer makes no ids of a text that the model has.
+
+    Args:
+        reason: printable and short; goes on after "cannot be tokenised: ".
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
 class PromptCodec:
     """Tokenizer and template of one model. Thread-safe; the methods take time, so they run off the event loop.
 
+    Added tokens whose ids the model does not have are plain text.
+
     Raises:
-        StartupError: tokenizer or template cannot be used.
+        StartupError: tokenizer or template cannot be used, or write ids that the model does not have.
     """
 
     def __init__(self, folder: ModelFolder, template: ChatTemplate | None = None) -> None:
         self.tokenizer = _load_tokenizer(folder.tokenizer_json)
+        self.vocab_size = folder.vocab_size or self.tokenizer.get_vocab_size(with_added_tokens=True)
+        self.unknown_tokens = _tokens_from(self.tokenizer, self.vocab_size)
+        """Added tokens whose ids the model does not have."""
+        if self.unknown_tokens:
+            self.tokenizer = _without_tokens(folder.tokenizer_json, self.unknown_tokens)
+        self.has_unknown_pieces = any(i >= self.vocab_size for i in self.tokenizer.get_vocab().values())
+        """The tokenizer's own vocabulary goes beyond the model; a text that needs such a piece is refused."""
         self.template = template
         if template is None and folder.template is not None:
             self.template = ChatTemplate(folder.template, folder.special_tokens)
@@ -55,12 +83,13 @@ class PromptCodec:
         self._control = _pattern(special | by_template)
         self._special_only = _pattern(special)
         self._control_ids = {self.tokenizer.token_to_id(token) for token in special | by_template}
-        self._literal = _without_tokens(folder.tokenizer_json, special | by_template)
+        self._literal = _without_tokens(folder.tokenizer_json, special | by_template | self.unknown_tokens)
+        self._literal.encode_special_tokens = True
         self._literal_ids: dict[str, list[int]] = {}
         self._prefix, self._suffix = _post_processing(self.tokenizer)
+        self._check_writers()
         self.table: DetokenizerTable = load_table(self.tokenizer)
         self.names = TokenNames(self.tokenizer, self.table)
-        self.vocab_size = folder.vocab_size or self.tokenizer.get_vocab_size(with_added_tokens=True)
         self.max_token_bytes = max(len(token.encode()) for token in self.tokenizer.get_vocab(with_added_tokens=True))
         """No token stands for more bytes of text than this."""
 
@@ -73,6 +102,7 @@ class PromptCodec:
 
         Raises:
             TooManyTokensError: more than `MAX_PROMPT_TOKENS`.
+            UntokenizableError: the tokenizer makes no ids of it that the model has.
         """
         if self._control is None or not self._control.search(text):
             return self._ids(self.tokenizer, text, add_special_tokens=add_special_tokens)
@@ -96,6 +126,7 @@ class PromptCodec:
         Raises:
             TemplateRefusalError: the template does not take them, or the model has none.
             TooManyTokensError: more than `MAX_PROMPT_TOKENS`.
+            UntokenizableError: as `encode_text`.
         """
         if self.template is None:
             raise TemplateRefusalError("this model has no chat template; use /v1/completions")
@@ -161,14 +192,34 @@ class PromptCodec:
             self._literal_ids[text] = ids
         return ids
 
-    @staticmethod
-    def _ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        # for one text the library holds the GIL, and with it the event loop; for a batch it lets it go
-        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    def _ids(self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        try:
+            # for one text the library holds the GIL, and with it the event loop; for a batch it lets it go
+            (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except Exception as error:  # the library raises bare Exception: no token for a character, and none for unknown
+            raise UntokenizableError(f"the tokenizer fails on it ({str(error)[:200]})") from None
         if len(encoding) > MAX_PROMPT_TOKENS:  # before a list of them holds up every other thread
             raise TooManyTokensError(len(encoding))
         ids: list[int] = encoding.ids
+        if self.has_unknown_pieces and (largest := max(ids, default=0)) >= self.vocab_size:
+            token = str(tokenizer.id_to_token(largest))[:80]
+            raise UntokenizableError(f"{token!r} in it has id {largest}, and the model 0 to {self.vocab_size - 1}")
         return ids
+
+    def _check_writers(self) -> None:
+        """Check that what is written around every text has ids of the model."""
+        ids = [token_id for token_id in (*self._prefix, *self._suffix) if token_id >= self.vocab_size]
+        if ids:
+            what = f"the tokenizer puts id {ids[0]} around every prompt, and the model has 0 to {self.vocab_size - 1}"
+            raise StartupError(what, "Correct post_processor in tokenizer.json")
+        if self.template is None:
+            return
+        for messages in _TRIALS if self.unknown_tokens else ():
+            for is_prompt in (True, False):
+                with suppress(TemplateRefusalError):
+                    text = self.template.render(messages, add_generation_prompt=is_prompt)
+                    if written := [token for token in sorted(self.unknown_tokens) if token in text]:
+                        raise _refused_template(written[0], self.vocab_size)
 
 
 def _load_tokenizer(source: str) -> Tokenizer:
@@ -187,9 +238,20 @@ def _without_tokens(source: str, tokens: frozenset[str]) -> Tokenizer:
     """Return the tokenizer without these added tokens: their strings are ordinary text to it."""
     content = json.loads(source)
     content["added_tokens"] = [token for token in content.get("added_tokens", []) if token["content"] not in tokens]
-    tokenizer = _load_tokenizer(json.dumps(content))
-    tokenizer.encode_special_tokens = True
-    return tokenizer
+    return _load_tokenizer(json.dumps(content))
+
+
+def _tokens_from(tokenizer: Tokenizer, first_id: int) -> frozenset[str]:
+    """Return the added tokens whose ids begin there."""
+    added = tokenizer.get_added_tokens_decoder().items()
+    return frozenset(token.content for token_id, token in added if token_id >= first_id and token.content)
+
+
+def _refused_template(token: str, vocab_size: int) -> StartupError:
+    return StartupError(
+        f"the chat template writes {token!r}, whose id the model does not have (0 to {vocab_size - 1})",
+        "Use the tokenizer and the template that the model was published with",
+    )
 
 
 def _control_tokens(tokenizer: Tokenizer, template: ChatTemplate | None) -> tuple[frozenset[str], frozenset[str]]:

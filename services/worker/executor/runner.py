@@ -21,8 +21,9 @@ from services.worker.executor.step_graphs import CudaRecorder, GraphRecorder
 from services.worker.memory.budget import Demand, longest_context
 from services.worker.memory.kv_cache import KVCache, bytes_per_block
 from services.worker.memory.model_memory import ModelMemory, ModelSizes, open_memory
-from services.worker.models.checkpoint import TensorEntry, check_against, find_tensors
+from services.worker.models.checkpoint import TensorEntry, find_tensors
 from services.worker.models.loader import Progress, load_weights
+from services.worker.models.matching import MatchedCheckpoint, match_checkpoint
 from services.worker.models.spec import ModelSpec, check_context, read_spec
 from services.worker.models.weights import parameter_bytes
 from shared.errors import StartupError
@@ -71,8 +72,9 @@ def load_model(settings: RunnerSettings, progress: Progress, *, lends_memory: bo
     device, dtype = _device(settings.device), _dtype(settings.dtype)
     spec = read_spec(settings.model_dir)
     check_context(spec, settings.max_model_len)
-    tensors = find_tensors(settings.model_dir)
-    check_against(spec, tensors)
+    matched = match_checkpoint(spec, find_tensors(settings.model_dir))
+    _log_matched(spec, matched)
+    spec, tensors = matched.spec, matched.tensors
     demand = _demand(settings, spec, dtype)
     _num_host_blocks(settings, demand)
     context = longest_context(demand)
@@ -178,6 +180,15 @@ def _record(opener: RunnerOpener, cache: KVCache, max_model_len: int, progress: 
     )
     took_s = round(time.monotonic() - began_s, 3)
     structlog.get_logger().info("steps recorded", num_graphs=num_graphs, took_s=took_s)
+
+
+def _log_matched(spec: ModelSpec, matched: MatchedCheckpoint) -> None:
+    if spec != matched.spec:
+        structlog.get_logger().warning("config.json ties the head to the embedding, but they differ: the head counts")
+    if matched.left_out:
+        structlog.get_logger().warning(
+            "tensors left out, which are no part of the model", count=len(matched.left_out), first=matched.left_out[0]
+        )
 
 
 def _log_loaded(info: ModelInfo) -> None:

@@ -13,9 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from services.worker.models.config_json import read_json
-from services.worker.models.families import FAMILIES
-from services.worker.models.spec import ModelSpec
-from services.worker.models.weights import all_parts
 from shared.errors import StartupError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -30,14 +27,13 @@ _COPY_AGAIN = "Copy the checkpoint again"
 _COMPARE_BYTES = 2**24
 """Read at a time of two tensors that are compared."""
 
-_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
-"""Buffers that older checkpoints carry; they are computed from config.json."""
-
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     """Where a tensor lies."""
 
+    name: str
+    """In the file."""
     path: Path
     dtype: str
     shape: tuple[int, ...]
@@ -49,15 +45,16 @@ class TensorEntry:
 def find_tensors(model_dir: Path) -> dict[str, TensorEntry]:
     """Return every tensor of the checkpoint, by name, after checking all headers against the files' lengths.
 
+    As transformers: a file with all tensors goes before an index, and of an index only the files that it names count.
+
     Raises:
-        StartupError: files are missing, truncated, or contradict themselves or the index.
+        StartupError: files are missing, truncated, or contradict themselves.
     """
-    index_path = model_dir / INDEX_NAME
-    if index_path.is_file():
-        return _from_index(model_dir, read_json(index_path).get("weight_map"))
-    single = model_dir / SINGLE_NAME
+    single, index_path = model_dir / SINGLE_NAME, model_dir / INDEX_NAME
     if single.is_file():
         return read_header(single)
+    if index_path.is_file():
+        return _from_index(model_dir, read_json(index_path).get("weight_map"))
     if any(model_dir.glob("*.bin")) or any(model_dir.glob("*.pt*")):
         raise StartupError(
             f"{model_dir} holds pickled weights, which are never read", "Save the checkpoint as safetensors"
@@ -65,58 +62,12 @@ def find_tensors(model_dir: Path) -> dict[str, TensorEntry]:
     raise StartupError(f"{model_dir} has neither {SINGLE_NAME} nor {INDEX_NAME}", _COPY_AGAIN)
 
 
-def check_against(spec: ModelSpec, tensors: dict[str, TensorEntry]) -> None:
-    """Check that the checkpoint has exactly the model's tensors, in the right shapes.
+def same_bytes(one: TensorEntry, other: TensorEntry) -> bool:
+    """Return whether two tensors are equal; reads them.
 
     Raises:
-        StartupError: a tensor is missing, of another shape or type, or not known to this model; or a head that
-            config.json ties to the embedding differs from it.
+        StartupError: a file cannot be read.
     """
-    expected = {source.name: source.shape for part in all_parts(spec) for source in part.sources}
-    for name, shape in expected.items():
-        entry = tensors.get(name)
-        if entry is None:
-            raise StartupError(f"the checkpoint has no tensor {name}", "Check that config.json belongs to the weights")
-        if entry.shape != shape:
-            raise StartupError(
-                f"{name} has shape {list(entry.shape)}, config.json asks for {list(shape)}",
-                "Check that config.json belongs to the weights",
-            )
-        if entry.dtype not in ITEM_BYTES:
-            raise StartupError(
-                f"{name} is of type {entry.dtype}, which is not supported",
-                f"Convert the checkpoint to one of {', '.join(ITEM_BYTES)}",
-            )
-    unknown = [name for name in tensors if name not in expected and not _ignored(name, spec)]
-    if unknown:
-        raise StartupError(
-            f"the checkpoint has {len(unknown)} tensors that {spec.architecture} does not use, such as {unknown[0]}",
-            "Check that config.json belongs to the weights",
-        )
-    if spec.tied_embeddings:
-        _check_tied_head(spec, tensors)
-
-
-def _head_name(spec: ModelSpec) -> str:
-    return f"{FAMILIES[spec.architecture].names.head}.weight"
-
-
-def _ignored(name: str, spec: ModelSpec) -> bool:
-    return name.endswith(_IGNORED_SUFFIXES) or (spec.tied_embeddings and name == _head_name(spec))
-
-
-def _check_tied_head(spec: ModelSpec, tensors: dict[str, TensorEntry]) -> None:
-    """A saved head that is the embedding again is left unread; the reference takes one that differs for the truth."""
-    head = tensors.get(_head_name(spec))
-    embedding = f"{FAMILIES[spec.architecture].names.embedding}.weight"
-    if head is not None and not _same_bytes(head, tensors[embedding]):
-        raise StartupError(
-            f"config.json ties the head to the embedding, but {_head_name(spec)} differs from {embedding}",
-            "Set tie_word_embeddings to false in config.json, or take the tensor out of the checkpoint",
-        )
-
-
-def _same_bytes(one: TensorEntry, other: TensorEntry) -> bool:
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     try:
@@ -133,16 +84,12 @@ def _same_bytes(one: TensorEntry, other: TensorEntry) -> bool:
 def _from_index(model_dir: Path, weight_map: object) -> dict[str, TensorEntry]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise StartupError(f"{INDEX_NAME} has no weight_map", _COPY_AGAIN)
-    shards: dict[str, dict[str, TensorEntry]] = {}
-    found: dict[str, TensorEntry] = {}
-    for name, file_name in weight_map.items():
+    for file_name in weight_map.values():
         if not isinstance(file_name, str) or Path(file_name).name != file_name:
             raise StartupError(f"{INDEX_NAME} names {file_name!r}, which is no file of the folder", _COPY_AGAIN)
-        if file_name not in shards:
-            shards[file_name] = _read_shard(model_dir / file_name)
-        if name not in shards[file_name]:
-            raise StartupError(f"{file_name} has no tensor {name}, which {INDEX_NAME} promises", _COPY_AGAIN)
-        found[name] = shards[file_name][name]
+    found: dict[str, TensorEntry] = {}
+    for file_name in sorted(set(weight_map.values())):
+        found.update(_read_shard(model_dir / file_name))
     return found
 
 
@@ -190,7 +137,7 @@ def _entry(path: Path, name: str, value: Any, data_offset: int) -> tuple[TensorE
     item_bytes = ITEM_BYTES.get(dtype) or _OTHER_ITEM_BYTES.get(dtype)
     if end < begin or (item_bytes is not None and end - begin != prod(shape) * item_bytes):
         raise _broken(path, f"length and shape of {name} contradict each other")
-    return TensorEntry(path, dtype, shape, end - begin, data_offset + begin), (begin, end)
+    return TensorEntry(name, path, dtype, shape, end - begin, data_offset + begin), (begin, end)
 
 
 def _check_cover(path: Path, spans: list[tuple[int, int]], data_bytes: int) -> None:

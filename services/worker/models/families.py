@@ -89,17 +89,45 @@ _OPT_NAMES = TensorNames(
     up=("fc1",),
     down="fc2",
 )
-_QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
+
+
+def _sizes(vocabulary: int, hidden: int, inner: int, layers: int, heads: int, positions: int) -> dict[str, int]:
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": positions,
+    }
+
+
+_QWEN = {
+    **_sizes(151_936, 4096, 22_016, 32, 32, 32_768),
+    "num_key_value_heads": 32,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
 
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family("llama", "attention_bias", "attention_bias", "mlp_bias"),
+    "LlamaForCausalLM": Family(
+        "llama",
+        "attention_bias",
+        "attention_bias",
+        "mlp_bias",
+        defaults=_sizes(32_000, 4096, 11_008, 32, 32, 2048),
+    ),
     "MistralForCausalLM": Family(
         "mistral",
         qkv_bias=False,
         output_bias=False,
         mlp_bias=False,
         window="all",
-        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+        defaults={
+            **_sizes(32_000, 4096, 14_336, 32, 32, 131_072),
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+        },
     ),
     "Qwen2ForCausalLM": Family(
         "qwen2", qkv_bias=True, output_bias=False, mlp_bias=False, window="switched", defaults=_QWEN
@@ -122,7 +150,11 @@ FAMILIES: dict[str, Family] = {
         partial_rotary=True,
         rope_names={"su": "longrope", "yarn": "longrope"},
         published_with_code=True,
-        defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+        defaults={
+            **_sizes(32_064, 3072, 8192, 32, 32, 4096),
+            "rms_norm_eps": 1e-5,
+            "original_max_position_embeddings": 4096,
+        },
         names=TensorNames(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
     ),
     "OPTForCausalLM": Family(
@@ -135,7 +167,17 @@ FAMILIES: dict[str, Family] = {
         learned_positions=2,
         inner_field="ffn_dim",
         activation_field="activation_function",
-        defaults={"activation_function": "relu", "enable_bias": True, "tie_word_embeddings": True},
+        defaults={
+            "vocab_size": 50_272,
+            "hidden_size": 768,
+            "ffn_dim": 3072,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "max_position_embeddings": 2048,
+            "activation_function": "relu",
+            "enable_bias": True,
+            "tie_word_embeddings": True,
+        },
         names=_OPT_NAMES,
     ),
 }

@@ -39,7 +39,7 @@ def load_weights(
 
     Args:
         spec: the model.
-        tensors: of `find_tensors`, checked by `check_against`.
+        tensors: of `match_checkpoint`.
         dtype: of all parameters.
         room: of the buffers.
         progress: called after each tensor with the share of bytes read.
@@ -74,7 +74,7 @@ def copy_pieces(
     """
     targets = _targets(buffers)
     for path in sorted({tensors[name].path for name in targets}):
-        for name, tensor in _read(path, [name for name in targets if tensors[name].path == path]):
+        for name, tensor in _read(path, {name: tensors[name].name for name in targets if tensors[name].path == path}):
             source, target = tensor.reshape(-1), targets[name].view(-1)
             size = piece_elements or len(target)
             for first in range(0, len(target), size):
@@ -105,11 +105,16 @@ def _targets(buffers: tuple[ParameterBuffer, ...]) -> dict[str, torch.Tensor]:
     }
 
 
-def _read(path: Path, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the named tensors of one file; each is a view of the mapped file, valid until the next one is asked for."""
+def _read(path: Path, names: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors of one file, by other names; each is a view of the mapped file, valid until the next is asked for.
+
+    Args:
+        path: of the file.
+        names: in the file, by those that are yielded.
+    """
     try:
         with safe_open(path, framework="pt") as file:
-            for name in names:
-                yield name, file.get_tensor(name)
+            for name, stored_name in names.items():
+                yield name, file.get_tensor(stored_name)
     except (OSError, SafetensorError) as error:
         raise StartupError(f"cannot read {path.name}: {error}", "Copy the checkpoint again") from error

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from services.worker.models.config_json import Config, ConfigReader, read_json
+from services.worker.models.end_tokens import EndTokens, read_end_tokens
 from services.worker.models.families import FAMILIES, BiasRule, Family
 from services.worker.models.refusals import SUPPORTED, refuse_adapter, refuse_features
 from services.worker.models.rope_spec import RopeSpec, Rotation, read_rotation
@@ -33,6 +34,8 @@ ACTIVATIONS: dict[str, Activation] = {
 """Names in config.json, several of which mean the same function."""
 LAYER_NORM_EPS = 1e-5
 """torch's own, which the OPT family does not state."""
+_CAUSAL, _BASE = "ForCausalLM", "Model"
+"""Ends of transformers' names of a model with a head, and of the same without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ class ModelSpec:
     head_norm: bool
     """RMS norm over each query and key head, before the rotary embedding."""
     eos_token_ids: tuple[int, ...]
-    """Ids that end a text: of generation_config.json, else of config.json."""
+    """Ids that end a text, see `end_tokens.py`."""
     position_offset: int = 0
     """Learned positions: row of position 0 in their table."""
     norm_weight: bool = True
@@ -83,6 +86,8 @@ class ModelSpec:
     """A norm stands before the head."""
     embedding_size: int | None = None
     """Width of the embedding and of the head's matrix, if two projections join them to hidden_size."""
+    left_out: tuple[str, ...] = ()
+    """What of the folder's files is not used though it was meant, a sentence each."""
 
     @property
     def q_size(self) -> int:
@@ -112,11 +117,10 @@ def read_spec(model_dir: Path) -> ModelSpec:
     if not (model_dir / "config.json").is_file():
         raise StartupError(f"{model_dir} has no config.json", "Give the folder of a checkpoint in Hugging Face format")
     config = read_json(model_dir / "config.json")
-    generation_path = model_dir / "generation_config.json"
-    generation = read_json(generation_path) if generation_path.is_file() else {}
     architecture, family = _family(config)
     refuse_features(config, family, architecture)
-    return _build(ConfigReader(config, family.defaults), architecture, family, generation)
+    reader = ConfigReader(config, family.defaults)
+    return _build(reader, architecture, family, read_end_tokens(model_dir, config, reader.positive("vocab_size")))
 
 
 def check_context(spec: ModelSpec, max_model_len: int | None) -> None:
@@ -137,24 +141,33 @@ def check_context(spec: ModelSpec, max_model_len: int | None) -> None:
 
 
 def _family(config: Config) -> tuple[str, Family]:
-    architectures = config.get("architectures")
-    if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
-        raise StartupError("config.json names no single architecture", f"Supported are {SUPPORTED}")
-    name: str = architectures[0]
-    family = FAMILIES.get(name)
-    if family is None:
-        raise StartupError(f"architecture {name} is not supported", f"Supported are {SUPPORTED}")
-    model_type = config.get("model_type", family.model_type)
-    if model_type != family.model_type:
-        raise StartupError(f"config.json: model_type {model_type!r} does not fit {name}", "Copy the checkpoint again")
-    return name, family
+    """Return the family by `model_type`, as transformers does; only without one by `architectures`.
+
+    The latter is only looked at for what is another model after all: classifiers, towers, models of their own code.
+    """
+    named, model_type = config.get("architectures") or [], config.get("model_type")
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise StartupError("config.json: architectures is no list of names", f"Supported are {SUPPORTED}")
+    for name, family in FAMILIES.items():
+        is_named = name in named or name.removesuffix(_CAUSAL) + _BASE in named
+        if model_type == family.model_type and (is_named or not named):
+            return name, family
+        if is_named and model_type is None:
+            return name, family
+        if is_named:
+            raise StartupError(
+                f"config.json: model_type {model_type!r} does not fit {name}", "Copy the checkpoint again"
+            )
+    if not named and model_type is None:
+        raise StartupError("config.json has neither model_type nor architectures", f"Supported are {SUPPORTED}")
+    what = f"architecture {named[0]}" if named else f"model_type {model_type!r}"
+    raise StartupError(f"{what} is not supported", f"Supported are {SUPPORTED}")
 
 
-def _build(reader: ConfigReader, architecture: str, family: Family, generation: Config) -> ModelSpec:
+def _build(reader: ConfigReader, architecture: str, family: Family, ends: EndTokens) -> ModelSpec:
     hidden_size, num_layers = reader.positive("hidden_size"), reader.positive("num_hidden_layers")
     num_heads, num_kv_heads = _heads(reader)
     head_dim = reader.positive("head_dim", max(hidden_size // num_heads, 1))
-    vocab_size = reader.positive("vocab_size")
     rotation = _rotation(reader, family, head_dim)
     is_layer_norm = family.norm_kind == "layer"
     affine = reader.get("layer_norm_elementwise_affine", bool, default=True) if is_layer_norm else True
@@ -162,7 +175,7 @@ def _build(reader: ConfigReader, architecture: str, family: Family, generation: 
     no_final_norm = is_layer_norm and reader.get("_remove_final_layer_norm", bool, default=False)
     return ModelSpec(
         architecture=architecture,
-        vocab_size=vocab_size,
+        vocab_size=reader.positive("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=reader.positive(family.inner_field),
         num_layers=num_layers,
@@ -184,12 +197,13 @@ def _build(reader: ConfigReader, architecture: str, family: Family, generation: 
         output_bias=_bias(reader, family.output_bias),
         mlp_bias=_bias(reader, family.mlp_bias),
         head_norm=family.head_norm,
-        eos_token_ids=_eos_ids(reader, generation, vocab_size),
+        eos_token_ids=ends.ids,
         position_offset=family.learned_positions or 0,
         norm_weight=affine,
         norm_first=norm_first,
         final_norm=norm_first and not no_final_norm,
         embedding_size=_embedding_size(reader, family, hidden_size),
+        left_out=ends.left_out,
     )
 
 
@@ -226,15 +240,3 @@ def _embedding_size(reader: ConfigReader, family: Family, hidden_size: int) -> i
         return None
     size = reader.positive("word_embed_proj_dim", hidden_size)
     return None if size == hidden_size else size
-
-
-def _eos_ids(reader: ConfigReader, generation: Config, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids that end a text; generation_config.json goes before config.json."""
-    value = generation.get("eos_token_id")
-    if value is None:
-        value = reader.config.get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    for token in ids:
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-            raise reader.error("eos_token_id", f"holds {token!r}, which is no id of the vocabulary")
-    return tuple(sorted(set(ids)))

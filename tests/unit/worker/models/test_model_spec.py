@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from services.worker.models.families import FAMILIES
@@ -28,11 +28,9 @@ MINIMAL: dict[str, Any] = {
 }
 
 
-def read(tmp_path: Path, *, generation: Any = None, **changes: Any) -> ModelSpec:
+def read(tmp_path: Path, **changes: Any) -> ModelSpec:
     config = {name: value for name, value in {**MINIMAL, **changes}.items() if value is not ...}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    if generation is not None:
-        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     return read_spec(tmp_path)
 
 
@@ -78,25 +76,6 @@ def test_rope_is_read_from_old_and_new_fields(tmp_path: Path, changes: dict[str,
     assert read(tmp_path, **changes).rope == expected
 
 
-@pytest.mark.parametrize(
-    ("config", "generation", "expected"),
-    [
-        (5, None, (5,)),
-        ([7, 5, 7], None, (5, 7)),
-        (5, {"eos_token_id": [9, 8], "do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20}, (8, 9)),
-        (5, {"eos_token_id": [9, 8], "min_p": 0.05, "repetition_penalty": 1.1, "max_new_tokens": 2048}, (8, 9)),
-        (5, {"eos_token_id": [9, 8], "pad_token_id": None, "bos_token_id": 1, "transformers_version": "4"}, (8, 9)),
-        (5, {"eos_token_id": None}, (5,)),
-        (None, {}, ()),
-        (0, None, (0,)),
-    ],
-)
-def test_eos_ids_come_from_the_generation_config_first(
-    tmp_path: Path, config: Any, generation: Any, expected: tuple[int, ...]
-) -> None:
-    assert read(tmp_path, generation=generation, eos_token_id=config).eos_token_ids == expected
-
-
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_key_value_heads": 2, "num_hidden_layers": 3}
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "num_key_value_heads": 2}
 PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
@@ -105,8 +84,10 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported. Supported are Llama"),
-    ({"architectures": ["LlamaForCausalLM", "X"]}, "names no single architecture"),
-    ({"architectures": ...}, "names no single architecture"),
+    ({"architectures": ["X", "LlamaForSequenceClassification"]}, "architecture X is not supported"),
+    ({"architectures": "LlamaForCausalLM"}, "architectures is no list of names"),
+    ({"architectures": ..., "model_type": ...}, "has neither model_type nor architectures"),
+    ({"architectures": ..., "model_type": "gpt2"}, "model_type 'gpt2' is not supported. Supported are Llama"),
     ({"model_type": "gemma"}, "model_type 'gemma' does not fit LlamaForCausalLM"),
     ({"quantization_config": {"quant_method": "gptq"}}, "quantized checkpoint .quantization_config"),
     ({"num_local_experts": 8}, "mixture of experts"),
@@ -148,14 +129,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ from layer to layer"),
     ({"partial_rotary_factor": 0.5}, "partial rotary embedding .partial_rotary_factor. of llama"),
     ({"rope_scaling": {"rope_type": "linear"}}, "rope parameter factor is missing"),
-    ({"vocab_size": ...}, "vocab_size is missing"),
+    ({"vocab_size": None}, "vocab_size is missing"),
     ({"hidden_size": "32"}, "hidden_size is '32', not int"),
     ({"hidden_size": True}, "hidden_size is True, not int"),
     ({"num_hidden_layers": 0}, "num_hidden_layers is 0, must be at least 1"),
     ({"num_key_value_heads": 3}, "num_key_value_heads is 3, which does not divide 4"),
     ({"head_dim": 7}, "head_dim is 7"),
-    ({"eos_token_id": 100}, "eos_token_id holds 100"),
-    ({"eos_token_id": "x"}, "eos_token_id holds 'x'"),
     ({**QWEN2, "layer_types": [SLIDING, FULL, FULL]}, "has sliding_attention, but use_sliding_window"),
     ({**QWEN2, "use_sliding_window": True, "sliding_window": 0}, "sliding_window is 0, must be at least 1"),
     ({**QWEN2, "use_sliding_window": 1, "sliding_window": 9}, "use_sliding_window is 1, not bool"),
@@ -166,7 +145,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**PHI3, "partial_rotary_factor": 1.5}, "head_dim is 8; the rotary embedding turns 12"),
     ({**PHI3, "auto_map": {"AutoModelForCausalLM": "other.Phi3ForCausalLM"}}, "code lies in its folder"),
     ({**OPT, "activation_function": "tanh"}, "activation 'tanh' .activation_function. is not supported"),
-    ({**OPT, "ffn_dim": ...}, "ffn_dim is missing"),
     ({**OPT, "word_embed_proj_dim": 0}, "word_embed_proj_dim is 0"),
 ]
 
@@ -315,3 +293,20 @@ def test_angles_equal_the_references(tmp_path: Path, parameters: dict[str, Any])
 
 def test_every_family_is_named_after_its_architecture() -> None:
     assert all(name.lower().startswith(family.model_type) for name, family in FAMILIES.items())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_absent_fields_are_those_of_the_references_configuration(tmp_path: Path, name: str) -> None:
+    """config.json says its `model_type` and nothing else; beside it, the same with every field written out."""
+    model_type = FAMILIES[name].model_type
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    absent = read_spec(tmp_path)
+    written = AutoConfig.for_model(model_type).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({**written, "eos_token_id": None}))
+    assert read_spec(tmp_path) == absent
+
+
+@pytest.mark.parametrize("architectures", [..., None, [], ["LlamaModel"], ["LlamaForCausalLM", "Other"]])
+def test_the_family_is_that_of_the_model_type(tmp_path: Path, architectures: Any) -> None:
+    assert read(tmp_path, architectures=architectures) == read(tmp_path)
+    assert read(tmp_path, model_type=...) == read(tmp_path)

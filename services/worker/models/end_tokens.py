@@ -1,0 +1,102 @@
+"""Which ids end a text: all that any file of the model's folder names.
+
+    config.json, generation_config.json   eos_token_id: an id, or several
+    tokenizer_config.json                 eos_token: a text, of which tokenizer.json says the id
+
+Fine-tunes name theirs in any one of them, and leave their base model's in the others. An entry that is no id of the
+model cannot be sampled: it is left out, and said.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from services.worker.models.config_json import Config, read_json
+from shared.special_tokens import special_tokens
+
+_MAX_DIGITS: Final = 10
+
+
+@dataclass(frozen=True, slots=True)
+class EndTokens:
+    """What ends a text."""
+
+    ids: tuple[int, ...]
+    """Ascending."""
+    left_out: tuple[str, ...]
+    """What is no id of the model, a sentence each."""
+
+
+def read_end_tokens(model_dir: Path, config: Config, vocab_size: int) -> EndTokens:
+    """Return the end tokens that the folder names.
+
+    Args:
+        model_dir: the folder.
+        config: contents of its `config.json`.
+        vocab_size: ids are below.
+
+    Raises:
+        StartupError: a file is broken.
+    """
+    ids: set[int] = set()
+    left_out: list[str] = []
+    generation = _read_optional(model_dir / "generation_config.json")
+    for name, content in (("config.json", config), ("generation_config.json", generation)):
+        value = content.get("eos_token_id")
+        for entry in value if isinstance(value, list) else [value]:
+            token_id = _as_id(entry)
+            if token_id is not None and 0 <= token_id < vocab_size:
+                ids.add(token_id)
+            elif entry is not None:
+                left_out.append(
+                    f"{name}: eos_token_id {str(entry)[:80]!r} is no id of the model (0 to {vocab_size - 1})"
+                )
+    token, token_id = _of_tokenizer(model_dir)
+    if token_id is not None and 0 <= token_id < vocab_size:
+        ids.add(token_id)
+    elif token:
+        what = "is in no vocabulary" if token_id is None else f"has id {token_id}, the model 0 to {vocab_size - 1}"
+        left_out.append(f"tokenizer_config.json: eos_token {token[:80]!r} {what}")
+    return EndTokens(tuple(sorted(ids)), tuple(left_out))
+
+
+def _as_id(entry: object) -> int | None:
+    if isinstance(entry, str) and entry.isascii() and entry.isdigit() and len(entry) <= _MAX_DIGITS:
+        return int(entry)
+    return entry if type(entry) is int else None
+
+
+def _read_optional(path: Path) -> Config:
+    return read_json(path) if path.exists() else {}
+
+
+def _of_tokenizer(model_dir: Path) -> tuple[str, int | None]:
+    """Return the tokenizer's end token, "" for none, and its id: by tokenizer.json, else where older folders say it."""
+    config = _read_optional(model_dir / "tokenizer_config.json")
+    token = special_tokens(config, _read_optional(model_dir / "special_tokens_map.json")).get("eos_token", "")
+    if not token:
+        return "", None
+    decoder = config.get("added_tokens_decoder")
+    entries = decoder.items() if isinstance(decoder, dict) else ()
+    named = (id_text for id_text, entry in entries if isinstance(entry, dict) and entry.get("content") == token)
+    token_id = _as_id(_id_in(_read_optional(model_dir / "tokenizer.json"), token))
+    if token_id is None:
+        token_id = _as_id(next(named, None))
+    if token_id is None:
+        token_id = _as_id(_read_optional(model_dir / "added_tokens.json").get(token))
+    return token, token_id
+
+
+def _id_in(tokenizer: Config, token: str) -> object:
+    """Return the token's id in the contents of tokenizer.json: among the added ones, else among the model's own."""
+    added, model = tokenizer.get("added_tokens"), tokenizer.get("model")
+    for entry in added if isinstance(added, list) else ():
+        if isinstance(entry, dict) and entry.get("content") == token:
+            return entry.get("id")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, dict):
+        return vocabulary.get(token)
+    pieces = vocabulary if isinstance(vocabulary, list) else ()  # of a unigram model: a piece and its score
+    return next((i for i, piece in enumerate(pieces) if isinstance(piece, list) and piece[:1] == [token]), None)
