@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from os.path import commonprefix
@@ -74,6 +74,7 @@ class PromptCodec:
         """Added tokens whose ids the model does not have."""
         if self.unknown_tokens:
             self.tokenizer = _without_tokens(folder.tokenizer_json, self.unknown_tokens)
+        _mark_special(self.tokenizer, folder.special_tokens.values())
         self.has_unknown_pieces = any(i >= self.vocab_size for i in self.tokenizer.get_vocab().values())
         """The tokenizer's own vocabulary goes beyond the model; a text that needs such a piece is refused."""
         self.template = template
@@ -245,6 +246,14 @@ def _tokens_from(tokenizer: Tokenizer, first_id: int) -> frozenset[str]:
     """Return the added tokens whose ids begin there."""
     added = tokenizer.get_added_tokens_decoder().items()
     return frozenset(token.content for token_id, token in added if token_id >= first_id and token.content)
+
+
+def _mark_special(tokenizer: Tokenizer, names: Collection[str]) -> None:
+    """Mark the tokens that the folder's files name (`eos_token` …) as special, as transformers does."""
+    special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    tokenizer.add_special_tokens(
+        [name for name in names if name and tokenizer.token_to_id(name) is not None and name not in special]
+    )
 
 
 def _refused_template(token: str, vocab_size: int) -> StartupError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
@@ -96,6 +97,24 @@ def test_a_token_that_only_the_template_writes_is_plain_for_users_and_itself_for
     tool = codec.tokenizer.token_to_id("<tool>")
     assert tool not in codec.encode_chat([{"role": "user", "content": "a <tool> b"}])
     assert tool in codec.encode_chat([{"role": "assistant", "content": "a <tool> b"}])
+
+
+@pytest.mark.parametrize("eos", ["<tool>", {"content": "<tool>"}, "og"])
+def test_a_token_that_the_folder_names_is_a_control_token_however_tokenizer_json_marks_it(
+    tmp_path: Path, eos: Any
+) -> None:
+    """`<tool>` is an added token that is not special, `og` an ordinary piece; transformers makes both special."""
+    text = eos if isinstance(eos, str) else eos["content"]
+    folder = write_model_folder(tmp_path, template="{{ messages[0].content }}{{ eos_token }}")
+    names = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**names, "eos_token": eos}))
+    codec = PromptCodec(read_model_folder(folder))
+    eos_id = codec.tokenizer.token_to_id(text)
+    assert codec.encode_chat([{"role": "user", "content": "a"}])[-1] == eos_id
+    assert eos_id not in codec.encode_text(f"a {text} b")
+    assert codec.decode(codec.encode_text(f"a {text} b")) == f"a {text} b"
+    assert codec.encode_chat([{"role": "user", "content": text}]).count(eos_id) == 1
+    assert codec.decode([eos_id], skip_special_tokens=True) == ""
 
 
 def test_a_completion_prompt_has_the_tokenizers_own_bos(tmp_path: Path) -> None:
