@@ -1,9 +1,10 @@
 """Messages and texts to token ids, such that what a user writes never becomes a control token.
 
-A tokenizer turns the characters `<|im_start|>` into the control token wherever they stand. So each occurrence of such
-a string in a message is replaced by a placeholder of private-use characters before the template is rendered; the text
-is split at the placeholders, and what stood there is encoded by a second tokenizer that knows no control tokens.
-Without an occurrence the ids are exactly those of transformers' `apply_chat_template` (or of plain encoding).
+All texts are encoded by a tokenizer that knows control tokens by secret names only (`aliases.py`): the names are put
+where the template writes control tokens. To tell these from what a user wrote, each control string in a message is
+replaced by a placeholder of private-use characters while the template is rendered. Without such a string the ids are
+exactly those of transformers' `apply_chat_template` (or of plain encoding); with one, those of a text in which it is a
+word like others.
 
 A control token is an added token that is marked as special, or that the model's own template writes (`<tool_call>`).
 The latter stays itself in an assistant's message: there it is the model's own earlier output.
@@ -11,7 +12,6 @@ The latter stays itself in an assistant's message: there it is the model's own e
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -20,11 +20,11 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
+from services.dispatcher.text.aliases import alias_tokens, load_tokenizer
 from services.dispatcher.text.detokenizer import DetokenizerTable, load_table
 from services.dispatcher.text.model_folder import ModelFolder
 from services.dispatcher.text.template import ChatTemplate, TemplateRefusalError
 from services.dispatcher.text.token_names import TokenNames
-from shared.errors import StartupError
 from shared.messages.request import MAX_PROMPT_TOKENS
 
 _OPEN_CANDIDATES: Final = range(0xF0000, 0xF0400)
@@ -47,17 +47,14 @@ class PromptCodec:
     """
 
     def __init__(self, folder: ModelFolder, template: ChatTemplate | None = None) -> None:
-        self.tokenizer = _load_tokenizer(folder.tokenizer_json)
+        self.tokenizer = load_tokenizer(folder.tokenizer_json)
         self.template = template
         if template is None and folder.template is not None:
             self.template = ChatTemplate(folder.template, folder.special_tokens)
         special, by_template = _control_tokens(self.tokenizer, self.template)
         self._control = _pattern(special | by_template)
         self._special_only = _pattern(special)
-        self._control_ids = {self.tokenizer.token_to_id(token) for token in special | by_template}
-        self._literal = _without_tokens(folder.tokenizer_json, special | by_template)
-        self._literal_ids: dict[str, list[int]] = {}
-        self._prefix, self._suffix = _post_processing(self.tokenizer)
+        self._aliased = alias_tokens(folder.tokenizer_json, self.tokenizer, special | by_template)
         self.table: DetokenizerTable = load_table(self.tokenizer)
         self.names = TokenNames(self.tokenizer, self.table)
         self.vocab_size = folder.vocab_size or self.tokenizer.get_vocab_size(with_added_tokens=True)
@@ -74,10 +71,11 @@ class PromptCodec:
         Raises:
             TooManyTokensError: more than `MAX_PROMPT_TOKENS`.
         """
-        if self._control is None or not self._control.search(text):
-            return self._ids(self.tokenizer, text, add_special_tokens=add_special_tokens)
-        ids = self._encode_parts(re.split(f"({self._control.pattern})", text))
-        return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
+        encoding = self._aliased.encode(text, add_special_tokens=add_special_tokens)
+        if len(encoding) > MAX_PROMPT_TOKENS:  # before a list of them holds up every other thread
+            raise TooManyTokensError(len(encoding))
+        ids: list[int] = encoding.ids
+        return ids
 
     def encode_chat(
         self,
@@ -100,15 +98,13 @@ class PromptCodec:
         if self.template is None:
             raise TemplateRefusalError("this model has no chat template; use /v1/completions")
         render = partial(self.template.render, add_generation_prompt=add_generation_prompt)
-        if not any(self._find(message) for message in messages):
-            return self._ids(self.tokenizer, render(messages), add_special_tokens=add_special_tokens)
-        mark = _unused_mark(messages)
+        mark = ""
         hidden: list[str] = []
-        rendered = render([self._hide(message, mark, hidden) for message in messages])
-        parts = re.split(f"{mark}([0-9]+){mark}", rendered)
-        parts[1::2] = [hidden[int(number)] for number in parts[1::2]]
-        ids = self._encode_parts(parts)
-        return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
+        if any(self._find(message) for message in messages):
+            mark = _unused_mark(messages)
+            messages = [self._hide(message, mark, hidden) for message in messages]
+        text = self._name_tokens(render(messages), mark, hidden)
+        return self.encode_text(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of some ids."""
@@ -142,54 +138,15 @@ class PromptCodec:
             for key, value in message.items()
         }
 
-    def _encode_parts(self, parts: Sequence[str]) -> list[int]:
-        """Encode template text (even places) as usual and user's control strings (odd places) as plain text."""
-        ids: list[int] = []
-        for index, part in enumerate(parts):
-            if part:
-                ids += self._encode_literally(part) if index % 2 else self._ids(self.tokenizer, part)
-        return ids
-
-    def _encode_literally(self, text: str) -> list[int]:
-        """Return the ids of a control string as plain text; they are few, and a prompt may be full of them."""
-        ids = self._literal_ids.get(text)
-        if ids is None:
-            ids = self._ids(self._literal, text)
-            if not self._control_ids.isdisjoint(ids):
-                # a vocabulary that holds the control string as an ordinary piece: letter by letter it cannot match
-                ids = [token_id for char in text for token_id in self._ids(self._literal, char)]
-            self._literal_ids[text] = ids
-        return ids
-
-    @staticmethod
-    def _ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        # for one text the library holds the GIL, and with it the event loop; for a batch it lets it go
-        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        if len(encoding) > MAX_PROMPT_TOKENS:  # before a list of them holds up every other thread
-            raise TooManyTokensError(len(encoding))
-        ids: list[int] = encoding.ids
-        return ids
-
-
-def _load_tokenizer(source: str) -> Tokenizer:
-    try:
-        tokenizer = Tokenizer.from_str(source)
-    except Exception as error:  # the library raises bare Exception for whatever it does not understand
-        raise StartupError(
-            f"tokenizer.json cannot be read ({str(error)[:200]})", "Save it in the format of the tokenizers library"
-        ) from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def _without_tokens(source: str, tokens: frozenset[str]) -> Tokenizer:
-    """Return the tokenizer without these added tokens: their strings are ordinary text to it."""
-    content = json.loads(source)
-    content["added_tokens"] = [token for token in content.get("added_tokens", []) if token["content"] not in tokens]
-    tokenizer = _load_tokenizer(json.dumps(content))
-    tokenizer.encode_special_tokens = True
-    return tokenizer
+    def _name_tokens(self, rendered: str, mark: str, hidden: Sequence[str]) -> str:
+        """Return the text with the secret names of what the template wrote, and in it what users wrote."""
+        if self._control is None:
+            return rendered
+        parts = re.split(f"{mark}([0-9]+){mark}", rendered) if mark else [rendered]
+        aliases = self._aliased.aliases
+        parts[::2] = [self._control.sub(lambda match: aliases[match.group()], part) for part in parts[::2]]
+        parts[1::2] = [hidden[int(number)] for number in parts[1::2]]
+        return "".join(parts)
 
 
 def _control_tokens(tokenizer: Tokenizer, template: ChatTemplate | None) -> tuple[frozenset[str], frozenset[str]]:
@@ -230,13 +187,3 @@ def _unused_mark(messages: Sequence[Mapping[str, Any]]) -> str:
         if chr(code) not in used:
             return chr(code)
     raise TemplateRefusalError("the messages use too many private-use characters")
-
-
-def _post_processing(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Return the ids that encoding a prompt puts before and after it (BOS, EOS)."""
-    plain: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
-    whole: list[int] = tokenizer.encode("a", add_special_tokens=True).ids
-    for start in range(len(whole) - len(plain) + 1):
-        if whole[start : start + len(plain)] == plain:
-            return whole[:start], whole[start + len(plain) :]
-    return [], []
