@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from os.path import commonprefix
 from typing import Any, Final
 
@@ -87,23 +86,24 @@ class PromptCodec:
         """Return the ids of a conversation.
 
         Args:
-            messages: `role` and `content` (a string), and what else the template may read.
+            messages: `role` and `content` (a string, or parts of type `text`), and what else the template may read.
             add_generation_prompt: they end where the assistant's answer begins.
             add_special_tokens: with the tokenizer's own BOS or EOS; most templates write theirs.
 
         Raises:
-            TemplateRefusalError: the template does not take them, or the model has none.
+            TemplateRefusalError: the template does not take them all, or the model has none.
             TooManyTokensError: more than `MAX_PROMPT_TOKENS`.
         """
         if self.template is None:
             raise TemplateRefusalError("this model has no chat template; use /v1/completions")
-        render = partial(self.template.render, add_generation_prompt=add_generation_prompt)
+        messages = self.template.in_form(messages, add_generation_prompt=add_generation_prompt)
         mark = ""
         hidden: list[str] = []
         if any(self._find(message) for message in messages):
             mark = _unused_mark(messages)
             messages = [self._hide(message, mark, hidden) for message in messages]
-        text = self._name_tokens(render(messages), mark, hidden)
+        rendered = self.template.render(messages, add_generation_prompt=add_generation_prompt)
+        text = self._name_tokens(rendered, mark, hidden)
         return self.encode_text(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -118,25 +118,29 @@ class PromptCodec:
 
     def _find(self, message: Mapping[str, Any]) -> bool:
         pattern = self._pattern_for(message)
-        return pattern is not None and any(pattern.search(text) for text in message.values() if isinstance(text, str))
+        return pattern is not None and any(pattern.search(text) for text in _texts_of(message))
 
     def _pattern_for(self, message: Mapping[str, Any]) -> re.Pattern[str] | None:
         return self._special_only if message.get("role") == "assistant" else self._control
 
     def _hide(self, message: Mapping[str, Any], mark: str, hidden: list[str]) -> dict[str, Any]:
-        """Return the message with placeholders; what they stand for is appended to `hidden`."""
+        """Return the message with placeholders; what they stand for is appended to `hidden`.
+
+        Between two parts stands one for nothing: what they make together is no control token either.
+        """
         pattern = self._pattern_for(message)
 
-        def replace(match: re.Match[str]) -> str:
-            hidden.append(match.group())
+        def place(text: str) -> str:
+            hidden.append(text)
             return f"{mark}{len(hidden) - 1}{mark}"
 
-        if pattern is None:
-            return dict(message)
-        return {
-            key: pattern.sub(replace, value) if isinstance(value, str) and key != "role" else value
-            for key, value in message.items()
-        }
+        def guard(value: Any) -> Any:
+            if isinstance(value, str):
+                return pattern.sub(lambda match: place(match.group()), value) if pattern is not None else value
+            texts = [guard(part["text"]) for part in value]
+            return [{**part, "text": (place("") if i else "") + texts[i]} for i, part in enumerate(value)]
+
+        return {key: value if key == "role" else guard(value) for key, value in message.items()}
 
     def _name_tokens(self, rendered: str, mark: str, hidden: Sequence[str]) -> str:
         """Return the text with the secret names of what the template wrote, and in it what users wrote."""
@@ -158,6 +162,12 @@ def _control_tokens(tokenizer: Tokenizer, template: ChatTemplate | None) -> tupl
         token.content for token in added if not token.special and token.content.strip() and token.content in source
     )
     return special, written
+
+
+def _texts_of(message: Mapping[str, Any]) -> list[str]:
+    """Return the texts of a message; parts of a content together, as a template may write them."""
+    values = message.values()
+    return [value if isinstance(value, str) else "".join([part["text"] for part in value]) for value in values]
 
 
 def _pattern(tokens: frozenset[str]) -> re.Pattern[str] | None:
@@ -182,7 +192,7 @@ def longest_of(texts: Sequence[str]) -> str:
 
 
 def _unused_mark(messages: Sequence[Mapping[str, Any]]) -> str:
-    used = {char for message in messages for text in message.values() if isinstance(text, str) for char in set(text)}
+    used = {char for message in messages for text in _texts_of(message) for char in set(text)}
     for code in _OPEN_CANDIDATES:
         if chr(code) not in used:
             return chr(code)
