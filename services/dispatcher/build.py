@@ -74,7 +74,11 @@ def _load_template(folder: ModelFolder) -> ChatTemplate | None:
     )
     if max_messages < MAX_MESSAGES:
         _log.warning("template_is_slow", max_messages=max_messages, meaning="longer conversations are refused")
-    return ChatTemplate(folder.template, folder.special_tokens, max_messages=max_messages)
+    template = ChatTemplate(folder.template, folder.special_tokens, max_messages=max_messages)
+    if template.forms.lost_roles:
+        roles = sorted(template.forms.lost_roles)
+        _log.warning("template_leaves_out", roles=roles, meaning="conversations with such messages are refused")
+    return template
 
 
 def _say_unknown(codec: PromptCodec) -> None:

@@ -146,6 +146,28 @@ async def test_the_model_need_not_be_named_but_no_other_may_be(served: Running) 
     assert (status, body["error"]["code"]) == (404, "model_not_found")
 
 
+async def test_a_template_that_reads_parts_gets_them_and_one_that_leaves_a_message_out_is_told_of(
+    tmp_path: Path,
+) -> None:
+    template = (
+        "{% for m in messages if m.role == 'user' %}{% for c in m.content %}[{{ c.text }}]{% endfor %}{% endfor %}"
+    )
+    folder = write_model_folder(tmp_path, template=template)
+    async with running_dispatcher(load_text(make_settings(folder)), folder, "yes") as running:
+        for content in ("how are you", [{"type": "text", "text": "how"}, {"type": "text", "text": " are you"}]):
+            asked: list[dict[str, Any]] = [{"role": "user", "content": content}]
+            _, told = await running.post("/tokenize", messages=asked)
+            texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+            assert running.front.codec.decode(told["tokens"]) == "".join(f"[{text}]" for text in texts)
+            assert (await running.post(CHAT, messages=asked))[0] == 200
+            assert running.worker.submits[-1].prompt_ids().tolist() == told["tokens"]
+        messages: list[dict[str, Any]] = [{"role": "system", "content": "be brief"}, *HELLO]
+        for path in (CHAT, "/tokenize"):
+            status, body = await running.post(path, messages=messages)
+            assert (status, body["error"]["code"], body["error"]["param"]) == (400, "invalid_value", "messages.0")
+            assert body["error"]["message"].endswith("it leaves out what message 0 (role 'system') says")
+
+
 BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("/tokenize", {}, "missing_required_parameter", "prompt"),
     ("/tokenize", {"prompt": "a", "messages": HELLO}, "invalid_value", "prompt"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,19 +40,35 @@ def byte_level_json() -> str:
     return str(tokenizer.to_str())
 
 
-@cache
-def sentencepiece_json() -> str:
-    """A BPE in the manner of Llama 2: `▁` for spaces, byte fallback, a BOS in front of every prompt."""
+SPACES = ("legacy", "first", "always", "never", "none")
+"""How sentencepiece-like tokenizers put a space before a text: Llama 2's files, Metaspace's three schemes, Gemma's."""
+
+
+def sentencepiece_json(spaces: str = "legacy", added: Sequence[AddedToken | str] = ("<unk>", "<s>", "</s>")) -> str:
+    """A BPE in the manner of Llama 2: `▁` for spaces, byte fallback, a BOS in front of every prompt.
+
+    Args:
+        spaces: one of `SPACES`.
+        added: its added tokens; a text is a special one.
+    """
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{value:02X}>" for value in range(256))]
     words = ["▁", "▁the", "▁fox", *"thefox", "th", "the", "fo", "fox", *"é好你as/"]
     vocab = {token: i for i, token in enumerate([*tokens, *words])}
     merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("f", "o"), ("fo", "x"), ("▁", "fox")]
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    strip = [decoders.Strip(" ", 1, 0)]
+    if spaces == "legacy":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    elif spaces == "none":
+        tokenizer.normalizer, strip = normalizers.Replace(" ", "▁"), []
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=spaces, split=False)
+        strip = [] if spaces == "never" else strip
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
-    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    for token in added:
+        tokenizer.add_tokens([token if isinstance(token, AddedToken) else AddedToken(token, special=True)])
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return str(tokenizer.to_str())
 

@@ -25,7 +25,7 @@ class AnswerText:
         detokenizer: a fresh one.
         stops: stop strings.
         shown_stop_ids: stop ids that the request named; any other token that stops the answer (EOS) has no text.
-        min_tokens: tokens at the beginning whose text no stop string ends.
+        min_tokens: tokens at the beginning that no stop string ends; one that is complete later may begin in them.
         with_tokens: say which tokens are in the text (`take_shown`).
     """
 
@@ -89,12 +89,11 @@ class AnswerText:
             text = self._detokenizer.push((token_id,))
             if self._ledger is not None:
                 self._ledger.add(len(text))
-            if self.num_tokens > self._min_tokens:
-                text, self.was_cut = stops.push(text)
+            text, self.was_cut = stops.push(text, may_end=self.num_tokens > self._min_tokens)
             texts.append(text)
         if finish and not self.was_cut:
             self.num_tokens += num_hidden
-            text, self.was_cut = stops.push(self._detokenizer.flush())
+            text, self.was_cut = stops.push(self._detokenizer.flush(), may_end=self.num_tokens > self._min_tokens)
             texts.append(text if self.was_cut else text + stops.flush())
         return "".join(texts)
 

@@ -217,6 +217,7 @@ def _check_prompts(front: Front, call: CheckedCall, prompts: Sequence[Prompt]) -
 def refused_by_template(error: TemplateRefusalError, param: str) -> ApiError:
     """Return the 400 for messages that the model's chat template does not take."""
     reason = f": {error.reason}" if error.reason else "."
+    param = param if error.index is None else f"{param}.{error.index}"
     return invalid("invalid_value", param, f"The model's chat template refuses these messages{reason}")
 
 

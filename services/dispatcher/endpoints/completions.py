@@ -35,9 +35,10 @@ def completion_call(arrival: Arrival, sender: Caller, body: dict[str, Any]) -> C
     refuse_unsupported(body, COMPLETIONS)
     prompts = _prompts(body.get("prompt"), front.codec.vocab_size)
     echo = fields.boolean("echo")
-    params = parse_params(fields, front.rules_for(sender.grant), completion_logprobs(fields))
+    logprobs = completion_logprobs(fields)
+    params = parse_params(fields, front.rules_for(sender.grant), logprobs)
     _check_count(len(prompts), params.num_choices, front.rules.max_choices)
-    if echo and fields.values.get("logprobs") is not None:
+    if echo and logprobs is not None:
         raise unsupported("echo", "Log-probabilities of the prompt are not supported: 'echo' excludes 'logprobs'.")
     front.unknown_names.note(body, _KNOWN)
     retry = sender.retry("completions", body)

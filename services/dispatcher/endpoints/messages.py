@@ -14,7 +14,7 @@ _ROLES: Final = ("system", "developer", "user", "assistant")
 
 
 def parse_messages(value: Any) -> list[dict[str, Any]]:
-    """Return the messages as the template gets them: `role`, `content` as one string, `name` if given.
+    """Return the messages: `role`, `content` as a string or as parts of type `text`, `name` if given.
 
     The role `developer` becomes `system`, which is what templates know.
 
@@ -34,7 +34,11 @@ def parse_messages(value: Any) -> list[dict[str, Any]]:
 
 def count_chars(messages: Sequence[Mapping[str, Any]]) -> int:
     """Return the characters that a conversation brings to the tokenizer, apart from the template's own."""
-    return sum(len(text) for message in messages for text in message.values())
+    return sum(_count_value(value) for message in messages for value in message.values())
+
+
+def _count_value(value: str | Sequence[Mapping[str, str]]) -> int:
+    return len(value) if isinstance(value, str) else sum([len(part["text"]) for part in value])
 
 
 def _message(value: Any, path: str) -> dict[str, Any]:
@@ -51,24 +55,25 @@ def _message(value: Any, path: str) -> dict[str, Any]:
     name = value.get("name")
     if name is not None and not isinstance(name, str):
         raise invalid("invalid_type", f"{path}.name", f"'{path}.name' must be a string, not {type_name(name)}.")
-    content = _content(value.get("content"), role, f"{path}.content")
+    content = _content(value, role, f"{path}.content")
     message = {"role": "system" if role == "developer" else role, "content": content}
-    return message if name is None else {**message, "name": name}
+    return {**message, "name": name} if name else message
 
 
-def _content(value: Any, role: str, path: str) -> str:
+def _content(message: Mapping[str, Any], role: str, path: str) -> str | list[dict[str, str]]:
+    value = message.get("content")
+    if value is None and role == "assistant":
+        value = message.get("refusal") or ""  # what it said instead
     if isinstance(value, str):
         return value
-    if value is None and role == "assistant":
-        return ""
     if not isinstance(value, list):
         raise invalid("invalid_type", path, f"'{path}' must be a string or an array of parts, not {type_name(value)}.")
     if len(value) > MAX_PARTS:
         raise invalid("array_above_max_length", path, f"'{path}' has more than {MAX_PARTS} parts.")
-    return "\n".join([_part(part, f"{path}.{index}") for index, part in enumerate(value)])
+    return [_part(part, f"{path}.{index}") for index, part in enumerate(value)] or ""
 
 
-def _part(value: Any, path: str) -> str:
+def _part(value: Any, path: str) -> dict[str, str]:
     if not isinstance(value, dict):
         raise invalid("invalid_type", path, f"'{path}' must be an object, not {type_name(value)}.")
     if value.get("type") != "text":
@@ -77,4 +82,4 @@ def _part(value: Any, path: str) -> str:
     text = value.get("text")
     if not isinstance(text, str):
         raise invalid("invalid_type", f"{path}.text", f"'{path}.text' must be a string, not {type_name(text)}.")
-    return text
+    return {"type": "text", "text": text}

@@ -137,11 +137,10 @@ def _num_choices(fields: Fields, rules: ParamRules) -> int:
 
 def _include_usage(fields: Fields, *, stream: bool) -> bool:
     options = fields.mapping("stream_options")
-    if options is None:
-        return False
-    if not stream:
+    include_usage = options is not None and options.boolean("include_usage")
+    if include_usage and not stream:
         raise invalid("invalid_value", "stream_options", "'stream_options' needs 'stream' to be true.")
-    return options.boolean("include_usage")
+    return include_usage
 
 
 def _max_tokens(fields: Fields) -> int | None:

@@ -83,14 +83,19 @@ def _or(value: float | None, default: float) -> float:
 def chat_logprobs(fields: Fields) -> int | None:
     """Return how many alternatives a chat request wants with each token; None if no log-probabilities at all."""
     wanted = fields.boolean("logprobs")
-    number = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
-    if number is not None and not wanted:
+    number = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
+    if number and not wanted:
         raise invalid("invalid_value", "top_logprobs", "'top_logprobs' needs 'logprobs' to be true.")
-    return number or 0 if wanted else None
+    return number if wanted else None
 
 
 def completion_logprobs(fields: Fields) -> int | None:
-    """Return how many alternatives a completion wants with each token; None if no log-probabilities at all."""
+    """Return how many alternatives a completion wants with each token; None if no log-probabilities at all.
+
+    `false`, which is chat's way to say so, means the same here.
+    """
+    if fields.values.get("logprobs") is False:
+        return None
     return fields.integer("logprobs", 0, MAX_COMPLETION_LOGPROBS)
 
 

@@ -26,6 +26,10 @@ def _is_false(value: Any) -> bool:
     return value is False
 
 
+def _is_true(value: Any) -> bool:
+    return value is True
+
+
 def _one_of(*neutral: Any) -> _IsNeutral:
     def is_neutral(value: Any) -> bool:
         return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in neutral)
@@ -36,42 +40,40 @@ def _one_of(*neutral: Any) -> _IsNeutral:
 _COMMON: Final[dict[str, _IsNeutral]] = {
     "length_penalty": _one_of(1, 1.0),
     "use_beam_search": _is_false,
-    "guided_json": _never,
-    "guided_regex": _never,
-    "guided_choice": _never,
-    "guided_grammar": _never,
-    "structured_outputs": _never,
-    "prompt_logprobs": _never,
+    "guided_json": _one_of(""),  # {} is the schema of whatever is JSON
+    "guided_regex": _is_empty,
+    "guided_choice": _is_empty,
+    "guided_grammar": _is_empty,
+    "structured_outputs": _is_empty,
+    "prompt_logprobs": _is_false,  # 0 asks for those of the prompt's own tokens
     "logits_processors": _is_empty,
     "include_stop_str_in_output": _is_false,
     "truncate_prompt_tokens": _never,
     "allowed_token_ids": _is_empty,
     "bad_words": _is_empty,
 }
-CHAT: Final[dict[str, _IsNeutral]] = {
-    **_COMMON,
+_TEMPLATE: Final[dict[str, _IsNeutral]] = {
     "tools": _is_empty,
-    "tool_choice": _one_of("none"),
-    "functions": _is_empty,
-    "function_call": _one_of("none"),
-    "chat_template": _never,
-    "chat_template_kwargs": _never,
-    "add_generation_prompt": _never,
-    "continue_final_message": _never,
-    "add_special_tokens": _never,
     "documents": _is_empty,
-    "audio": _never,
-    "prediction": _never,
-    "web_search_options": _never,
-    "echo": _is_false,
-}
-COMPLETIONS: Final[dict[str, _IsNeutral]] = {**_COMMON, "suffix": _is_empty, "prompt_embeds": _never}
-TOKENIZE: Final[dict[str, _IsNeutral]] = {
-    "tools": _is_empty,
-    "chat_template": _never,
-    "chat_template_kwargs": _never,
+    "chat_template": _is_empty,
+    "chat_template_kwargs": _is_empty,
     "continue_final_message": _is_false,
 }
+CHAT: Final[dict[str, _IsNeutral]] = {
+    **_COMMON,
+    **_TEMPLATE,
+    "tool_choice": _one_of("none", "auto", ""),  # without tools `auto` can only choose none
+    "functions": _is_empty,
+    "function_call": _one_of("none", "auto", ""),
+    "add_generation_prompt": _is_true,
+    "add_special_tokens": _is_false,
+    "audio": _is_empty,
+    "prediction": _is_empty,
+    "web_search_options": _never,  # {} asks for a search
+    "echo": _is_false,
+}
+COMPLETIONS: Final[dict[str, _IsNeutral]] = {**_COMMON, "suffix": _is_empty, "prompt_embeds": _is_empty}
+TOKENIZE: Final[dict[str, _IsNeutral]] = _TEMPLATE
 
 SHARED_NAMES: Final = (
     *("model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k"),
@@ -86,7 +88,8 @@ _REASONS: Final = {
     "chat_template_kwargs": "Chat templates come with the model; a request cannot change them.",
     "tools": "Tool calls are not supported.",
     "functions": "Tool calls are not supported.",
-    "tool_choice": "Tool calls are not supported; only 'none' is accepted.",
+    "tool_choice": "Tool calls are not supported; only 'none' and 'auto' are accepted, and no tools.",
+    "function_call": "Tool calls are not supported; only 'none' and 'auto' are accepted, and no functions.",
 }
 
 
@@ -101,8 +104,8 @@ def refuse_unsupported(values: Mapping[str, Any], table: Mapping[str, _IsNeutral
 
 def _refuse_formats(fields: Fields) -> None:
     form = fields.mapping("response_format")
-    if form is not None and form.text("type") != "text":
+    if form is not None and form.values and form.text("type") != "text":
         raise unsupported("response_format", "Only the response format 'text' is supported.")
     modalities = fields.values.get("modalities")
-    if modalities is not None and modalities != ["text"]:
+    if modalities is not None and modalities not in ([], ["text"]):
         raise unsupported("modalities", "Only the modality 'text' is supported.")

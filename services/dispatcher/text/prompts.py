@@ -1,9 +1,10 @@
 """Messages and texts to token ids, such that what a user writes never becomes a control token.
 
-A tokenizer turns the characters `<|im_start|>` into the control token wherever they stand. So each occurrence of such
-a string in a message is replaced by a placeholder of private-use characters before the template is rendered; the text
-is split at the placeholders, and what stood there is encoded by a second tokenizer that knows no control tokens.
-Without an occurrence the ids are exactly those of transformers' `apply_chat_template` (or of plain encoding).
+All texts are encoded by a tokenizer that knows control tokens by secret names only (`aliases.py`): the names are put
+where the template writes control tokens. To tell these from what a user wrote, each control string in a message is
+replaced by a placeholder of private-use characters while the template is rendered. Without such a string the ids are
+exactly those of transformers' `apply_chat_template` (or of plain encoding); with one, those of a text in which it is a
+word like others.
 
 A control token is an added token that is marked as special, or that the model's own template writes (`<tool_call>`).
 The latter stays itself in an assistant's message: there it is the model's own earlier output.
@@ -15,15 +16,16 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from os.path import commonprefix
 from typing import Any, Final
 
 from tokenizers import Tokenizer
 
+from services.dispatcher.text.aliases import alias_tokens, load_tokenizer
 from services.dispatcher.text.detokenizer import DetokenizerTable, load_table
 from services.dispatcher.text.model_folder import ModelFolder
 from services.dispatcher.text.template import ChatTemplate, TemplateRefusalError
+from services.dispatcher.text.template_forms import in_form
 from services.dispatcher.text.token_names import TokenNames
 from shared.errors import StartupError
 from shared.messages.request import MAX_PROMPT_TOKENS
@@ -68,7 +70,7 @@ class PromptCodec:
     """
 
     def __init__(self, folder: ModelFolder, template: ChatTemplate | None = None) -> None:
-        self.tokenizer = _load_tokenizer(folder.tokenizer_json)
+        self.tokenizer = load_tokenizer(folder.tokenizer_json)
         self.vocab_size = folder.vocab_size or self.tokenizer.get_vocab_size(with_added_tokens=True)
         self.unknown_tokens = _tokens_from(self.tokenizer, self.vocab_size)
         """Added tokens whose ids the model does not have."""
@@ -83,11 +85,7 @@ class PromptCodec:
         special, by_template = _control_tokens(self.tokenizer, self.template)
         self._control = _pattern(special | by_template)
         self._special_only = _pattern(special)
-        self._control_ids = {self.tokenizer.token_to_id(token) for token in special | by_template}
-        self._literal = _without_tokens(folder.tokenizer_json, special | by_template | self.unknown_tokens)
-        self._literal.encode_special_tokens = True
-        self._literal_ids: dict[str, list[int]] = {}
-        self._prefix, self._suffix = _post_processing(self.tokenizer)
+        self._aliased = alias_tokens(self.tokenizer, special | by_template)
         self._check_writers()
         self.table: DetokenizerTable = load_table(self.tokenizer)
         self.names = TokenNames(self.tokenizer, self.table)
@@ -105,10 +103,17 @@ class PromptCodec:
             TooManyTokensError: more than `MAX_PROMPT_TOKENS`.
             UntokenizableError: the tokenizer makes no ids of it that the model has.
         """
-        if self._control is None or not self._control.search(text):
-            return self._ids(self.tokenizer, text, add_special_tokens=add_special_tokens)
-        ids = self._encode_parts(re.split(f"({self._control.pattern})", text))
-        return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
+        try:
+            encoding = self._aliased.encode(text, add_special_tokens=add_special_tokens)
+        except Exception as error:  # the library raises bare Exception: no token for a character, and none for unknown
+            raise UntokenizableError(f"the tokenizer fails on it ({str(error)[:200]})") from None
+        if len(encoding) > MAX_PROMPT_TOKENS:  # before a list of them holds up every other thread
+            raise TooManyTokensError(len(encoding))
+        ids: list[int] = encoding.ids
+        if self.has_unknown_pieces and (largest := max(ids, default=0)) >= self.vocab_size:
+            token = str(self.tokenizer.id_to_token(largest))[:80]
+            raise UntokenizableError(f"{token!r} in it has id {largest}, and the model 0 to {self.vocab_size - 1}")
+        return ids
 
     def encode_chat(
         self,
@@ -120,27 +125,26 @@ class PromptCodec:
         """Return the ids of a conversation.
 
         Args:
-            messages: `role` and `content` (a string), and what else the template may read.
+            messages: `role` and `content` (a string, or parts of type `text`), and what else the template may read.
             add_generation_prompt: they end where the assistant's answer begins.
             add_special_tokens: with the tokenizer's own BOS or EOS; most templates write theirs.
 
         Raises:
-            TemplateRefusalError: the template does not take them, or the model has none.
+            TemplateRefusalError: the template does not take them all, or the model has none.
             TooManyTokensError: more than `MAX_PROMPT_TOKENS`.
             UntokenizableError: as `encode_text`.
         """
         if self.template is None:
             raise TemplateRefusalError("this model has no chat template; use /v1/completions")
-        render = partial(self.template.render, add_generation_prompt=add_generation_prompt)
-        if not any(self._find(message) for message in messages):
-            return self._ids(self.tokenizer, render(messages), add_special_tokens=add_special_tokens)
-        mark = _unused_mark(messages)
+        messages = self.template.in_form(messages, add_generation_prompt=add_generation_prompt)
+        mark = ""
         hidden: list[str] = []
-        rendered = render([self._hide(message, mark, hidden) for message in messages])
-        parts = re.split(f"{mark}([0-9]+){mark}", rendered)
-        parts[1::2] = [hidden[int(number)] for number in parts[1::2]]
-        ids = self._encode_parts(parts)
-        return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
+        if any(self._find(message) for message in messages):
+            mark = _unused_mark(messages)
+            messages = [self._hide(message, mark, hidden) for message in messages]
+        rendered = self.template.render(messages, add_generation_prompt=add_generation_prompt)
+        text = self._name_tokens(rendered, mark, hidden)
+        return self.encode_text(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of some ids."""
@@ -154,62 +158,44 @@ class PromptCodec:
 
     def _find(self, message: Mapping[str, Any]) -> bool:
         pattern = self._pattern_for(message)
-        return pattern is not None and any(pattern.search(text) for text in message.values() if isinstance(text, str))
+        return pattern is not None and any(pattern.search(text) for text in _texts_of(message))
 
     def _pattern_for(self, message: Mapping[str, Any]) -> re.Pattern[str] | None:
         return self._special_only if message.get("role") == "assistant" else self._control
 
     def _hide(self, message: Mapping[str, Any], mark: str, hidden: list[str]) -> dict[str, Any]:
-        """Return the message with placeholders; what they stand for is appended to `hidden`."""
+        """Return the message with placeholders; what they stand for is appended to `hidden`.
+
+        Between two parts stands one for nothing: what they make together is no control token either.
+        """
         pattern = self._pattern_for(message)
 
-        def replace(match: re.Match[str]) -> str:
-            hidden.append(match.group())
+        def place(text: str) -> str:
+            hidden.append(text)
             return f"{mark}{len(hidden) - 1}{mark}"
 
-        if pattern is None:
-            return dict(message)
-        return {
-            key: pattern.sub(replace, value) if isinstance(value, str) and key != "role" else value
-            for key, value in message.items()
-        }
+        def guard(value: Any) -> Any:
+            if isinstance(value, str):
+                return pattern.sub(lambda match: place(match.group()), value) if pattern is not None else value
+            texts = [guard(part["text"]) for part in value]
+            return [{**part, "text": (place("") if i else "") + texts[i]} for i, part in enumerate(value)]
 
-    def _encode_parts(self, parts: Sequence[str]) -> list[int]:
-        """Encode template text (even places) as usual and user's control strings (odd places) as plain text."""
-        ids: list[int] = []
-        for index, part in enumerate(parts):
-            if part:
-                ids += self._encode_literally(part) if index % 2 else self._ids(self.tokenizer, part)
-        return ids
+        return {key: value if key == "role" else guard(value) for key, value in message.items()}
 
-    def _encode_literally(self, text: str) -> list[int]:
-        """Return the ids of a control string as plain text; they are few, and a prompt may be full of them."""
-        ids = self._literal_ids.get(text)
-        if ids is None:
-            ids = self._ids(self._literal, text)
-            if not self._control_ids.isdisjoint(ids):
-                # a vocabulary that holds the control string as an ordinary piece: letter by letter it cannot match
-                ids = [token_id for char in text for token_id in self._ids(self._literal, char)]
-            self._literal_ids[text] = ids
-        return ids
-
-    def _ids(self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        try:
-            # for one text the library holds the GIL, and with it the event loop; for a batch it lets it go
-            (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except Exception as error:  # the library raises bare Exception: no token for a character, and none for unknown
-            raise UntokenizableError(f"the tokenizer fails on it ({str(error)[:200]})") from None
-        if len(encoding) > MAX_PROMPT_TOKENS:  # before a list of them holds up every other thread
-            raise TooManyTokensError(len(encoding))
-        ids: list[int] = encoding.ids
-        if self.has_unknown_pieces and (largest := max(ids, default=0)) >= self.vocab_size:
-            token = str(tokenizer.id_to_token(largest))[:80]
-            raise UntokenizableError(f"{token!r} in it has id {largest}, and the model 0 to {self.vocab_size - 1}")
-        return ids
+    def _name_tokens(self, rendered: str, mark: str, hidden: Sequence[str]) -> str:
+        """Return the text with the secret names of what the template wrote, and in it what users wrote."""
+        if self._control is None:
+            return rendered
+        parts = re.split(f"{mark}([0-9]+){mark}", rendered) if mark else [rendered]
+        aliases = self._aliased.aliases
+        parts[::2] = [self._control.sub(lambda match: aliases[match.group()], part) for part in parts[::2]]
+        parts[1::2] = [hidden[int(number)] for number in parts[1::2]]
+        return "".join(parts)
 
     def _check_writers(self) -> None:
         """Check that what is written around every text has ids of the model."""
-        ids = [token_id for token_id in (*self._prefix, *self._suffix) if token_id >= self.vocab_size]
+        plain, whole = (set(self.tokenizer.encode("a", add_special_tokens=added).ids) for added in (False, True))
+        ids = [token_id for token_id in whole - plain if token_id >= self.vocab_size]
         if ids:
             what = f"the tokenizer puts id {ids[0]} around every prompt, and the model has 0 to {self.vocab_size - 1}"
             raise StartupError(what, "Correct post_processor in tokenizer.json")
@@ -218,28 +204,17 @@ class PromptCodec:
         for messages in _TRIALS if self.unknown_tokens else ():
             for is_prompt in (True, False):
                 with suppress(TemplateRefusalError):
-                    text = self.template.render(messages, add_generation_prompt=is_prompt)
+                    given = [in_form(message, self.template.forms.part_roles) for message in messages]
+                    text = self.template.render(given, add_generation_prompt=is_prompt)
                     if written := [token for token in sorted(self.unknown_tokens) if token in text]:
                         raise _refused_template(written[0], self.vocab_size)
-
-
-def _load_tokenizer(source: str) -> Tokenizer:
-    try:
-        tokenizer = Tokenizer.from_str(source)
-    except Exception as error:  # the library raises bare Exception for whatever it does not understand
-        raise StartupError(
-            f"tokenizer.json cannot be read ({str(error)[:200]})", "Save it in the format of the tokenizers library"
-        ) from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def _without_tokens(source: str, tokens: frozenset[str]) -> Tokenizer:
     """Return the tokenizer without these added tokens: their strings are ordinary text to it."""
     content = json.loads(source)
     content["added_tokens"] = [token for token in content.get("added_tokens", []) if token["content"] not in tokens]
-    return _load_tokenizer(json.dumps(content))
+    return load_tokenizer(json.dumps(content))
 
 
 def _tokens_from(tokenizer: Tokenizer, first_id: int) -> frozenset[str]:
@@ -274,6 +249,12 @@ def _control_tokens(tokenizer: Tokenizer, template: ChatTemplate | None) -> tupl
     return special, written
 
 
+def _texts_of(message: Mapping[str, Any]) -> list[str]:
+    """Return the texts of a message; parts of a content together, as a template may write them."""
+    values = message.values()
+    return [value if isinstance(value, str) else "".join([part["text"] for part in value]) for value in values]
+
+
 def _pattern(tokens: frozenset[str]) -> re.Pattern[str] | None:
     return re.compile(longest_of(sorted(tokens))) if tokens else None
 
@@ -296,18 +277,8 @@ def longest_of(texts: Sequence[str]) -> str:
 
 
 def _unused_mark(messages: Sequence[Mapping[str, Any]]) -> str:
-    used = {char for message in messages for text in message.values() if isinstance(text, str) for char in set(text)}
+    used = {char for message in messages for text in _texts_of(message) for char in set(text)}
     for code in _OPEN_CANDIDATES:
         if chr(code) not in used:
             return chr(code)
     raise TemplateRefusalError("the messages use too many private-use characters")
-
-
-def _post_processing(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Return the ids that encoding a prompt puts before and after it (BOS, EOS)."""
-    plain: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
-    whole: list[int] = tokenizer.encode("a", add_special_tokens=True).ids
-    for start in range(len(whole) - len(plain) + 1):
-        if whole[start : start + len(plain)] == plain:
-            return whole[:start], whole[start + len(plain) :]
-    return [], []

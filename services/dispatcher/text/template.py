@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from typing import Any, Final
 
 import jinja2
@@ -17,6 +18,7 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from services.dispatcher.text.template_forms import Forms, Shape, find_forms, find_left_out, in_form, shape_of
 from shared.errors import StartupError
 
 MAX_REASON_CHARS = 200
@@ -27,6 +29,8 @@ MAX_RENDERED_CHARS: Final = 16 * 1024 * 1024
 """Longest prompt that a template may make: several times the text that the largest request brings."""
 RENDER_LIMIT_S: Final = 10.0
 """Seconds after which a template is stopped, at its next piece of text."""
+MAX_SHAPES: Final = 64
+"""Kinds of conversations of which it is kept what the template leaves out."""
 
 
 class TemplateRefusalError(ValueError):
@@ -34,11 +38,13 @@ class TemplateRefusalError(ValueError):
 
     Args:
         reason: its own sentence (`raise_exception`), printable and short; empty if it simply failed.
+        index: of the message that is not taken, if it is one.
     """
 
-    def __init__(self, reason: str = "") -> None:
+    def __init__(self, reason: str = "", index: int | None = None) -> None:
         super().__init__(reason or "the chat template failed")
         self.reason = reason
+        self.index = index
 
 
 class _RaisedByTemplateError(jinja2.TemplateError):
@@ -91,6 +97,9 @@ class ChatTemplate:
         except (jinja2.TemplateError, SyntaxError, RecursionError, ValueError, MemoryError) as error:
             # the last four: what Jinja accepts and Python cannot compile, such as loops nested too deep
             raise StartupError(f"the model's chat template is not valid Jinja ({error})") from None
+        self.forms: Forms = find_forms(self._try)
+        """How it reads what messages say."""
+        self._left_out = lru_cache(MAX_SHAPES)(self._find_left_out)
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
         """Return the prompt of a conversation.
@@ -114,6 +123,33 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
             raise TemplateRefusalError from error
 
+    def in_form(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> list[dict[str, Any]]:
+        """Return the messages as the template reads them.
+
+        Args:
+            messages: `content` is a text, or parts `{"type": "text", "text": …}`.
+            add_generation_prompt: as in `render`.
+
+        Raises:
+            TemplateRefusalError: the template would leave one of them out.
+        """
+        formed = [in_form(message, self.forms.part_roles) for message in messages]
+        left_out = self._left_out(shape_of(formed), add_generation_prompt) if len(formed) <= self.max_messages else ()
+        for index in sorted(left_out):
+            if not _is_blank(formed[index]["content"]):
+                role = formed[index]["role"]
+                raise TemplateRefusalError(f"it leaves out what message {index} (role '{role}') says", index)
+        return formed
+
+    def _find_left_out(self, shape: Shape, add_generation_prompt: bool) -> frozenset[int]:  # noqa: FBT001  a cache's key
+        return find_left_out(lambda messages: self._try(messages, add_generation_prompt=add_generation_prompt), shape)
+
+    def _try(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str | None:
+        try:
+            return self.render(messages, add_generation_prompt=add_generation_prompt)
+        except TemplateRefusalError:
+            return None
+
     def _render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
         pieces: list[str] = []
         num_chars, end_s = 0, time.monotonic() + RENDER_LIMIT_S
@@ -131,6 +167,10 @@ class ChatTemplate:
             if time.monotonic() > end_s:
                 raise TemplateRefusalError(f"it takes more than {RENDER_LIMIT_S:g} s for them")
         return "".join(pieces)
+
+
+def _is_blank(content: str | Sequence[Mapping[str, str]]) -> bool:
+    return not (content if isinstance(content, str) else "".join([part["text"] for part in content])).strip()
 
 
 def _raise_exception(message: object) -> None:

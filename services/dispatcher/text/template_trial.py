@@ -95,7 +95,8 @@ def _render_all(source: str, special_tokens: Mapping[str, str]) -> None:
     for length in LENGTHS:
         roles = ("user", "assistant")
         with suppress(TemplateRefusalError):  # it says no, which costs nothing
-            template.render([{"role": roles[index % 2], "content": _TEXT} for index in range(length)])
+            talk = [{"role": roles[index % 2], "content": _TEXT} for index in range(length)]
+            template.render(template.in_form(talk, add_generation_prompt=True))
         print(length, flush=True)
 
 

@@ -25,9 +25,12 @@ WORDS = st.text(alphabet="ab🦊é", max_size=20)
 FOX_STOPS = st.lists(st.text(alphabet="ab🦊", min_size=1, max_size=3), max_size=3)
 
 
-def reference(text: str, stops: list[str]) -> str:
-    """Read letter by letter; at the first place where a stop string is complete, cut before the longest one there."""
-    for end in range(1, len(text) + 1):
+def reference(text: str, stops: list[str], num_spared: int = 0) -> str:
+    """Read letter by letter; at the first place where a stop string is complete, cut before the longest one there.
+
+    One that is complete within the first `num_spared` letters does not count.
+    """
+    for end in range(num_spared + 1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
             return text[: end - max(map(len, found))]
@@ -138,19 +141,32 @@ def test_the_tokens_of_each_part_spell_its_text(text: str, stops: list[str], siz
     assert plain.push(data, FinishReason.NONE) + (plain.push([], FinishReason.LENGTH) if ends else "") == visible
 
 
-@given(WORDS, FOX_STOPS, st.integers(0, 12))
+@given(WORDS, FOX_STOPS, st.integers(0, 12), st.lists(st.integers(0, 60)))
 @settings(max_examples=300, deadline=None)
-def test_no_stop_string_ends_the_text_of_the_first_tokens(text: str, stops: list[str], min_tokens: int) -> None:
-    """The answer is that of a text of which only the rest, after `min_tokens` tokens, is searched."""
+def test_only_what_is_complete_after_the_first_tokens_ends_the_text(
+    text: str, stops: list[str], min_tokens: int, cuts: list[int]
+) -> None:
+    """One byte is one token. Where the stop string begins makes no difference, nor in which batches the tokens come."""
     data = [*text.encode()]
-    answer = AnswerText(ALPHABET.start(), stops, min_tokens=min_tokens)
-    found = answer.push(data, FinishReason.LENGTH)
-    reference = AnswerText(ALPHABET.start(), stops)
-    detokenizer = ALPHABET.start()
-    free = detokenizer.push(data[:min_tokens])
-    rest = detokenizer.push(data[min_tokens:]) + detokenizer.flush()
-    assert found == free + reference.push([*rest.encode()], FinishReason.LENGTH)
+    answer, found = AnswerText(ALPHABET.start(), stops, min_tokens=min_tokens), ""
+    for start, end in pairwise(sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})):
+        found += answer.push(data[start:end], FinishReason.NONE)
+    if not answer.was_cut:
+        found += answer.push([], FinishReason.LENGTH)
+    assert found == reference(text, stops, len(bytes(data[:min_tokens]).decode(errors="ignore")))
     assert answer.num_tokens >= min(min_tokens, len(data))
+
+
+def test_a_stop_string_that_begins_in_the_first_tokens_ends_the_text_at_the_first_token_after_them() -> None:
+    answer = AnswerText(ALPHABET.start(), ("aab",), min_tokens=3)
+    assert [answer.push([byte], FinishReason.NONE) for byte in b"aaab"] == ["", "", "a", ""]
+    assert (answer.was_cut, answer.num_tokens) == (True, 4)
+
+
+def test_half_a_character_at_the_end_ends_nothing_within_the_first_tokens() -> None:
+    for min_tokens, text in ((2, "a\ufffd"), (1, "a")):
+        answer = AnswerText(ALPHABET.start(), ("\ufffd",), min_tokens=min_tokens)
+        assert answer.push([*b"a\xf0"], FinishReason.LENGTH) == text
 
 
 def test_a_token_without_text_comes_with_what_follows_or_with_the_end() -> None:

@@ -8,19 +8,29 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import datetime
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from services.dispatcher.text.model_folder import read_model_folder
 from services.dispatcher.text.prompts import PromptCodec, longest_of
 from services.dispatcher.text.template import ChatTemplate, TemplateRefusalError
 from shared.errors import StartupError
-from tests.support.text_models import CHATML, metaspace_json, sentencepiece_json, write_model_folder
+from tests.support.text_models import (
+    CHATML,
+    SPACES,
+    byte_level_json,
+    metaspace_json,
+    sentencepiece_json,
+    write_model_folder,
+)
 
 TOOL_TEMPLATE = CHATML + "{# <tool> #}"
 ROLES = st.sampled_from(["system", "user", "assistant"])
@@ -126,11 +136,122 @@ def test_a_completion_prompt_has_the_tokenizers_own_bos(tmp_path: Path) -> None:
     assert codec.tokenizer.token_to_id("</s>") not in guarded
 
 
-def test_a_vocabulary_that_holds_the_control_string_as_a_piece_still_gives_plain_text(tmp_path: Path) -> None:
+PARTS = st.lists(
+    st.sampled_from(["</s>", "<s>", "<unk>", "</", "s>", "the", "fox", " ", "a", "é", "🦊", "<0x41>"]), max_size=8
+)
+
+
+@pytest.mark.parametrize("spaces", SPACES)
+@given(PARTS.map("".join))
+@settings(max_examples=60, deadline=None)
+def test_a_control_string_is_a_word_like_others(spaces: str, text: str) -> None:
+    """The ids are those of a tokenizer that never heard of control tokens, and so is the text that comes back."""
+    codec, innocent = piece_codec(spaces), Tokenizer.from_str(sentencepiece_json(spaces, ()))
+    ids = codec.encode_text(text, add_special_tokens=False)
+    assert ids == innocent.encode(text, add_special_tokens=False).ids
+    assert codec.encode_text(text) == [1, *ids]
+    assert codec.decode(ids) == innocent.decode(ids)
+    if not text.startswith(" "):  # of which Metaspace keeps one less
+        assert codec.decode(ids) == text
+
+
+@cache
+def piece_codec(spaces: str, turn: AddedToken | None = None) -> PromptCodec:
+    """Return the codec of a sentencepiece-like model, whose template may write a control token of its own."""
+    added: list[AddedToken | str] = ["<unk>", "<s>", "</s>", *([turn] if turn else [])]
+    template = "{% for m in messages %}<|turn|>{{ m.role }}: {{ m.content | trim }} <|turn|>{% endfor %}"
+    with TemporaryDirectory() as folder:
+        written = write_model_folder(Path(folder), sentencepiece_json(spaces, added), template=template)
+        return PromptCodec(read_model_folder(written))
+
+
+@pytest.mark.parametrize("spaces", SPACES)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"lstrip": True},
+        {"rstrip": True},
+        {"normalized": True},
+        {"normalized": True, "lstrip": True},
+        {"normalized": True, "rstrip": True},
+        {"special": False, "normalized": True},
+        {"special": False},
+    ],
+    ids=str,
+)
+@given(PARTS.map("".join), PARTS.map("".join))
+@settings(max_examples=10, deadline=None)
+def test_around_the_templates_own_tokens_all_is_as_the_library_has_it(
+    spaces: str, flags: dict[str, bool], question: str, answer: str
+) -> None:
+    """The ids are those of a tokenizer that knows the template's token and no other."""
+    turn = AddedToken("<|turn|>", **{"special": True, "normalized": False, **flags})
+    codec, innocent = piece_codec(spaces, turn), Tokenizer.from_str(sentencepiece_json(spaces, (turn,)))
+    rendered = f"<|turn|>user: {question.strip()} <|turn|><|turn|>assistant: {answer.strip()} <|turn|>"
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    assert codec.encode_chat(messages) == innocent.encode(rendered, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("text", ["the </s> fox", "</s>", "the<s></s>fox", "</s></s>"])
+def test_a_vocabulary_that_holds_the_control_string_as_a_piece_still_gives_plain_text(
+    tmp_path: Path, text: str
+) -> None:
     codec = PromptCodec(read_model_folder(write_model_folder(tmp_path, metaspace_json())))
-    ids = codec.encode_text("the </s> fox")
-    assert codec.tokenizer.token_to_id("</s>") not in ids
-    assert "</s>" in codec.tokenizer.decode(ids).replace(" ", "")
+    ids = codec.encode_text(text)
+    assert {1, 2}.isdisjoint(ids)
+    assert codec.decode(ids) == text
+
+
+@pytest.mark.parametrize("ignore_merges", [False, True])
+def test_a_vocabulary_that_merges_to_the_control_string_still_gives_plain_text(
+    tmp_path: Path, ignore_merges: bool
+) -> None:
+    vocab = {piece: index for index, piece in enumerate(["a", "<", "/", "s", ">", "</", "s>", "</s>", "</s>a"])}
+    merges = [("<", "/"), ("s", ">"), ("</", "s>"), ("</s>", "a")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["</s>"])
+    codec = PromptCodec(read_model_folder(write_model_folder(tmp_path, str(tokenizer.to_str()))))
+    assert codec.encode_text("a</s>") == [0, 5, 6]
+    assert codec.encode_text("</s>a</s>") == [5, 6, 0, 5, 6]
+
+
+def test_special_tokens_that_are_looked_for_in_normalised_text_have_no_text_either(tmp_path: Path) -> None:
+    """As in Llama's first files: the library shows `</s>` in an answer, and takes it for a token after a space only."""
+    added = [AddedToken(token, special=True, normalized=True) for token in ("<unk>", "<s>", "</s>")]
+    template = "{% for m in messages %}{{ m.content }} </s>{{ m.content }}</s>{% endfor %}"
+    folder = write_model_folder(tmp_path, sentencepiece_json(added=added), template=template)
+    codec = PromptCodec(read_model_folder(folder))
+    assert codec.table.start().push([1, *codec.encode_text("the fox", add_special_tokens=False), 2]) == "the fox"
+    assert (
+        codec.encode_chat([{"role": "user", "content": "the"}])
+        == codec.tokenizer.encode("the </s>the</s>", add_special_tokens=False).ids
+    )
+    ids = codec.encode_chat([{"role": "user", "content": "the </s>"}])
+    assert ids.count(2) == 1
+    assert codec.tokenizer.decode(ids, skip_special_tokens=False) == "the </s> </s>the </s></s>"
+
+
+def test_added_tokens_keep_their_ids_beside_renamed_ones(codec: PromptCodec) -> None:
+    """`<tool>` comes after the control tokens, and is none of them: this template does not write it."""
+    tool = codec.tokenizer.token_to_id("<tool>")
+    ids = codec.encode_text("a<tool><|im_end|><tool>")
+    assert [token_id for token_id in ids if token_id == tool] == [tool, tool]
+    assert codec.decode(ids) == "a<tool><|im_end|><tool>"
+
+
+def test_a_token_that_is_looked_for_in_normalised_text_is_plain_for_users_in_every_spelling(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_str(byte_level_json())
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.add_tokens([AddedToken("<call>", normalized=True)])
+    call = tokenizer.token_to_id("<call>")
+    assert call is not None
+    assert call in tokenizer.encode("<CALL>").ids
+    folder = write_model_folder(tmp_path, str(tokenizer.to_str()), template=CHATML + "<call>")
+    codec = PromptCodec(read_model_folder(folder))
+    assert call not in codec.encode_text("<CALL>")
+    assert codec.encode_chat([{"role": "user", "content": "<CALL>"}]).count(call) == 1
 
 
 def test_private_use_characters_in_a_message_do_not_confuse_the_placeholders(codec: PromptCodec) -> None:
