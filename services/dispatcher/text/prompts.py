@@ -21,11 +21,12 @@ from typing import Any, Final
 from tokenizers import Tokenizer
 
 from services.dispatcher.text.detokenizer import DetokenizerTable, load_table
-from services.dispatcher.text.model_folder import ModelFolder
+from services.dispatcher.text.model_folder import MAX_TOKENIZER_PARTS, TOKENIZER_HINT, ModelFolder
 from services.dispatcher.text.template import ChatTemplate, TemplateRefusalError
 from services.dispatcher.text.token_names import TokenNames
 from shared.errors import StartupError
 from shared.messages.request import MAX_PROMPT_TOKENS
+from shared.reading import parse_json
 
 _OPEN_CANDIDATES: Final = range(0xF0000, 0xF0400)
 """Private-use characters that may mark a placeholder; one that no message contains is taken."""
@@ -175,9 +176,7 @@ def _load_tokenizer(source: str) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_str(source)
     except Exception as error:  # the library raises bare Exception for whatever it does not understand
-        raise StartupError(
-            f"tokenizer.json cannot be read ({str(error)[:200]})", "Save it in the format of the tokenizers library"
-        ) from None
+        raise StartupError(f"tokenizer.json cannot be read ({str(error)[:200]})", TOKENIZER_HINT) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -185,7 +184,10 @@ def _load_tokenizer(source: str) -> Tokenizer:
 
 def _without_tokens(source: str, tokens: frozenset[str]) -> Tokenizer:
     """Return the tokenizer without these added tokens: their strings are ordinary text to it."""
-    content = json.loads(source)
+    try:
+        content = parse_json(source, max_parts=MAX_TOKENIZER_PARTS)
+    except ValueError as error:
+        raise StartupError(f"tokenizer.json is {error}", TOKENIZER_HINT) from None
     content["added_tokens"] = [token for token in content.get("added_tokens", []) if token["content"] not in tokens]
     tokenizer = _load_tokenizer(json.dumps(content))
     tokenizer.encode_special_tokens = True

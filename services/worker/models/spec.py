@@ -5,6 +5,7 @@ Reads JSON only: no tensors, no code from the checkpoint's folder.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,6 +16,7 @@ from services.worker.models.refusals import SUPPORTED, refuse_adapter, refuse_fe
 from services.worker.models.rope_spec import RopeSpec, Rotation, read_rotation
 from services.worker.models.windows import read_windows
 from shared.errors import StartupError
+from shared.reading import is_file, is_folder
 
 __all__ = ["Activation", "ModelSpec", "RopeSpec", "check_context", "read_spec"]
 
@@ -31,6 +33,8 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_fast": "gelu_tanh",
 }
 """Names in config.json, several of which mean the same function."""
+MAX_LAYERS = 4096
+"""Thirty times as many as the deepest that is published has."""
 LAYER_NORM_EPS = 1e-5
 """torch's own, which the OPT family does not state."""
 
@@ -106,14 +110,14 @@ def read_spec(model_dir: Path) -> ModelSpec:
     Raises:
         StartupError: the folder or config.json is missing or broken, or the model has a feature that is not supported.
     """
-    if not model_dir.is_dir():
+    if not is_folder(model_dir):
         raise StartupError(f"no folder {model_dir}", "Give the folder of a checkpoint in Hugging Face format")
     refuse_adapter(model_dir)
-    if not (model_dir / "config.json").is_file():
+    if not is_file(model_dir / "config.json"):
         raise StartupError(f"{model_dir} has no config.json", "Give the folder of a checkpoint in Hugging Face format")
     config = read_json(model_dir / "config.json")
     generation_path = model_dir / "generation_config.json"
-    generation = read_json(generation_path) if generation_path.is_file() else {}
+    generation = read_json(generation_path) if os.path.lexists(generation_path) else {}
     architecture, family = _family(config)
     refuse_features(config, family, architecture)
     return _build(ConfigReader(config, family.defaults), architecture, family, generation)
@@ -151,7 +155,7 @@ def _family(config: Config) -> tuple[str, Family]:
 
 
 def _build(reader: ConfigReader, architecture: str, family: Family, generation: Config) -> ModelSpec:
-    hidden_size, num_layers = reader.positive("hidden_size"), reader.positive("num_hidden_layers")
+    hidden_size, num_layers = reader.positive("hidden_size"), reader.positive("num_hidden_layers", most=MAX_LAYERS)
     num_heads, num_kv_heads = _heads(reader)
     head_dim = reader.positive("head_dim", max(hidden_size // num_heads, 1))
     vocab_size = reader.positive("vocab_size")

@@ -200,7 +200,7 @@ BROKEN: list[tuple[Callable[[Path], Any], str]] = [
     ),
     (in_json(INDEX_NAME, promise_all_in_one_file), "which model.safetensors.index.json promises"),
     (lambda folder: max(folder.glob("*.safetensors")).unlink(), r"-of-\d+\.safetensors is missing"),
-    (lambda folder: (folder / INDEX_NAME).write_text("{"), r"cannot read .*index\.json"),
+    (lambda folder: (folder / INDEX_NAME).write_text("{"), r"index\.json is not valid JSON"),
     (change_config(hidden_size=128), r"has shape \[\d+, \d+\], config\.json asks for"),
     (change_config(num_hidden_layers=3), r"no tensor model\.layers\.2\."),
     (change_config(num_hidden_layers=1), r"tensors that LlamaForCausalLM does not use, such as model\.layers\.1"),
