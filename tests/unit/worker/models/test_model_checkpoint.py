@@ -234,6 +234,11 @@ HEADERS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda h: h["model.norm.weight"].update(data_offsets=[0, 256]), "overlap or leave a gap"),
     (lambda h: h["model.norm.weight"].pop("dtype"), "entry of model.norm.weight is broken"),
     (lambda h: h.update({"x": 3}), "entry of x is broken"),
+    (lambda h: h["model.norm.weight"].update(shape=[1] * 4000), "has 4000 dimensions, more than 8"),
+    (lambda h: h["model.norm.weight"].update(shape=[10**400, 0]), "entry of model.norm.weight is broken"),
+    (lambda h: h["model.norm.weight"].update(shape=[True]), "entry of model.norm.weight is broken"),
+    (lambda h: h.update({"x": json.loads("[" * 250 + "]" * 250)}), "its header is not valid JSON: .* nested too deep"),
+    (lambda h: h.update({str(index): h["lm_head.weight"] for index in range(100_001)}), "more than 100000"),
 ]
 
 
@@ -269,6 +274,11 @@ def test_missing_files_are_named(folder: Path) -> None:
         ({"x": "../model.safetensors"}, "no file of the folder"),
         ({"x": 3}, "no file of the folder"),
         ({"x": SINGLE_NAME}, "has no tensor x"),
+        ({"x": "n" * 300}, "nnn is missing"),
+        ({"x": "a\0b"}, "is missing"),
+        (json.loads("[" * 250 + "]" * 250), "is not valid JSON: .* nested too deep"),
+        (dict.fromkeys(map(str, range(100_001)), SINGLE_NAME), "names 100001 tensors, more than 100000"),
+        (dict.fromkeys(map(str, range(10**6)), SINGLE_NAME), "is larger than 16.0 MiB"),
     ],
 )
 def test_a_wrong_index_is_refused(folder: Path, weight_map: Any, message: str) -> None:
