@@ -82,7 +82,7 @@ def parse_json(data: bytes | str, *, allow_inf_nan: bool = False, max_parts: int
     try:
         return from_json(data, allow_inf_nan=allow_inf_nan, cache_strings="none")
     except (ValueError, RecursionError) as error:
-        problem = "is nested too deep" if "recursion" in str(error) else str(error)
+        problem = "it is nested too deep" if "recursion" in str(error) else str(error)
         raise ValueError(f"not valid JSON: {problem}") from None
 
 

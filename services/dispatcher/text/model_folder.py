@@ -12,6 +12,7 @@ from typing import Any
 
 from shared.errors import StartupError
 from shared.reading import InputFile, is_folder
+from shared.sizes import describe_number
 
 MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
 """Largest `tokenizer.json` (one of 256 k entries has about 35 MB)."""
@@ -125,5 +126,5 @@ def _positive(config: Mapping[str, Any], name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         return 0
     if value > MAX_COUNT:
-        raise StartupError(f"config.json: {name} is {value}, must be at most {MAX_COUNT}", _COPY_AGAIN)
+        raise StartupError(f"config.json: {name} is {describe_number(value)}, must be at most {MAX_COUNT}", _COPY_AGAIN)
     return value

@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 
 from shared.errors import StartupError
 from shared.reading import InputFile
+from shared.sizes import describe_number
 
 Config = dict[str, Any]
 T = TypeVar("T", int, float, bool, str)
@@ -72,7 +73,7 @@ class ConfigReader:
         value = self.get(name, int, default)
         if not 1 <= value <= most:
             what = "must be at least 1" if value < 1 else f"must be at most {most}"
-            raise self.error(name, f"is {value}, {what}")
+            raise self.error(name, f"is {describe_number(value)}, {what}")
         return value
 
     def above_zero(self, name: str, default: float | None = None) -> float:

@@ -169,11 +169,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**OPT, "ffn_dim": ...}, "ffn_dim is missing"),
     ({**OPT, "word_embed_proj_dim": 0}, "word_embed_proj_dim is 0"),
     *(
-        ({"num_hidden_layers": count}, f"num_hidden_layers is {str(count)[:20]}\\d*, must be at most 4096")
-        for count in (4097, 10**6, 2**64, 10**400)
+        ({"num_hidden_layers": count}, f"num_hidden_layers is {said}, must be at most 4096")
+        for count, said in ((4097, "4097"), (10**6, "1000000"), (10**400, "a number of 401 digits"))
     ),
     *(
-        ({name: 10**400}, f"{name} is 1000.*, must be at most 2147483647")
+        ({name: 10**400}, f"{name} is a number of 401 digits, must be at most 2147483647")
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
     ),
     ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000.*, not float"),
