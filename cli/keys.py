@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from shared.api_keys import TENANT_NAME, Scope, Tier, hash_key, make_key
+from shared.api_keys import MAX_KEYS_BYTES, TENANT_NAME, Scope, Tier, hash_key, make_key
 from shared.errors import StartupError
+from shared.reading import InputFile
 
 _LIMIT = click.IntRange(min=1)
 
@@ -75,13 +75,8 @@ def _tenants_in(path: Path) -> Mapping[str, Any]:
     Raises:
         StartupError: it cannot be read.
     """
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:  # also TOML that is none, and bytes that are no text
-        raise StartupError(f"{path} is no file of keys: {error}", "Name another one with --file") from None
-    tenants = document.get("tenants", {})
+    file = InputFile(path, MAX_KEYS_BYTES, "the file of keys", "Name another one with --file")
+    tenants = file.read_toml().get("tenants", {}) if file.exists() else {}
     return tenants if isinstance(tenants, dict) else {}
 
 

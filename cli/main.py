@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import click
@@ -19,6 +19,7 @@ from cli.keys import keys
 from cli.replay.options import replay
 from cli.simulate.options import compare, plan, simulate
 from shared.errors import SluiceError, StartupError
+from shared.reading import check_text
 from shared.version import VERSION
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -268,6 +269,7 @@ for _command in (tap, nats_config, nats_setup):
 def run_command(argv: list[str] | None = None) -> int:
     """Run one command line and return its exit code; every failure is one line on stderr."""
     try:
+        _check_arguments(sys.argv[1:] if argv is None else argv)
         return int(cli.main(args=argv, prog_name="sluice", standalone_mode=False) or 0)
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx is not None else _command_of(argv)
@@ -281,12 +283,27 @@ def run_command(argv: list[str] | None = None) -> int:
     except SluiceError as error:
         return _fail(CommandError(str(error)), FAILED)
     except OSError as error:
-        if error.errno not in {errno.EMFILE, errno.ENFILE}:
+        if error.errno not in {errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG}:
             raise
-        hint = "Start it where `ulimit -n` says 1024 or more"
-        return _fail(CommandError("not as many files may be open as are needed", hint), REFUSED)
+        return _fail(_refused_by_the_system(error), REFUSED)
     except (KeyboardInterrupt, click.Abort):
         return KILLED
+
+
+def _check_arguments(argv: Sequence[str]) -> None:
+    for argument in argv:
+        try:
+            check_text(argument)
+        except ValueError as error:
+            raise StartupError(
+                f"'{argument}' cannot be used, {error}", "Give the file or folder another name"
+            ) from None
+
+
+def _refused_by_the_system(error: OSError) -> CommandError:
+    if error.errno == errno.ENAMETOOLONG:
+        return CommandError(f"{str(error.filename)[:80]}… is too long for the name of a file")
+    return CommandError("not as many files may be open as are needed", "Start it where `ulimit -n` says 1024 or more")
 
 
 def _command_of(argv: list[str] | None) -> str:

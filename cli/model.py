@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
 from cli.hub import MODEL_ID, Progress, fetch, find_cached, parse_source
 from shared.errors import StartupError
+from shared.reading import check_text, is_file, is_folder
 
 SHIPPED_NAME = "sluice-demo"
 """Name under which the model that ships is served."""
@@ -39,10 +41,10 @@ def find_model(text: str, progress: Progress = lambda _num_bytes, _total: None) 
     """
     if not text:
         return Model(_checked(shipped_folder(), "the model that ships is incomplete"), SHIPPED_NAME)
-    folder = Path(text).expanduser()
-    if folder.is_dir():
-        return Model(_checked(folder.resolve(), f"the folder {text} holds no model"), folder.resolve().name)
-    if folder.exists():
+    folder = _expanded(text)
+    if is_folder(folder):
+        return Model(_checked(_utf8(folder.resolve()), f"the folder {text} holds no model"), folder.resolve().name)
+    if os.path.lexists(folder):
         raise StartupError(f"{text} is not a folder", "Give the folder that holds config.json")
     if not MODEL_ID.match(text):
         raise StartupError(f"there is no folder {text}", "Give the folder that holds config.json, or an id owner/name")
@@ -50,7 +52,23 @@ def find_model(text: str, progress: Progress = lambda _num_bytes, _total: None) 
     return Model(find_cached(source) or fetch(source, None, progress), source.name)
 
 
+def _expanded(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # `~name` of nobody
+        return Path(text)
+
+
+def _utf8(folder: Path) -> Path:
+    """Return the folder, whose name is that of the model too: messages and logs carry it."""
+    try:
+        check_text(str(folder))
+    except ValueError as error:
+        raise StartupError(f"the folder {folder} cannot be used, {error}", "Give it another name") from None
+    return folder
+
+
 def _checked(folder: Path, problem: str) -> Path:
-    if not (folder / "config.json").is_file():
+    if not is_file(folder / "config.json"):
         raise StartupError(f"{problem}: config.json is missing in {folder}", "Give a folder in Hugging Face format")
     return folder

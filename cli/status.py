@@ -16,6 +16,7 @@ from shared.messages.report import (
     WorkerReport,
     WorkerStatus,
 )
+from shared.reading import parse_json
 from shared.sizes import describe_bytes
 from shared.wire import decode_json
 
@@ -48,12 +49,12 @@ async def run_status(url: str, api_key: str = "", *, as_json: bool) -> str:
         hint = "Name a sluice API with --url"
         raise CommandError(f"{url} answers {answer.status} to /v1/cluster; it is no sluice API", hint, FAILED)
     try:
-        fields = json.loads(answer.body)
+        fields = parse_json(answer.body)
         if isinstance(fields, dict) and fields.get("kind") is None and fields.get("workers") == []:
             hint = "The monitor has written no view yet; try again in a second"
             raise CommandError(f"{url} does not know its cluster yet", hint, UNREACHABLE)
         view = decode_json(answer.body, ClusterView, MAX_VIEW_BYTES)
-    except (ValueError, RecursionError) as error:  # WireError is a ValueError
+    except ValueError as error:  # WireError too
         hint = "Use the `sluice` of the same version"
         raise CommandError(f"{url} describes its cluster in an unknown way: {error}", hint, FAILED) from error
     return json.dumps(fields) if as_json else render(view, fields.get("age_s"))

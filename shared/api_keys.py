@@ -13,6 +13,8 @@ from typing import Final
 
 KEY_PREFIX: Final = "sk-sluice-"
 """How a key begins, so that people and scanners of code recognise one."""
+MAX_KEYS_BYTES: Final = 4 * 1024 * 1024
+"""Largest file of keys."""
 _RANDOM_BYTES: Final = 32
 TENANT_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 

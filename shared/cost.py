@@ -13,7 +13,6 @@ Source: fitted on 400 random mixed batches that were composed from AIConfigurato
 from __future__ import annotations
 
 import json
-import tomllib
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -24,10 +23,13 @@ from pydantic import Field, ValidationError
 from shared.errors import ProfileError
 from shared.layers import LayerRange
 from shared.process.config_fields import nearest
+from shared.reading import InputFile
 from shared.types import Value
 
 PROFILES: Final = Path(__file__).parent / "profiles"
 """Folder of the profiles that ship."""
+MAX_PROFILE_BYTES: Final = 2**20
+"""Largest file of a profile."""
 _MS: Final = 1e-3
 
 
@@ -208,16 +210,13 @@ def _toml_ms(seconds: float) -> str:
 
 
 def _read(path: Path) -> _ProfileFile:
+    document = InputFile(path, MAX_PROFILE_BYTES, "cost profile", kind=ProfileError).read_toml()
     try:
-        return _ProfileFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise ProfileError(f"cost profile {path} cannot be read: {error.strerror}") from None
+        return _ProfileFile.model_validate(document)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ProfileError(f"cost profile {path}: {where}: {first['msg']}") from None
-    except ValueError as error:  # not UTF-8, or not TOML
-        raise ProfileError(f"cost profile {path} is not valid TOML: {error}") from None
 
 
 def _from_file(name: str, file: _ProfileFile) -> Profile:

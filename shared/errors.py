@@ -13,6 +13,11 @@ Kept elsewhere, beside what they are about: `transport.bus.BusError`, `shared.sy
 
 from __future__ import annotations
 
+from typing import Final
+
+MAX_MESSAGE_CHARS: Final = 600
+"""Longest sentence: it may repeat what stands in somebody's file."""
+
 
 class SluiceError(Exception):
     """Anything that may go wrong at a boundary of a process."""
@@ -22,12 +27,13 @@ class StartupError(SluiceError):
     """A process cannot start; the text says what is wrong and what to do about it.
 
     Args:
-        message: what is wrong, as one sentence without its full stop.
+        message: what is wrong, as one sentence without its full stop; what is longer than `MAX_MESSAGE_CHARS` is cut.
         hint: what to do, as one sentence; empty if the message says it already.
     """
 
     def __init__(self, message: str, hint: str = "") -> None:
-        self.message = message.rstrip(".")
+        message = message.rstrip(".")
+        self.message = message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:MAX_MESSAGE_CHARS]}…"
         self.hint = hint.rstrip(".")
         text = f"sluice: {self.message}. {self.hint}" if self.hint else f"sluice: {self.message}"
         one_line = " ".join(text.split())

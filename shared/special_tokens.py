@@ -1,11 +1,24 @@
-"""The special tokens that a model's folder names: `bos_token`, `eos_token`, and what else transformers calls so."""
+"""The tokenizer in a model's folder: its file, and the special tokens that the folder names (`eos_token` …)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
+from shared.reading import InputFile
+
+MAX_TOKENIZER_BYTES: Final = 64 * 1024 * 1024
+"""Largest `tokenizer.json` (one of 256 k entries has about 35 MB)."""
+MAX_TOKENIZER_PARTS: Final = 2**23
+"""Names and texts in it, two for each entry and three for each merge."""
+TOKENIZER_HINT: Final = "Save the tokenizer in the format of the tokenizers library"
 _NAMES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def tokenizer_file(folder: Path) -> InputFile:
+    """Return the folder's `tokenizer.json`, to be read."""
+    return InputFile(folder / "tokenizer.json", MAX_TOKENIZER_BYTES, hint=TOKENIZER_HINT)
 
 
 def special_tokens(tokenizer_config: Mapping[str, Any], special_tokens_map: Mapping[str, Any]) -> dict[str, str]:

@@ -22,11 +22,12 @@ from typing import Any, Final, TypeVar
 
 import msgpack
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import PydanticSerializationError, from_json
+from pydantic_core import PydanticSerializationError
 
 from shared.checksum import check_seal, seal
 from shared.errors import WireError, WireSizeError, WireVersionError
 from shared.messages.base import PROTOCOL_VERSION, ControlMessage
+from shared.reading import parse_json
 from shared.transport.bus import MAX_PAYLOAD_BYTES
 
 __all__ = [
@@ -234,9 +235,9 @@ def _unpack(data: bytes, what: str) -> dict[str, Any]:
 
 def _parse_json(data: bytes) -> dict[str, Any]:
     try:
-        fields = from_json(data, allow_inf_nan=False)
-    except (ValueError, RecursionError) as error:
-        raise WireError(f"not JSON within the limits ({type(error).__name__})") from None
+        fields = parse_json(data)
+    except ValueError:
+        raise WireError("not JSON within the limits") from None
     return _require_map(fields)
 
 

@@ -7,16 +7,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from cli.bench.workload import Planned
-from shared.errors import StartupError
+from shared.reading import InputFile, parse_json
 from sim.workload import trace as trace_file
 
+MAX_DATASET_BYTES: Final = 2**30
+"""Largest file; ShareGPT's has 640 MiB."""
+MAX_DATASET_PARTS: Final = 2**24
+_HINT: Final = "Name a .csv trace, a .json list of conversations or a .jsonl file of prompts"
 _ASKS = ("human", "user")
 
 
@@ -47,27 +50,23 @@ def read_samples(path: Path) -> list[DatasetSample]:
     Raises:
         StartupError: the file cannot be read, or holds no prompt.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-        objects = [json.loads(line) for line in text.splitlines() if line.strip()] if _is_lines(path) else _list(text)
-    except (OSError, ValueError) as error:
-        hint = "Name a .csv trace, a .json list of conversations or a .jsonl file of prompts"
-        raise StartupError(f"the data set {path} cannot be read: {error}", hint) from error
+    file = InputFile(path, MAX_DATASET_BYTES, "the data set", _HINT)
+    objects = _lines(file) if path.suffix in (".jsonl", ".ndjson") else file.read_json(max_parts=MAX_DATASET_PARTS)
+    if not isinstance(objects, list):
+        raise file.error("holds no JSON list")
     samples = [sample for item in objects if isinstance(item, dict) for sample in _samples(item)]
     if not samples:
-        hint = 'Each entry is {"conversations": […]} or {"prompt": …}'
-        raise StartupError(f"the data set {path} holds no prompt", hint)
+        raise file.error('holds no prompt, that is no {"conversations": […]} and no {"prompt": …}')
     return samples
 
 
-def _is_lines(path: Path) -> bool:
-    return path.suffix in (".jsonl", ".ndjson")
-
-
-def _list(text: str) -> list[Any]:
-    found = json.loads(text)
-    if not isinstance(found, list):
-        raise ValueError("it is no JSON list")  # noqa: TRY004  one of the ways in which the file's content is wrong
+def _lines(file: InputFile) -> list[Any]:
+    found = []
+    for number, line in enumerate(file.lines(), start=1):
+        try:
+            found += [parse_json(line)] if line.strip() else []
+        except ValueError as error:
+            raise file.error(f"is wrong in line {number}: it is {error}") from None
     return found
 
 
@@ -79,7 +78,7 @@ def _samples(item: dict[str, Any]) -> Iterator[DatasetSample]:
         prompt, answer = _first_exchange([turn for turn in turns if isinstance(turn, dict)])
     if not isinstance(prompt, str) or not prompt.strip():
         return
-    limit = max_tokens if isinstance(max_tokens, int) and max_tokens > 0 else 0
+    limit = max_tokens if type(max_tokens) is int and 0 < max_tokens <= trace_file.MAX_TOKENS else 0
     yield DatasetSample(prompt, answer if isinstance(answer, str) else "", limit)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 from urllib.parse import urlsplit
 
 from cli.chaos.processes import command_line, is_local_address, listener_on
 from cli.exit_codes import FAILED, REFUSED, UNREACHABLE, CommandError
+from shared.reading import parse_json
 from shared.transport.bus import Bus, BusError, BusTimeoutError
 
 BROKER: Final = "nats"
@@ -100,14 +100,20 @@ async def _ask(bus: Bus, kind: str, cluster: str, name: str) -> dict[str, str] |
     """
     for _ in range(MAX_TRIES):
         try:
-            answer: dict[str, Any] = json.loads(
-                await bus.request(f"$SRV.INFO.sluice-{kind}.{name}", b"", timeout_s=ASK_LIMIT_S)
-            )
+            data = await bus.request(f"$SRV.INFO.sluice-{kind}.{name}", b"", timeout_s=ASK_LIMIT_S)
         except BusTimeoutError:
             raise TimeoutError from None
         except BusError:
             return None
-        metadata: dict[str, str] = answer.get("metadata") or {}
+        metadata = _metadata(data)
         if metadata.get("cluster") == cluster:
             return metadata
     return None
+
+
+def _metadata(data: bytes) -> dict[str, str]:
+    """Return what a service says of itself; nothing if its answer is none of ours."""
+    try:
+        return {str(name): str(value) for name, value in parse_json(data)["metadata"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {}

@@ -9,7 +9,6 @@ disk takes nothing more until the broker is started anew.
 from __future__ import annotations
 
 import asyncio
-import json
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -25,6 +24,7 @@ from cli.exit_codes import CommandError
 from cli.http import ask
 from shared.errors import StartupError
 from shared.process.tasks import TaskOwner
+from shared.reading import parse_json
 from shared.subjects import Subjects
 from shared.transport.buckets import keep_buckets, make_buckets
 from shared.transport.bus import BusError
@@ -221,7 +221,7 @@ class Broker:
         """Return what the broker says is wrong with its store; "" if nothing, or if it says nothing."""
         try:
             answer = await ask(f"{self._monitoring_url}/healthz")
-            return str(json.loads(answer.body)["error"]) if answer.status == 503 else ""
+            return str(parse_json(answer.body)["error"]) if answer.status == 503 else ""
         except (CommandError, ValueError, KeyError, TypeError):  # it is not there, or begins: another matter
             return ""
 

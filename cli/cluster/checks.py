@@ -16,6 +16,7 @@ from cli.cluster.settings import UpSettings
 from shared.addresses import check_reachable, host_and_port
 from shared.browsers import check_everybody
 from shared.errors import StartupError
+from shared.reading import is_file
 from shared.systems import UnknownSystemError, find_live_system
 
 BROKER_LIMIT_S = 0.8
@@ -45,7 +46,7 @@ def check_settings(settings: UpSettings) -> None:
         raise StartupError(f"unknown device '{settings.device}'", "Use --device cpu, cuda or cuda:<index>")
     check_reachable(settings.host, has_keys=settings.has_keys, allow_no_key=settings.allow_no_key)
     check_everybody(settings.allow_origin, has_keys=settings.has_keys)
-    if settings.api_keys_file is not None and not settings.api_keys_file.is_file():
+    if settings.api_keys_file is not None and not is_file(settings.api_keys_file):
         hint = "Make one with `sluice keys create`"
         raise StartupError(f"there is no file of keys {settings.api_keys_file}", hint)
 

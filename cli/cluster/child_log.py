@@ -95,7 +95,7 @@ def _parse(text: str) -> dict[str, Any] | None:
         return None
     try:
         record = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from shared.errors import StartupError
+from shared.reading import check_text
 
 GUARDIAN_END_S = 5.0
 LOOK_S = 0.1
@@ -63,9 +64,13 @@ class RunDir:
 
     def __enter__(self) -> Self:
         try:
+            check_text(tempfile.gettempdir())
             self.path = Path(tempfile.mkdtemp(prefix="sluice-"))
         except OSError as error:
             raise StartupError(f"cannot make a folder for this run ({error.strerror})", "Set TMPDIR") from error
+        except ValueError as error:
+            said = f"cannot make a folder for this run in {tempfile.gettempdir()}, {error}"
+            raise StartupError(said, "Set TMPDIR") from None
         try:
             self._guard()
         except OSError:

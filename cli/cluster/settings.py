@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from shared.errors import StartupError
 from shared.process.config import Host, HostNames, ModelNames, Origins, ServiceSettings, Size, load
 from shared.systems import DEFAULT_SYSTEM
 
@@ -115,7 +117,16 @@ def load_up_settings(flags: Mapping[str, Any], defaults: Mapping[str, Any] | Non
 
 
 def log_dir_of(settings: UpSettings, run_dir: Path) -> Path:
-    """Return where the logs go, made if it does not exist."""
+    """Return where the logs go, made if it does not exist.
+
+    Raises:
+        StartupError: it cannot be made, or nothing can be written there.
+    """
     folder = Path(settings.log_dir) if settings.log_dir else run_dir / "logs"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        said = f"logs cannot be kept in {folder}: {error.strerror}"
+        raise StartupError(said, "Name another folder with --log-dir" if settings.log_dir else "Set TMPDIR") from None

@@ -11,6 +11,7 @@ from typing import Any, Final
 from cli.cluster.broker import named_broker
 from cli.cluster.settings import load_up_settings
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
+from shared.reading import parse_json
 from shared.subjects import Subjects
 from shared.transport.bus import Bus, BusError, BusTimeoutError, Message
 
@@ -99,7 +100,7 @@ async def _find_planner(bus: Bus, subjects: Subjects) -> tuple[str, dict[str, An
     for name in names:
         try:
             data = await bus.request(subjects.admin("planner", name, "plan"), b"", timeout_s=ASK_LIMIT_S)
-            answer: dict[str, Any] = json.loads(data)
+            answer: dict[str, Any] = parse_json(data)
             if not answer.get("superseded", False):
                 return name, answer
         except (BusError, ValueError, AttributeError):
@@ -117,7 +118,7 @@ async def _planners(bus: Bus, cluster: str) -> list[str]:
 
     def take(message: Message) -> None:
         try:
-            fields = json.loads(message.data)
+            fields = parse_json(message.data)
             if fields["metadata"]["cluster"] == cluster:
                 names[str(fields["id"])] = None
         except (ValueError, KeyError, TypeError):  # no answer of ours
@@ -135,7 +136,7 @@ async def _planners(bus: Bus, cluster: str) -> list[str]:
 
 def _read(data: bytes, name: str) -> dict[str, Any]:
     try:
-        answer: dict[str, Any] = json.loads(data)
+        answer: dict[str, Any] = parse_json(data)
         missing = {"done", "reason", "plan_id", "groups", "latency_s"} - set(answer)
     except (ValueError, TypeError) as error:
         raise CommandError(f"planner '{name}' answers in an unknown way", "Use the `sluice` of its version") from error

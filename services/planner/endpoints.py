@@ -26,6 +26,7 @@ from services.planner.policy.restoring.restore import RestoreRefusal, plan_resto
 from services.planner.policy.scale_signal import ScaleWish
 from shared.ids import WorkerId
 from shared.messages.report import ClusterView
+from shared.reading import parse_json
 from shared.subjects import Subjects
 from shared.transport.bus import Endpoint, Message
 
@@ -187,8 +188,8 @@ def _read_names(data: bytes, key: str) -> tuple[str, ...]:
         RefusedError: it is something else.
     """
     try:
-        fields: Any = json.loads(data) if data.strip() else {}
-    except (ValueError, RecursionError):
+        fields: Any = parse_json(data) if data.strip() else {}
+    except ValueError:
         fields = None
     names = fields.get(key, []) if isinstance(fields, dict) and set(fields) <= {key} else None
     if not isinstance(names, list) or len(names) > MAX_NAMES or not all(isinstance(name, str) for name in names):

@@ -34,7 +34,8 @@ from shared.addresses import check_broker_urls, normal_host
 from shared.browsers import check_host_name, check_origin
 from shared.errors import ConfigError
 from shared.process.config_fields import SizeType, allowed_text, flag_name, help_text, parse_size
-from shared.process.config_sources import Given, Schema, read_env, read_flags, read_toml, split_values
+from shared.process.config_sources import Given, Schema, check_texts, read_env, read_flags, read_toml, split_values
+from shared.reading import InputFile
 from shared.subjects import check_token
 
 __all__ = [
@@ -52,6 +53,9 @@ __all__ = [
 
 CONFIG_FILE: Final = Path("sluice.toml")
 """Read from the working directory if it exists."""
+
+MAX_PASSWORD_BYTES: Final = 64 * 1024
+"""Largest file of a password."""
 
 Size = Annotated[int, BeforeValidator(parse_size), SizeType()]
 """Bytes, written as `512MiB`, `2GiB`, `1.5GiB` or a plain number."""
@@ -157,11 +161,8 @@ class ServiceSettings(Settings):
         path = self.nats_password_file
         if path is None:
             return ""
-        try:
-            return path.read_text(encoding="utf-8").partition("\n")[0].strip()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not text"
-            raise ConfigError(f"{path} cannot be read ({reason})", "Make it with `sluice nats-config`") from None
+        file = InputFile(path, MAX_PASSWORD_BYTES, hint="Make it with `sluice nats-config`", kind=ConfigError)
+        return file.read_text().partition("\n")[0].strip()
 
 
 S = TypeVar("S", bound=Settings)
@@ -195,10 +196,11 @@ def load(
         sys.stdout.write(_help(schema))
         raise SystemExit(0)
     given: dict[str, Given] = {}
-    if path is not None or CONFIG_FILE.is_file():
+    if path is not None or os.path.lexists(CONFIG_FILE):
         given |= read_toml(schema, path or CONFIG_FILE)
     given |= read_env(schema, env)
     given |= read_flags(schema, argv)
+    check_texts(given)
     try:
         return model.model_validate({name: item.value for name, item in given.items()})
     except ValidationError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from pydantic import BaseModel
 
 from shared.errors import ConfigError
 from shared.process.config_fields import FieldType, allowed_text, did_you_mean, field_type, flag_name, nearest
+from shared.reading import InputFile, check_text, parse_toml
 
 SECTIONS: Final = ("dispatcher", "monitor", "planner", "worker")
 """Tables that `sluice.toml` may have; each is read by the service of that name."""
@@ -22,6 +22,8 @@ EXTRA_VARIABLES: Final = {
     "api_keys_file": "SLUICE_API_KEYS_FILE",
 }
 """Variables that are honoured for a field of any section, after the section's own."""
+MAX_TOML_BYTES: Final = 2**20
+"""Largest `sluice.toml`."""
 _PREFIX: Final = "SLUICE_"
 _TABLE_LINE = re.compile(r"\s*\[\s*([A-Za-z0-9_-]+)\s*\]")
 
@@ -116,6 +118,20 @@ def _collect(kind: FieldType, text: str, before: Given | None) -> Any:
     return [*(before.value if before else []), *split_values(text)]
 
 
+def check_texts(given: Mapping[str, Given]) -> None:
+    """Check that every text, also a path, can be passed on and logged.
+
+    Raises:
+        ConfigError: one is not UTF-8.
+    """
+    for item in given.values():
+        for text in item.value if isinstance(item.value, list) else [item.value]:
+            try:
+                check_text(text if isinstance(text, str) else "")
+            except ValueError as error:
+                raise ConfigError(f"{item.origin}: '{text[:80]}' cannot be used, {error}") from None
+
+
 def split_values(text: str) -> list[str]:
     """Return the values of a field of several, written with commas."""
     return [part.strip() for part in text.split(",") if part.strip()]
@@ -170,11 +186,12 @@ def read_toml(schema: Schema, path: Path) -> dict[str, Given]:
     Raises:
         ConfigError: it cannot be read, is no TOML, or has an unknown key or table.
     """
-    text = _read_text(path)
+    file = InputFile(path, MAX_TOML_BYTES, hint="Correct it, or leave it out", kind=ConfigError)
+    text = file.read_text()
     try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+        document = parse_toml(text)
+    except ValueError as error:
+        raise file.error(f"is {error}") from None
     place = _Place(path, text)
     sections = {*SECTIONS, schema.section} - {""}
     top: dict[str, Any] = {}
@@ -191,15 +208,6 @@ def read_toml(schema: Schema, path: Path) -> dict[str, Given]:
     if schema.section:
         given |= _table_values(schema, document.get(schema.section, {}), place)
     return given
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}", "Create it, or leave it out") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not UTF-8 text", "Save it as UTF-8") from None
 
 
 def _top_values(schema: Schema, top: dict[str, Any], place: _Place) -> dict[str, Given]:

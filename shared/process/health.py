@@ -33,7 +33,7 @@ def find_illness(path: Path) -> str | None:
     try:
         state = json.loads(path.read_text())
         age_s, connected = time.monotonic() - float(state["at_s"]), bool(state["connected"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, OverflowError, RecursionError, KeyError, TypeError) as error:
         return f"{path} says nothing ({type(error).__name__})"
     if age_s > MAX_AGE_S:
         return f"the process has stood still for {age_s:.0f} s"

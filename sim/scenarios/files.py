@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from shared.errors import StartupError
+from shared.reading import InputFile
 from sim.names import unknown_name
 from sim.scenarios.scenario import Scenario, validated
 
 SCENARIOS: Final = Path(__file__).parent
 """Folder of the scenarios that ship."""
+MAX_SCENARIO_BYTES: Final = 2**20
+"""Largest file of a scenario."""
 
 
 def scenario_names() -> list[str]:
@@ -31,13 +32,5 @@ def load_scenario(name_or_path: str | Path) -> Scenario:
         path = SCENARIOS / f"{name_or_path}.toml"
     else:
         raise unknown_name("there is no scenario", name_or_path, scenario_names(), "files that end in .toml")
-    return validated({**_tables(path), "name": path.stem}, f"scenario {path}")
-
-
-def _tables(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise StartupError(f"scenario {path} cannot be read: {error.strerror}", "Name a .toml file") from None
-    except ValueError as error:  # not UTF-8, or not TOML
-        raise StartupError(f"scenario {path} is not valid TOML: {error}") from None
+    tables = InputFile(path, MAX_SCENARIO_BYTES, "scenario", "Name a .toml file").read_toml()
+    return validated({**tables, "name": path.stem}, f"scenario {path}")

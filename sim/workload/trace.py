@@ -15,11 +15,14 @@ from typing import Final
 import numpy as np
 
 from shared.errors import StartupError
+from shared.reading import InputFile
 from sim.workload.workload import F64, I32
 
 COLUMNS: Final = ("arrival_s", "input_tokens", "output_tokens")
 MAX_TOKENS: Final = 10_000_000
 """Most tokens of one prompt or answer; more is taken for a mistake in the file."""
+MAX_TRACE_BYTES: Final = 2**28
+MAX_REQUESTS: Final = 4_000_000
 _COUNT: Final = f"a whole number from 1 to {MAX_TOKENS}"
 _ALLOWED: Final[dict[str, tuple[Callable[[str], float], float, float, str]]] = {
     "arrival_s": (float, 0, 1e9, "a time in seconds, 0 or more"),
@@ -87,18 +90,20 @@ def read_trace(path: Path) -> Trace:
 
 
 def _read_rows(path: Path) -> list[tuple[float, int, int, str]]:
+    file = InputFile(path, MAX_TRACE_BYTES, "the trace", "Name a .csv file")
+    rows: list[tuple[float, int, int, str]] = []
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, restval="")
-            missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
-            if missing:
-                hint = f"Its first line must name the columns {', '.join(COLUMNS)}"
-                raise StartupError(f"{path} is no trace: it has no column {' or '.join(missing)}", hint)
-            rows = [_row(path, reader.line_num, row) for row in reader]
-    except OSError as error:
-        raise StartupError(f"the trace {path} cannot be read: {error.strerror}", "Name a .csv file") from error
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise StartupError(f"the trace {path} is no CSV file: {error}", "Name a .csv file") from error
+        reader = csv.DictReader(file.lines(), restval="")
+        missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
+        if missing:
+            hint = f"Its first line must name the columns {', '.join(COLUMNS)}"
+            raise StartupError(f"{path} is no trace: it has no column {' or '.join(missing)}", hint)
+        for row in reader:
+            if len(rows) == MAX_REQUESTS:
+                raise file.error(f"has more than {MAX_REQUESTS} requests")
+            rows.append(_row(path, reader.line_num, row))
+    except csv.Error as error:
+        raise file.error(f"is no CSV file: {error}") from error
     if not rows:
         raise StartupError(f"the trace {path} holds no request", "It needs a line for each request below its header")
     return rows

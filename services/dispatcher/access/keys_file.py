@@ -13,20 +13,19 @@ scopes = ["infer"]
 from __future__ import annotations
 
 import os
-import tomllib
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from services.dispatcher.access.grants import Grant, Tenant, TenantLimits, grant_of_tenant
-from shared.api_keys import TENANT_NAME, Scope, Tier, hash_key
+from shared.api_keys import MAX_KEYS_BYTES, TENANT_NAME, Scope, Tier, hash_key
 from shared.errors import ConfigError
 from shared.process.log import get_logger
+from shared.reading import InputFile, parse_toml
 
 _log = get_logger()
 
-MAX_FILE_BYTES: Final = 4 * 1024 * 1024
 DEFAULT_TENANT: Final = Tenant("default", Tier.PRIORITY)
 """Whose the single key of `--api-key` is."""
 DEFAULT_SCOPES: Final = frozenset({Scope.INFER, Scope.METRICS})
@@ -67,23 +66,18 @@ def read_keys(path: Path, kept: Path | None = None) -> dict[str, Grant]:
     Raises:
         ConfigError: it cannot be read, or is not what this module's docstring shows.
     """
+    file = InputFile(path, MAX_KEYS_BYTES, "the file of keys", _HINT, ConfigError)
+    text = file.read_text()
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"the file of keys {path} cannot be read: {error.strerror}", _HINT) from None
-    if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"the file of keys {path} is larger than {MAX_FILE_BYTES} bytes", "Remove old keys")
-    try:
-        grants = _ring(_File.model_validate(tomllib.loads(data.decode())))
+        grants = _ring(_File.model_validate(parse_toml(text)))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"the file of keys {path} is wrong at '{where}': {first['msg']}", _HINT) from None
-    except ValueError as error:  # also TOML that is none, and bytes that are no text
+    except ValueError as error:  # also TOML that is none
         raise ConfigError(f"the file of keys {path} is wrong: {error}", _HINT) from None
     if kept is not None:
-        _keep(kept, data)
+        _keep(kept, text.encode())
     return grants
 
 

@@ -9,9 +9,9 @@ from typing import Any, Final
 from aiohttp import web
 from aiohttp.http import HttpVersion11
 from aiohttp.web_protocol import RequestPayloadError
-from pydantic_core import from_json
 
 from services.dispatcher.http.errors import ApiError, invalid
+from shared.reading import TooManyPartsError, parse_json
 
 MAX_TOP_LEVEL_NAMES: Final = 1000
 """Parameters of one request."""
@@ -76,11 +76,12 @@ def parse_object(data: bytes) -> dict[str, Any]:
     Raises:
         ApiError: 400.
     """
-    if _has_too_many_parts(data):
-        raise invalid("request_too_large", None, f"The request has more than {MAX_PARTS} arrays, objects and strings.")
     try:
-        value = from_json(data, allow_inf_nan=False, cache_strings="none")
-    except (ValueError, RecursionError) as error:
+        value = parse_json(data, max_parts=MAX_PARTS)
+    except TooManyPartsError:
+        message = f"The request has more than {MAX_PARTS} arrays, objects and strings."
+        raise invalid("request_too_large", None, message) from None
+    except ValueError as error:
         raise _parse_error(data, str(error)) from None
     if not isinstance(value, dict):
         raise invalid("invalid_json", None, "The request body must be a JSON object.")
@@ -88,21 +89,6 @@ def parse_object(data: bytes) -> dict[str, Any]:
         message = f"The request has more than {MAX_TOP_LEVEL_NAMES} parameters."
         raise invalid("request_too_large", None, message)
     return value
-
-
-def _has_too_many_parts(data: bytes) -> bool:
-    """Return whether there are more than `MAX_PARTS`; counted exactly only if a rough count leaves it open."""
-    if _count_brackets(data) + data.count(b'"') // 2 <= MAX_PARTS:
-        return False
-    plain = data.replace(rb"\\", b"").replace(rb"\"", b"")  # now every quotation mark begins or ends a string
-    num_strings = plain.count(b'"') // 2
-    if num_strings > MAX_PARTS:
-        return True
-    return num_strings + _count_brackets(b"".join(plain.split(b'"')[::2])) > MAX_PARTS
-
-
-def _count_brackets(data: bytes) -> int:
-    return data.count(b"[") + data.count(b"{")
 
 
 def _parse_error(data: bytes, reason: str) -> ApiError:

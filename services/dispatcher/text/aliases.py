@@ -17,6 +17,7 @@ from typing import Any
 from tokenizers import Encoding, Tokenizer
 
 from shared.errors import StartupError
+from shared.special_tokens import TOKENIZER_HINT
 
 
 class AliasedTokenizer:
@@ -64,9 +65,7 @@ def load_tokenizer(source: str) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_str(source)
     except Exception as error:  # the library raises bare Exception for whatever it does not understand
-        raise StartupError(
-            f"tokenizer.json cannot be read ({str(error)[:200]})", "Save it in the format of the tokenizers library"
-        ) from None
+        raise StartupError(f"tokenizer.json cannot be read ({str(error)[:200]})", TOKENIZER_HINT) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

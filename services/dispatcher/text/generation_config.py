@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from services.dispatcher.text.model_folder import read_json
+from services.dispatcher.text.model_folder import MAX_COUNT, read_json
 from shared.errors import StartupError
 
 FILE_NAME: Final = "generation_config.json"
@@ -56,8 +55,8 @@ def _number(
     value = content.get(name)
     if value is None:
         return default
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or not is_allowed(value):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(value) < MAX_COUNT or not is_allowed(value):
         hint = "Correct the file, or leave it out with --generation-config none"
         raise StartupError(f"{name} in {path} is not a value that can be served", hint)
     return float(value)

@@ -5,19 +5,23 @@ Weights are never opened here, and nothing of the folder is executed except the 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shared.errors import StartupError
-from shared.special_tokens import special_tokens
+from shared.reading import InputFile, is_folder
+from shared.sizes import describe_number
+from shared.special_tokens import special_tokens, tokenizer_file
 
-MAX_FILE_BYTES = 64 * 1024 * 1024
-"""Largest file that is read (tokenizers of 256 k entries have about 35 MB)."""
+MAX_JSON_BYTES = 16 * 1024 * 1024
+"""Largest of the other files."""
 MAX_TEMPLATE_CHARS = 200_000
 """Longest chat template."""
+MAX_COUNT = 2**31 - 1
+"""Largest vocabulary, and longest context."""
+_COPY_AGAIN = "Copy the checkpoint again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +48,12 @@ def read_model_folder(folder: Path) -> ModelFolder:
     Raises:
         StartupError: a file is missing, too large or malformed; the text names it.
     """
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise StartupError(
             f"there is no model folder {folder}", "Give --model a folder with config.json and tokenizer.json"
         )
     config = read_json(folder / "config.json")
-    tokenizer_path = folder / "tokenizer.json"
-    tokenizer_json = _read_text(tokenizer_path)
+    tokenizer_json = tokenizer_file(folder).read_text()
     tokenizer_config = read_json(folder / "tokenizer_config.json", required=False)
     older = read_json(folder / "special_tokens_map.json", required=False)
     template, template_path = _find_template(folder, tokenizer_config)
@@ -64,40 +67,26 @@ def read_model_folder(folder: Path) -> ModelFolder:
     )
 
 
-def _read_text(path: Path) -> str:
-    hint = "Save the tokenizer in the format of the tokenizers library" if path.name == "tokenizer.json" else ""
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise StartupError(f"{path} is larger than {MAX_FILE_BYTES} bytes", hint)
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise StartupError(f"{path} is missing", hint) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise StartupError(f"{path} cannot be read ({type(error).__name__})", hint) from None
-
-
 def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
     """Return the JSON object of a file of the folder; an empty one if it need not be there and is not.
 
     Raises:
         StartupError: it is missing, too large or no JSON object.
     """
-    if not required and not path.exists():
+    file = InputFile(path, MAX_JSON_BYTES, hint=_COPY_AGAIN)
+    if not required and not file.exists():
         return {}
-    try:
-        value = json.loads(_read_text(path))
-    except (ValueError, RecursionError):
-        raise StartupError(f"{path} is not JSON", "Copy the checkpoint again") from None
+    value = file.read_json()
     if not isinstance(value, dict):
-        raise StartupError(f"{path} does not hold a JSON object", "Copy the checkpoint again")
+        raise file.error("holds no JSON object")
     return value
 
 
 def _find_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> tuple[str | None, Path | None]:
     """Return the template as transformers finds it, the file first, then the tokenizer's configuration; and where."""
-    path = folder / "chat_template.jinja"
-    if path.exists():
-        return _check_template(_read_text(path), path), path
+    file = InputFile(folder / "chat_template.jinja", 4 * MAX_TEMPLATE_CHARS, hint=_COPY_AGAIN)
+    if file.exists():
+        return _check_template(file.read_text(), file.path), file.path
     source = tokenizer_config.get("chat_template")
     if isinstance(source, list):  # several by name; `default` is the one for plain chat
         named = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
@@ -116,4 +105,8 @@ def _check_template(source: object, path: Path) -> str:
 
 def _positive(config: Mapping[str, Any], name: str) -> int:
     value = config.get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        return 0
+    if value > MAX_COUNT:
+        raise StartupError(f"config.json: {name} is {describe_number(value)}, must be at most {MAX_COUNT}", _COPY_AGAIN)
+    return value

@@ -29,6 +29,8 @@ from services.dispatcher.text.template_forms import in_form
 from services.dispatcher.text.token_names import TokenNames
 from shared.errors import StartupError
 from shared.messages.request import MAX_PROMPT_TOKENS
+from shared.reading import parse_json
+from shared.special_tokens import MAX_TOKENIZER_PARTS, TOKENIZER_HINT
 
 _OPEN_CANDIDATES: Final = range(0xF0000, 0xF0400)
 """Private-use characters that may mark a placeholder; one that no message contains is taken."""
@@ -212,7 +214,10 @@ class PromptCodec:
 
 def _without_tokens(source: str, tokens: frozenset[str]) -> Tokenizer:
     """Return the tokenizer without these added tokens: their strings are ordinary text to it."""
-    content = json.loads(source)
+    try:
+        content = parse_json(source, max_parts=MAX_TOKENIZER_PARTS)
+    except ValueError as error:
+        raise StartupError(f"tokenizer.json is {error}", TOKENIZER_HINT) from None
     content["added_tokens"] = [token for token in content.get("added_tokens", []) if token["content"] not in tokens]
     return load_tokenizer(json.dumps(content))
 

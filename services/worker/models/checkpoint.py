@@ -6,7 +6,7 @@ the tensors cover without a gap. Source: the safetensors format description; dev
 
 from __future__ import annotations
 
-import json
+import os
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -14,11 +14,17 @@ from typing import Any
 
 from services.worker.models.config_json import read_json
 from shared.errors import StartupError
+from shared.reading import is_file, parse_json
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+MAX_HEADER_BYTES = 16 * 1024 * 1024
+"""A sixth of what the format allows: a hundred thousand tensors, for which a file of one model has room."""
+MAX_TENSORS = 100_000
+"""Of a checkpoint: the deepest model that is served has some fifty thousand."""
+MAX_DIMENSIONS = 8
+"""Of a tensor, also of one that is not read."""
+_MAX_NUMBER = 2**63 - 1
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Types of which parameters are read."""
@@ -51,9 +57,9 @@ def find_tensors(model_dir: Path) -> dict[str, TensorEntry]:
         StartupError: files are missing, truncated, or contradict themselves.
     """
     single, index_path = model_dir / SINGLE_NAME, model_dir / INDEX_NAME
-    if single.is_file():
+    if is_file(single):
         return read_header(single)
-    if index_path.is_file():
+    if os.path.lexists(index_path):
         return _from_index(model_dir, read_json(index_path).get("weight_map"))
     if any(model_dir.glob("*.bin")) or any(model_dir.glob("*.pt*")):
         raise StartupError(
@@ -84,6 +90,8 @@ def same_bytes(one: TensorEntry, other: TensorEntry) -> bool:
 def _from_index(model_dir: Path, weight_map: object) -> dict[str, TensorEntry]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise StartupError(f"{INDEX_NAME} has no weight_map", _COPY_AGAIN)
+    if len(weight_map) > MAX_TENSORS:
+        raise StartupError(f"{INDEX_NAME} names {len(weight_map)} tensors, more than {MAX_TENSORS}", _COPY_AGAIN)
     for file_name in weight_map.values():
         if not isinstance(file_name, str) or Path(file_name).name != file_name:
             raise StartupError(f"{INDEX_NAME} names {file_name!r}, which is no file of the folder", _COPY_AGAIN)
@@ -94,7 +102,7 @@ def _from_index(model_dir: Path, weight_map: object) -> dict[str, TensorEntry]:
 
 
 def _read_shard(path: Path) -> dict[str, TensorEntry]:
-    if not path.is_file():
+    if not is_file(path):
         raise StartupError(f"{path.name} is missing, {INDEX_NAME} names it", _COPY_AGAIN)
     return read_header(path)
 
@@ -111,12 +119,18 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
                 raise _broken(path, "it is truncated, or no safetensors file")
-            header = json.loads(file.read(length))
-    except (OSError, ValueError) as error:
-        raise _broken(path, f"its header cannot be read ({error})") from error
+            data = file.read(length)
+    except OSError as error:
+        raise _broken(path, f"it cannot be read ({error.strerror})") from error
+    try:
+        header = parse_json(data)
+    except ValueError as error:
+        raise _broken(path, f"its header is {error}") from None
     if not isinstance(header, dict):
         raise _broken(path, "its header is no JSON object")
     header.pop("__metadata__", None)
+    if len(header) > MAX_TENSORS:
+        raise _broken(path, f"it has {len(header)} tensors, more than {MAX_TENSORS}")
     spans = []
     found = {}
     for name, value in header.items():
@@ -132,7 +146,9 @@ def _entry(path: Path, name: str, value: Any, data_offset: int) -> tuple[TensorE
         numbers = (*shape, begin, end)
     except (KeyError, TypeError, ValueError) as error:
         raise _broken(path, f"the entry of {name} is broken") from error
-    if not isinstance(dtype, str) or not all(type(number) is int and number >= 0 for number in numbers):
+    if len(shape) > MAX_DIMENSIONS:
+        raise _broken(path, f"{name} has {len(shape)} dimensions, more than {MAX_DIMENSIONS}")
+    if not isinstance(dtype, str) or not all(type(each) is int and 0 <= each <= _MAX_NUMBER for each in numbers):
         raise _broken(path, f"the entry of {name} is broken")
     item_bytes = ITEM_BYTES.get(dtype) or _OTHER_ITEM_BYTES.get(dtype)
     if end < begin or (item_bytes is not None and end - begin != prod(shape) * item_bytes):

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from shared.errors import StartupError
+from shared.reading import InputFile
+from shared.sizes import describe_number
 
 Config = dict[str, Any]
 T = TypeVar("T", int, float, bool, str)
+
+MAX_JSON_BYTES: Final = 16 * 1024 * 1024
+"""Largest file: an index of a hundred thousand tensors."""
+MAX_COUNT: Final = 2**31 - 1
+"""Largest number of anything that a model has: so that what is multiplied has 64 bits."""
+_MAX_FLOAT: Final = 2**1023
+"""Below it, an integer can become a float."""
+_COPY_AGAIN: Final = "Copy the checkpoint again"
 
 
 def read_json(path: Path) -> Config:
@@ -19,12 +29,10 @@ def read_json(path: Path) -> Config:
     Raises:
         StartupError: it cannot be read, or holds no object.
     """
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise StartupError(f"cannot read {path}: {error}", "Copy the checkpoint again") from error
+    file = InputFile(path, MAX_JSON_BYTES, hint=_COPY_AGAIN)
+    value = file.read_json()
     if not isinstance(value, dict):
-        raise StartupError(f"{path} holds no JSON object", "Copy the checkpoint again")
+        raise file.error("holds no JSON object")
     return value
 
 
@@ -52,34 +60,43 @@ class ConfigReader:
             if default is None:
                 raise self.error(name, "is missing")
             return default
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        if kind is float and type(value) is int and abs(value) < _MAX_FLOAT:
             value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise self.error(name, f"is {value!r}, not {kind.__name__}")
+        if not _is_finite(value):
+            raise self.error(name, f"is {value}, must be finite")
         return value
 
-    def positive(self, name: str, default: int | None = None) -> int:
-        """Return a whole number of at least 1; as `get`."""
+    def positive(self, name: str, default: int | None = None, most: int = MAX_COUNT) -> int:
+        """Return a whole number from 1 to `most`; as `get`."""
         value = self.get(name, int, default)
-        if value < 1:
-            raise self.error(name, f"is {value}, must be at least 1")
+        if not 1 <= value <= most:
+            what = "must be at least 1" if value < 1 else f"must be at most {most}"
+            raise self.error(name, f"is {describe_number(value)}, {what}")
         return value
 
     def above_zero(self, name: str, default: float | None = None) -> float:
         """Return a number above 0; as `get`."""
         value = self.get(name, float, default)
-        if not 0.0 < value < float("inf"):
+        if value <= 0.0:
             raise self.error(name, f"is {value}, must be above 0")
         return value
 
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
         """Return a list of `count` numbers above 0; as `get`."""
         values = self.config.get(name)
-        numeric = isinstance(values, list) and all(type(value) in (int, float) and value > 0 for value in values)
+        numeric = isinstance(values, list) and all(
+            type(value) in (int, float) and 0 < value < _MAX_FLOAT for value in values
+        )
         if not isinstance(values, list) or not numeric or len(values) != count:
             raise self.error(name, f"is no list of {count} positive numbers")
         return tuple(float(value) for value in values)
 
     def error(self, name: str, what: str) -> StartupError:
         """Return the error that says what is wrong with a field."""
-        return StartupError(f"config.json: {self._prefix}{name} {what}", "Copy the checkpoint again")
+        return StartupError(f"config.json: {self._prefix}{name} {what}", _COPY_AGAIN)
+
+
+def _is_finite(value: object) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)

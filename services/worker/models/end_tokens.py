@@ -9,12 +9,13 @@ model cannot be sampled: it is left out, and said.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from services.worker.models.config_json import Config, read_json
-from shared.special_tokens import special_tokens
+from shared.special_tokens import MAX_TOKENIZER_PARTS, special_tokens, tokenizer_file
 
 _MAX_DIGITS: Final = 10
 
@@ -69,7 +70,13 @@ def _as_id(entry: object) -> int | None:
 
 
 def _read_optional(path: Path) -> Config:
-    return read_json(path) if path.exists() else {}
+    return read_json(path) if os.path.lexists(path) else {}
+
+
+def _read_tokenizer(model_dir: Path) -> Config:
+    file = tokenizer_file(model_dir)
+    content = file.read_json(max_parts=MAX_TOKENIZER_PARTS) if file.exists() else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _of_tokenizer(model_dir: Path) -> tuple[str, int | None]:
@@ -81,7 +88,7 @@ def _of_tokenizer(model_dir: Path) -> tuple[str, int | None]:
     decoder = config.get("added_tokens_decoder")
     entries = decoder.items() if isinstance(decoder, dict) else ()
     named = (id_text for id_text, entry in entries if isinstance(entry, dict) and entry.get("content") == token)
-    token_id = _as_id(_id_in(_read_optional(model_dir / "tokenizer.json"), token))
+    token_id = _as_id(_id_in(_read_tokenizer(model_dir), token))
     if token_id is None:
         token_id = _as_id(next(named, None))
     if token_id is None:

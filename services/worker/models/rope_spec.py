@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from services.worker.models.config_json import ConfigReader
+from services.worker.models.config_json import MAX_COUNT, ConfigReader
 from services.worker.models.families import Family
 from shared.errors import StartupError
 
@@ -98,7 +98,7 @@ def _rotary_dim(reader: ConfigReader, rope: ConfigReader, family: Family, head_d
     partial = rope.above_zero(name, reader.above_zero(name, 1.0))
     if partial != 1.0 and not family.partial_rotary:
         raise StartupError(f"partial rotary embedding ({name}) of {family.model_type} is not supported", "Use another")
-    rotary_dim = int(head_dim * partial)
+    rotary_dim = int(head_dim * min(partial, 2.0))  # 2: too many
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise reader.error(
             "head_dim", f"is {head_dim}; the rotary embedding turns {rotary_dim}, not an even part of it"
@@ -121,7 +121,7 @@ def _yarn(rope: ConfigReader, theta: float, rotary_dim: int, max_positions: int)
     factor = rope.above_zero("factor")
     name = "original_max_position_embeddings"
     original = rope.positive(name, max_positions)
-    mscale, mscale_all_dim = rope.get("mscale", float, 0.0), rope.get("mscale_all_dim", float, 0.0)
+    mscale, mscale_all_dim = _not_negative(rope, "mscale"), _not_negative(rope, "mscale_all_dim")
     scale = _yarn_scale(factor, 1.0)
     if mscale and mscale_all_dim:
         scale = _yarn_scale(factor, mscale) / _yarn_scale(factor, mscale_all_dim)
@@ -130,13 +130,22 @@ def _yarn(rope: ConfigReader, theta: float, rotary_dim: int, max_positions: int)
         theta,
         factor,
         original_max_positions=original,
-        beta_fast=rope.get("beta_fast", float, 0.0) or 32.0,
-        beta_slow=rope.get("beta_slow", float, 0.0) or 1.0,
+        beta_fast=_not_negative(rope, "beta_fast") or 32.0,
+        beta_slow=_not_negative(rope, "beta_slow") or 1.0,
         truncate=rope.get("truncate", bool, default=True),
         attention_factor=rope.get("attention_factor", float, scale),
     )
     stated = rope.config.get(name) is not None
-    return Rotation(spec, rotary_dim, max(max_positions, int(original * factor)) if stated else max_positions)
+    longer = int(min(original * factor, MAX_COUNT)) if stated else 0
+    return Rotation(spec, rotary_dim, max(max_positions, longer))
+
+
+def _not_negative(rope: ConfigReader, name: str) -> float:
+    """Return a number, 0 where there is none."""
+    value = rope.get(name, float, 0.0)
+    if value < 0.0:
+        raise rope.error(name, f"is {value}, must not be negative")
+    return value
 
 
 def _yarn_scale(factor: float, mscale: float) -> float:

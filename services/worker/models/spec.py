@@ -16,6 +16,7 @@ from services.worker.models.refusals import SUPPORTED, refuse_adapter, refuse_fe
 from services.worker.models.rope_spec import RopeSpec, Rotation, read_rotation
 from services.worker.models.windows import read_windows
 from shared.errors import StartupError
+from shared.reading import is_file, is_folder
 
 __all__ = ["Activation", "ModelSpec", "RopeSpec", "check_context", "read_spec"]
 
@@ -32,6 +33,8 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_fast": "gelu_tanh",
 }
 """Names in config.json, several of which mean the same function."""
+MAX_LAYERS = 4096
+"""Thirty times as many as the deepest that is published has."""
 LAYER_NORM_EPS = 1e-5
 """torch's own, which the OPT family does not state."""
 _CAUSAL, _BASE = "ForCausalLM", "Model"
@@ -111,10 +114,10 @@ def read_spec(model_dir: Path) -> ModelSpec:
     Raises:
         StartupError: the folder or config.json is missing or broken, or the model has a feature that is not supported.
     """
-    if not model_dir.is_dir():
+    if not is_folder(model_dir):
         raise StartupError(f"no folder {model_dir}", "Give the folder of a checkpoint in Hugging Face format")
     refuse_adapter(model_dir)
-    if not (model_dir / "config.json").is_file():
+    if not is_file(model_dir / "config.json"):
         raise StartupError(f"{model_dir} has no config.json", "Give the folder of a checkpoint in Hugging Face format")
     config = read_json(model_dir / "config.json")
     architecture, family = _family(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 import threading
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,7 +18,8 @@ from cli import model
 from cli.cluster import checks
 from cli.cluster.broker import Broker, BrokerAccess, named_broker
 from cli.cluster.children import ClusterPlan, device_of, num_devices
-from cli.cluster.settings import UpSettings, load_up_settings
+from cli.cluster.run_dir import RunDir
+from cli.cluster.settings import UpSettings, load_up_settings, log_dir_of
 from cli.cluster.supervisor import Supervisor
 from cli.model import Model, find_model
 from shared.errors import ConfigError, StartupError
@@ -207,14 +209,33 @@ def test_without_a_name_the_shipped_model_is_served(tmp_path: Path, monkeypatch:
         ("./a/b/c", "sluice: there is no folder ./a/b/c."),
         ("empty", "sluice: the folder empty holds no model: config.json is missing in"),
         ("file", "sluice: file is not a folder. Give the folder that holds config.json"),
+        ("m" * 5000, "sluice: there is no folder mmm"),
+        ("~nobody-of-this-name/m", "sluice: there is no folder ~nobody-of-this-name/m"),
+        ("\udcff", "sluice: the folder /"),
     ],
 )
 def test_a_wrong_folder_is_refused(tmp_path: Path, text: str, line: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
+    os.mkdir(os.fsencode(tmp_path) + b"/\xff")  # noqa: PTH102  no text
     with pytest.raises(StartupError) as refusal:
         find_model(text)
     assert str(refusal.value).startswith(line)
+    assert str(refusal.value).isprintable()
+    assert (text == "\udcff") is ("cannot be used, it is not UTF-8" in str(refusal.value))
+
+
+@pytest.mark.parametrize("name", ["file", "file/in-it", "/proc/logs", "n" * 300])
+def test_a_folder_for_logs_that_cannot_be_made_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StartupError, match=r"logs cannot be kept in .*\. Name another folder with --log-dir"):
+        log_dir_of(settings(log_dir=name), tmp_path)
+
+
+def test_a_temporary_folder_that_is_no_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "\udcff"))
+    with pytest.raises(StartupError, match=r"it is not UTF-8\. Set TMPDIR"), RunDir():
+        pass
 
 
 def test_flags_beat_the_environment_which_beats_the_file_which_beats_the_commands_defaults(

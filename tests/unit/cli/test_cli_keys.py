@@ -73,4 +73,4 @@ def test_limits_of_a_tenant_that_exists_are_not_changed_in_passing(
     assert "has a tenant 'a' already. Change it there, or leave out --tier" in said
     assert path.read_text() == before
     path.write_text("not [ toml")
-    assert "is no file of keys" in refusal("keys", "create", "--tenant", "b", "--file", str(path))
+    assert "is not valid TOML" in refusal("keys", "create", "--tenant", "b", "--file", str(path))

@@ -37,6 +37,9 @@ tenant = "acme"
 scopes = ["infer", "metrics"]
 """
 
+ABSURD = ["keys = " + "[" * 100_000, "a" + ".a" * 400 + " = 1", "keys = 0x" + "f" * 5000, 'keys = ["\\u0000"]', "\0"]
+"""Each ended the dispatcher that read it, or the whole cluster."""
+
 
 def write(folder: Path, text: str = FILE) -> Path:
     path = folder / "keys.toml"
@@ -93,6 +96,18 @@ def test_a_file_without_keys_or_with_a_key_twice_or_no_file_is_refused(tmp_path:
         assert problem in str(refusal.value)
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read_keys(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("text", ABSURD, ids=lambda text: text[:12])
+async def test_an_absurd_file_is_refused_at_the_start_and_changes_nothing_later(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError, match=r"the file of keys .* is wrong"):
+        read_keys(path)
+    path = write(tmp_path, FILE)
+    keys = access(path)
+    path.write_text(text)
+    assert not await keys.reload()
+    assert isinstance(keys.authenticate(f"Bearer {KEY}", "1.2.3.4"), Grant)
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ from shared.wire import (
     encode,
     encode_json,
     encode_json_rows,
+    read_fields,
     read_index,
 )
 from tests.unit.golden.samples import FOLDER, MESSAGES, all_message_types, golden_files, read_hex
@@ -256,6 +257,14 @@ def test_a_flood_of_empty_maps_is_stopped_early() -> None:
 
     assert len(data) < MAX_PAYLOAD_BYTES
     assert peak_bytes(refuse) < 4 * 2**20
+
+
+@pytest.mark.parametrize("text", [b'{"a":' * 100_000, b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"])
+def test_nesting_of_json_is_bounded(text: bytes) -> None:
+    with pytest.raises(WireError, match="not JSON within the limits"):
+        decode_json(text, Cancel)
+    with pytest.raises(WireError, match="not JSON within the limits"):
+        read_fields(text)
 
 
 def test_nesting_is_bounded_also_in_fields_that_are_ignored() -> None:

@@ -87,7 +87,7 @@ def test_a_file_that_is_not_there_or_no_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="cannot be read"):
         read_trace(tmp_path / "none.csv")
     (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(StartupError, match="no CSV file"):
+    with pytest.raises(StartupError, match="is not UTF-8 text"):
         read_trace(tmp_path / "bytes.csv")
 
 

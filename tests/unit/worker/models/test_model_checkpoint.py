@@ -181,7 +181,7 @@ BROKEN: list[tuple[Callable[[Path], Any], str]] = [
     (truncate_shard, r"-of-\d+\.safetensors is broken: it is truncated: 4 bytes are missing"),
     (in_json(INDEX_NAME, promise_all_in_one_file), r"the checkpoint has no tensor model\."),
     (lambda folder: max(folder.glob("*.safetensors")).unlink(), r"-of-\d+\.safetensors is missing"),
-    (lambda folder: (folder / INDEX_NAME).write_text("{"), r"cannot read .*index\.json"),
+    (lambda folder: (folder / INDEX_NAME).write_text("{"), r"index\.json is not valid JSON"),
     (change_config(hidden_size=128), r"has shape \[\d+, \d+\], config\.json asks for"),
     (change_config(num_hidden_layers=3), r"no tensor model\.layers\.2\."),
     (change_config(num_hidden_layers=1), r"a tensor model\.layers\.1\.\S+ that LlamaForCausalLM does not use"),
@@ -215,6 +215,11 @@ HEADERS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda h: h["model.norm.weight"].update(data_offsets=[0, 256]), "overlap or leave a gap"),
     (lambda h: h["model.norm.weight"].pop("dtype"), "entry of model.norm.weight is broken"),
     (lambda h: h.update({"x": 3}), "entry of x is broken"),
+    (lambda h: h["model.norm.weight"].update(shape=[1] * 4000), "has 4000 dimensions, more than 8"),
+    (lambda h: h["model.norm.weight"].update(shape=[10**400, 0]), "entry of model.norm.weight is broken"),
+    (lambda h: h["model.norm.weight"].update(shape=[True]), "entry of model.norm.weight is broken"),
+    (lambda h: h.update({"x": json.loads("[" * 250 + "]" * 250)}), "its header is not valid JSON: .* nested too deep"),
+    (lambda h: h.update({str(index): h["lm_head.weight"] for index in range(100_001)}), "more than 100000"),
 ]
 
 
@@ -250,6 +255,11 @@ def test_missing_files_are_named(folder: Path) -> None:
         ({"x": "../model.safetensors"}, "no file of the folder"),
         ({"x": 3}, "no file of the folder"),
         ({"x": "absent.safetensors"}, "absent.safetensors is missing"),
+        ({"x": "n" * 300}, "nnn is missing"),
+        ({"x": "a\0b"}, "is missing"),
+        (json.loads("[" * 250 + "]" * 250), "is not valid JSON: .* nested too deep"),
+        (dict.fromkeys(map(str, range(100_001)), SINGLE_NAME), "names 100001 tensors, more than 100000"),
+        (dict.fromkeys(map(str, range(10**6)), SINGLE_NAME), "is larger than 16.0 MiB"),
     ],
 )
 def test_a_wrong_index_is_refused(folder: Path, weight_map: Any, message: str) -> None:

@@ -146,13 +146,30 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**PHI3, "auto_map": {"AutoModelForCausalLM": "other.Phi3ForCausalLM"}}, "code lies in its folder"),
     ({**OPT, "activation_function": "tanh"}, "activation 'tanh' .activation_function. is not supported"),
     ({**OPT, "word_embed_proj_dim": 0}, "word_embed_proj_dim is 0"),
+    *(
+        ({"num_hidden_layers": count}, f"num_hidden_layers is {said}, must be at most 4096")
+        for count, said in ((4097, "4097"), (10**6, "1000000"), (10**400, "a number of 401 digits"))
+    ),
+    *(
+        ({name: 10**400}, f"{name} is a number of 401 digits, must be at most 2147483647")
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
+    ),
+    ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000.*, not float"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, must be finite"),
+    ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf, must be finite"),
+    ({"rms_norm_eps": -0.0}, "rms_norm_eps is -0.0, must be above 0"),
+    ({"rope_scaling": {"rope_type": "longrope", "short_factor": [10**400] * 4}}, "short_factor is no list"),
+    ({**PHI3, "partial_rotary_factor": 1e308}, "the rotary embedding turns"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 2, "beta_fast": -1}}, "beta_fast is -1.0, must not be negative"),
+    ({"architectures": ["x" * 10**6]}, "architecture xxx"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
 def test_what_cannot_be_run_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(StartupError, match=message):
+    with pytest.raises(StartupError, match=message) as refused:
         read(tmp_path, **changes)
+    assert len(str(refused.value)) < 1000
 
 
 @pytest.mark.parametrize(
