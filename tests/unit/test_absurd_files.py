@@ -26,12 +26,12 @@ from sim.scenarios.files import load_scenario
 from sim.workload.trace import read_trace
 
 
-def model(read: Callable[[Path], object]) -> Callable[[Path], object]:
-    """What reads the folder of the model that ships, one file of which is another."""
+def model(read: Callable[[Path], object], without: str = "") -> Callable[[Path], object]:
+    """What reads the folder of the model that ships, one file of which is another, and one perhaps missing."""
 
     def read_beside(path: Path) -> object:
         for file in shipped_folder().iterdir():
-            if not os.path.lexists(path.parent / file.name):
+            if file.name != without and not os.path.lexists(path.parent / file.name):
                 (path.parent / file.name).symlink_to(file)
         return read(path.parent)
 
@@ -68,7 +68,7 @@ READERS: list[tuple[str, Callable[[Path], object]]] = [
     ("data.jsonl", read_samples),
     ("config.json", model(read_spec)),
     ("generation_config.json", model(read_spec)),
-    ("model.safetensors.index.json", model(find_tensors)),
+    ("model.safetensors.index.json", model(find_tensors, without="model.safetensors")),
     ("config.json", model(read_model_folder)),
     ("tokenizer.json", model(read_model_folder)),
     ("tokenizer_config.json", model(read_model_folder)),

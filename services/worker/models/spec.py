@@ -168,7 +168,7 @@ def _family(config: Config) -> tuple[str, Family]:
 
 
 def _build(reader: ConfigReader, architecture: str, family: Family, ends: EndTokens) -> ModelSpec:
-    hidden_size, num_layers = reader.positive("hidden_size"), reader.positive("num_hidden_layers")
+    hidden_size, num_layers = reader.positive("hidden_size"), reader.positive("num_hidden_layers", most=MAX_LAYERS)
     num_heads, num_kv_heads = _heads(reader)
     head_dim = reader.positive("head_dim", max(hidden_size // num_heads, 1))
     rotation = _rotation(reader, family, head_dim)
