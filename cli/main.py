@@ -281,7 +281,7 @@ def run_command(argv: list[str] | None = None) -> int:
     except SluiceError as error:
         return _fail(CommandError(str(error)), FAILED)
     except OSError as error:
-        if error.errno not in {errno.EMFILE, errno.ENFILE}:
+        if error.errno != errno.EMFILE:
             raise
         hint = "Start it where `ulimit -n` says 1024 or more"
         return _fail(CommandError("not as many files may be open as are needed", hint), REFUSED)
