@@ -283,7 +283,7 @@ def run_command(argv: list[str] | None = None) -> int:
     except SluiceError as error:
         return _fail(CommandError(str(error)), FAILED)
     except OSError as error:
-        if error.errno not in {errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG}:
+        if error.errno not in {errno.EMFILE, errno.ENAMETOOLONG}:
             raise
         return _fail(_refused_by_the_system(error), REFUSED)
     except (KeyboardInterrupt, click.Abort):
