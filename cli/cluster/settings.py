@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from shared.errors import StartupError
 from shared.process.config import Host, HostNames, ModelNames, Origins, ServiceSettings, Size, load
 from shared.systems import DEFAULT_SYSTEM
 
@@ -115,7 +117,17 @@ def load_up_settings(flags: Mapping[str, Any], defaults: Mapping[str, Any] | Non
 
 
 def log_dir_of(settings: UpSettings, run_dir: Path) -> Path:
-    """Return where the logs go, made if it does not exist."""
+    """Return where the logs go, made if it does not exist.
+
+    Raises:
+        StartupError: nothing can be written there.
+    """
     folder = Path(settings.log_dir) if settings.log_dir else run_dir / "logs"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        hint = f"Set {'--log-dir' if settings.log_dir else 'TMPDIR'} to a folder of yours"
+        raise StartupError(f"no log can be written to {folder} ({error.strerror})", hint) from error
     return folder
