@@ -6,6 +6,8 @@ PIP := $(BIN)/pip --disable-pip-version-check --no-input
 # in two processes, whose threads do not spin while others compute; files whole, since a file's tests share what they ran
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 SOURCES := pyproject.toml client/pyproject.toml constraints.txt
+# where torch for CPUs is, if pip's own index has none; empty: at the index of torch's makers
+export TORCH_INDEX_URL ?=
 # a script that starts a container engine and a compose file, runs a command, and takes all down again
 COMPOSE_CHECK := ../shared/tools/compose-check.sh
 
@@ -32,13 +34,18 @@ $(BIN)/python:
 	  || { echo "sluice: $$($(PYTHON) --version) is not supported. Install Python 3.11 or 3.12, or run make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
+# torch before all that needs it: pip by itself would take the build for CUDA
+$(VENV)/.torch: constraints.txt docker/cpu_torch.sh | $(BIN)/python
+	sh docker/cpu_torch.sh $(PIP)
+	@touch $@
+
 # what runs the product on this machine
-$(VENV)/.demo: $(SOURCES) | $(BIN)/python
+$(VENV)/.demo: $(SOURCES) $(VENV)/.torch | $(BIN)/python
 	$(PIP) install -c constraints.txt -e client -e '.[demo]'
 	@touch $@
 
 # and what checks and tests it
-$(VENV)/.dev: $(SOURCES) | $(BIN)/python
+$(VENV)/.dev: $(SOURCES) $(VENV)/.torch | $(BIN)/python
 	$(PIP) install -c constraints.txt -e client -e '.[dev]'
 	@touch $(VENV)/.demo $@
 

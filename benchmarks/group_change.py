@@ -32,7 +32,7 @@ from services.worker.contract.batch import Batch, RowInit, TableDelta
 from services.worker.contract.executor import Executor
 from services.worker.contract.kept_kv import KeptKv
 from services.worker.executor.elastic_model import ElasticModel, load_elastic_model
-from services.worker.executor.model_runner import RunnerSettings
+from services.worker.executor.first_look import RunnerSettings
 from services.worker.kv_moves.kv_exchanges import ExchangeParams
 from services.worker.kv_moves.kv_table import MAX_EXCHANGED
 from services.worker.kv_moves.places import GroupPlace, StagePlace

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import machine
-from services.worker.executor.model_runner import RunnerSettings
+from services.worker.executor.first_look import RunnerSettings
 
 
 def model_parser(description: str | None) -> argparse.ArgumentParser:

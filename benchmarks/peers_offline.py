@@ -15,7 +15,8 @@ import numpy as np
 
 from benchmarks.peers_child import Run, serve
 from services.worker.engine.engine import Engine
-from services.worker.executor.model_runner import ModelRunner, RunnerSettings
+from services.worker.executor.first_look import RunnerSettings
+from services.worker.executor.model_runner import ModelRunner
 from services.worker.executor.runner import load_runner
 from services.worker.scheduling.registry import make_scheduler
 from services.worker.sequences.config import AddRefusal, EngineConfig, NewSequence

@@ -17,7 +17,8 @@ import numpy as np
 
 from benchmarks.harness import machine, print_table
 from services.worker.contract.batch import NO_TABLE_DELTA, Batch, RowInit, TableDelta
-from services.worker.executor.model_runner import ModelRunner, RunnerSettings
+from services.worker.executor.first_look import RunnerSettings
+from services.worker.executor.model_runner import ModelRunner
 from services.worker.executor.native_step import NativeForward
 from services.worker.executor.runner import load_runner
 from services.worker.native.structures import PARTS

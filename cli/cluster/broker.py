@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from cli.cluster import checks
 from cli.cluster.settings import UpSettings
@@ -128,34 +128,36 @@ class Broker:
         self._setup: NatsBus | None = None
         self._monitoring_url = ""
 
-    def check(self) -> None:
-        """Check what can be known before anything starts.
-
-        Raises:
-            StartupError: the named broker does not answer, or there is no binary for one of our own.
-        """
-        if self._settings.has_own_broker:
-            find_binary()
-        else:
-            checks.check_broker(self._settings.nats_url)
-
-    async def start(self, promised_port: int) -> BrokerAccess:
-        """Return how to reach a broker that answers.
+    def plan(self, promised_port: int) -> BrokerAccess:
+        """Return how the broker will be reached, after checking what can be known before anything starts.
 
         Args:
             promised_port: at which the dispatcher will listen.
 
         Raises:
-            StartupError: it does not start.
+            StartupError: the named broker does not answer, or there is no binary, or no disk, for one of our own.
         """
         if not self._settings.has_own_broker:
+            checks.check_broker(self._settings.nats_url)
             return named_broker(self._settings)
+        find_binary()
         if not has_room(self._run_dir):
             raise StartupError(f"there is no room on the disk of {self._run_dir}", "Set TMPDIR to where there is some")
         port = checks.find_port("127.0.0.1", 0, [promised_port])
         monitoring_port = checks.find_port("127.0.0.1", 0, [promised_port, port])
         self._monitoring_url = f"http://127.0.0.1:{monitoring_port}/{new_password()}"
-        access = BrokerAccess(f"nats://127.0.0.1:{port}", new_passwords())
+        return BrokerAccess(f"nats://127.0.0.1:{port}", new_passwords())
+
+    async def start(self, access: BrokerAccess) -> None:
+        """Return when a broker answers where it was planned.
+
+        Raises:
+            StartupError: it does not start.
+        """
+        if not self._settings.has_own_broker:
+            return
+        port = urlsplit(access.url).port
+        assert port is not None, "planned"
         try:
             command = server_command(
                 self._run_dir / "nats", port, access.passwords, self._settings.cluster, self._monitoring_url
@@ -173,7 +175,6 @@ class Broker:
             ) from error
         await self._set_up(access)
         self._tasks.start(self._care(), name="broker")
-        return access
 
     async def close(self) -> None:
         """Look after buckets and store no more. The broker itself is the supervisor's. Idempotent."""

@@ -17,6 +17,7 @@ from shared.addresses import check_reachable, host_and_port
 from shared.browsers import check_everybody
 from shared.errors import StartupError
 from shared.reading import is_file
+from shared.sizes import describe_bytes
 from shared.systems import UnknownSystemError, find_live_system
 
 BROKER_LIMIT_S = 0.8
@@ -32,8 +33,9 @@ def check_settings(settings: UpSettings) -> None:
     """Check what depends on the settings alone.
 
     Raises:
-        StartupError: an unknown system or device, workers that do not come out even, an address that everybody could
-            reach or a page that everybody could write without a key, or no file of keys where one is named.
+        StartupError: an unknown system or device, workers that do not come out even or want more memory than there is,
+            an address that everybody could reach or a page that everybody could write without a key, or no file of
+            keys where one is named.
     """
     try:
         num_stages = find_live_system(settings.system).num_stages
@@ -44,11 +46,22 @@ def check_settings(settings: UpSettings) -> None:
         raise StartupError(f"system {settings.system} joins {counted}", f"Give a multiple of {num_stages} as --workers")
     if not _DEVICE.fullmatch(settings.device):
         raise StartupError(f"unknown device '{settings.device}'", "Use --device cpu, cuda or cuda:<index>")
+    if settings.device == "cpu" and "memory" in settings.model_fields_set:
+        _check_memory(settings.workers, settings.memory)
     check_reachable(settings.host, has_keys=settings.has_keys, allow_no_key=settings.allow_no_key)
     check_everybody(settings.allow_origin, has_keys=settings.has_keys)
     if settings.api_keys_file is not None and not is_file(settings.api_keys_file):
         hint = "Make one with `sluice keys create`"
         raise StartupError(f"there is no file of keys {settings.api_keys_file}", hint)
+
+
+def _check_memory(num_workers: int, memory_bytes: int) -> None:
+    """Check that this machine has what the workers are to have together; a budget that nobody gave is not asked for."""
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if num_workers * memory_bytes > there:
+        counted = describe_bytes(memory_bytes) + (f" for each of {num_workers} workers" if num_workers > 1 else "")
+        hint = f"Give at most --memory {there // num_workers // 2**20}MiB, or fewer workers"
+        raise StartupError(f"{counted} is more memory than the {describe_bytes(there)} of this machine", hint)
 
 
 def find_port(host: str, port: int, promised: Collection[int] = ()) -> int:

@@ -13,6 +13,7 @@ from cli.cluster.settings import UpSettings
 from cli.cluster.supervisor import ChildSpec
 from cli.model import Model
 from shared.addresses import host_and_port
+from shared.process.service_process import CHECK_ONLY
 from shared.transport.nats_roles import BrokerRole
 
 DISPATCHER = "dispatcher"
@@ -40,12 +41,12 @@ class ClusterPlan:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Names under which the model is served."""
-        return names_of(self.settings, self.model)
+        """Names under which the model is served; answers carry the first."""
+        return self.settings.served_model_name or (self.model.name,)
 
     @property
     def model_name(self) -> str:
-        """The first of them, which answers carry."""
+        """The first of them."""
         return self.model_names[0]
 
     @property
@@ -63,6 +64,11 @@ class ClusterPlan:
         workers = [self._worker(index, name) for index, name in enumerate(self.worker_names())]
         planner = self._service(PLANNER, "--system", self.settings.system)
         return [self._service(MONITOR), planner, *workers, self._dispatcher()]
+
+    def checks(self) -> list[ChildSpec]:
+        """Return children that only say whether they would start: one of each kind that reads the model."""
+        specs = (self._worker(0, self.worker_names()[0]), self._dispatcher())
+        return [replace(spec, argv=(*spec.argv, CHECK_ONLY)) for spec in specs]
 
     def _service(self, name: str, *flags: str, instance_id: str = "") -> ChildSpec:
         settings = self.settings
@@ -106,11 +112,6 @@ class ClusterPlan:
         # a key in the flags could be read by everybody on this machine
         key = {"SLUICE_DISPATCHER_API_KEY": settings.api_key} if settings.api_key else {}
         return replace(spec, env={**spec.env, **key}, needed_as=DISPATCHER)
-
-
-def names_of(settings: UpSettings, model: Model) -> tuple[str, ...]:
-    """Return the names under which the model is served; answers carry the first."""
-    return settings.served_model_name or (model.name,)
 
 
 def num_devices() -> int:

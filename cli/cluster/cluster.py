@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from cli.cluster import checks
 from cli.cluster.broker import Broker, BrokerAccess
-from cli.cluster.children import DISPATCHER, MONITOR, PLANNER, ClusterPlan, names_of
+from cli.cluster.children import DISPATCHER, MONITOR, PLANNER, ClusterPlan
 from cli.cluster.progress import StartProgress
 from cli.cluster.run_dir import RunDir
 from cli.cluster.settings import UpSettings, log_dir_of
@@ -62,7 +62,7 @@ class Cluster:
 
         Raises:
             StartupError: a check failed, or there is no broker.
-            CommandError: it took too long.
+            CommandError: a service refuses its settings, or it took too long.
         """
         settings = self._settings
         self._tasks.start(self._run_dir.keep_guarded(self._show), name="guardian")
@@ -70,10 +70,11 @@ class Cluster:
         port = checks.find_port(settings.host, settings.port)
         model = await asyncio.to_thread(find_model, settings.model, show_progress(self._console, settings.model))
         self._console.end_status()
-        self._broker.check()
-        self._announce(", ".join(names_of(settings, model)))
-        access = await self._broker.start(port)
+        access = self._broker.plan(port)
         self._plan = ClusterPlan(settings, model, access, port, self._run_dir.path)
+        await self.supervisor.check(self._plan.checks())
+        self._announce(", ".join(self._plan.model_names))
+        await self._broker.start(access)
         for spec in self._plan.specs():
             await self.supervisor.start(replace(spec, excuse=self._broker.excuse))
         await self._wait_ready(access, self._plan.worker_names())

@@ -128,5 +128,5 @@ def log_dir_of(settings: UpSettings, run_dir: Path) -> Path:
         with TemporaryFile(dir=folder):
             return folder
     except OSError as error:
-        said = f"logs cannot be kept in {folder}: {error.strerror}"
-        raise StartupError(said, "Name another folder with --log-dir" if settings.log_dir else "Set TMPDIR") from None
+        hint = f"Set {'--log-dir' if settings.log_dir else 'TMPDIR'} to a folder of yours"
+        raise StartupError(f"no log can be written to {folder} ({error.strerror})", hint) from error

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from cli.cluster.child_log import ChildLog
 from cli.cluster.restart import RestartParams, is_failing, restart_delay_s
-from cli.exit_codes import FAILED, REFUSED
+from cli.exit_codes import FAILED, REFUSED, CommandError
 from shared.process.tasks import TaskOwner
 from shared.transport.bus_rules import is_power_of_two
 
@@ -164,6 +164,25 @@ class Supervisor:
         await self._spawn(child)
         child.task = self._tasks.start(self._keep(child), name=f"keep-{spec.name}")
 
+    async def check(self, specs: Sequence[ChildSpec]) -> None:
+        """Run children that end by themselves, side by side.
+
+        Raises:
+            CommandError: one of them refuses, and why.
+            OSError: one cannot be started.
+        """
+        logs = [ChildLog(spec.name, self._log_dir / f"{spec.name}.log", lambda _text: None) for spec in specs]
+        children = [_Child(spec, log) for spec, log in zip(specs, logs, strict=True)]
+        checks = [asyncio.ensure_future(self._check(child)) for child in children]
+        try:
+            await asyncio.gather(*checks)
+        finally:
+            for child in children:
+                child.signal(signal.SIGKILL)
+            await asyncio.gather(*checks, return_exceptions=True)
+            for log in logs:
+                log.close()
+
     def pids(self) -> dict[str, int]:
         """Return the process ids of the children that run now."""
         return {
@@ -232,6 +251,11 @@ class Supervisor:
             raise
         finally:
             os.close(writing_fd)
+
+    async def _check(self, child: _Child) -> None:
+        await self._spawn(child)
+        if await self._wait_end(child) == REFUSED:
+            raise CommandError(child.log.refusal().removeprefix("sluice: "), code=REFUSED)
 
     async def _keep(self, child: _Child) -> None:
         code: int | None = await self._wait_end(child)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 
-from services.dispatcher.build import Dispatcher, load_text
+from services.dispatcher.access.keys_file import read_keys
+from services.dispatcher.build import Dispatcher, ModelText, load_text
 from services.dispatcher.config import DispatcherSettings
 from shared.addresses import check_reachable, host_and_port, is_own_address
 from shared.browsers import check_everybody
@@ -15,11 +16,31 @@ from shared.process.service_process import ServiceProcess, run_service_process
 _log = get_logger()
 
 
-async def serve(settings: DispatcherSettings, process: ServiceProcess) -> None:
-    """Run one dispatcher until told to stop; then drain it."""
+def check(settings: DispatcherSettings) -> None:
+    """Find what is wrong before anything starts.
+
+    Raises:
+        StartupError: as `prepare`, or the file of keys cannot be used.
+    """
+    if settings.api_keys_file is not None:
+        read_keys(settings.api_keys_file)
+    prepare(settings)
+
+
+def prepare(settings: DispatcherSettings) -> ModelText:
+    """Return the model's texts, which takes seconds.
+
+    Raises:
+        StartupError: the settings contradict each other, or tokenizer or template cannot be used.
+    """
     check_reachable(settings.host, has_keys=settings.has_keys, allow_no_key=settings.allow_no_key)
     check_everybody(settings.allow_origin, has_keys=settings.has_keys)
-    text = await asyncio.to_thread(load_text, settings)
+    return load_text(settings)
+
+
+async def serve(settings: DispatcherSettings, process: ServiceProcess) -> None:
+    """Run one dispatcher until told to stop; then drain it."""
+    text = await asyncio.to_thread(prepare, settings)
     async with process.bus() as bus:
         dispatcher = Dispatcher(settings, bus, text, process.fail)
         gc.collect()
@@ -48,4 +69,4 @@ def _say_no_keys(host: str) -> None:
 
 
 if __name__ == "__main__":
-    run_service_process("dispatcher", DispatcherSettings, serve)
+    run_service_process("dispatcher", DispatcherSettings, serve, check)

@@ -6,7 +6,7 @@ import asyncio
 
 from services.worker.build import build_worker, make_reporter
 from services.worker.config import WorkerSettings
-from services.worker.load import Loaded, check_start, load_executor
+from services.worker.load import Loaded, check_model, check_start, load_executor
 from services.worker.models.spec import ModelSpec
 from services.worker.serving.reporter import Reporter
 from shared.ids import new_incarnation
@@ -55,4 +55,4 @@ async def _serve(
 
 
 if __name__ == "__main__":
-    run_service_process("worker", WorkerSettings, serve)
+    run_service_process("worker", WorkerSettings, serve, lambda settings: check_model(settings, check_start(settings)))

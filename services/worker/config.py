@@ -26,6 +26,11 @@ class Dtype(StrEnum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number."""
+        return 4 if self is Dtype.FLOAT32 else 2
+
 
 class LoadFrom(StrEnum):
     """Where dropped parameters come back from beside serving."""

@@ -13,10 +13,12 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from services.worker.build import ServedModel
-from services.worker.config import Dtype, ExecutorKind, LoadFrom, WorkerSettings
+from services.worker.config import ExecutorKind, KernelKind, LoadFrom, WorkerSettings
 from services.worker.contract.executor import Executor, HostMemory
 from services.worker.cost.estimate import CostEstimate
 from services.worker.cost.fitting import CostFitting
+from services.worker.executor.first_look import RunnerSettings, first_look
+from services.worker.memory.budget import bytes_per_block
 from services.worker.modelled.executor import ModelledExecutor
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw
 from services.worker.models.spec import ModelSpec, read_spec
@@ -31,7 +33,7 @@ from shared.systems import Preemption, UnknownSystemError, find_live_system, fin
 
 if TYPE_CHECKING:
     from services.worker.executor.elastic_model import ElasticModel
-    from services.worker.executor.model_runner import ModelInfo, ModelRunner, RunnerSettings
+    from services.worker.executor.model_runner import ModelInfo, ModelRunner
 
 R = TypeVar("R")
 Progress = Callable[[float, str], None]
@@ -70,6 +72,26 @@ def check_start(settings: WorkerSettings) -> ModelSpec:
     return spec
 
 
+def check_model(settings: WorkerSettings, spec: ModelSpec) -> None:
+    """Find what else is wrong that can be known without taking memory, nor loading torch where the CPU computes.
+
+    Args:
+        settings: of this worker, whose `check_start` has passed.
+        spec: of the model in `settings.model`.
+
+    Raises:
+        StartupError: the checkpoint is damaged, or does not fit, or there is no such device, or no such kernels.
+    """
+    if settings.executor is ExecutorKind.MODELLED:
+        _modelled(settings, spec)
+        return
+    first_look(_runner_settings(settings), settings.dtype)
+    if settings.device != "cpu" or settings.kernels is not KernelKind.AUTO:
+        from services.worker.executor.runner import check_compute
+
+        check_compute(_runner_settings(settings), spec)
+
+
 def _password(settings: WorkerSettings) -> str:
     """Return the password at the broker, by which workers know each other."""
     login = settings.nats_login()
@@ -102,8 +124,7 @@ async def load_executor(
 
 def _modelled(settings: WorkerSettings, spec: ModelSpec) -> Loaded:
     """Return an executor that takes time and computes nothing; its KV memory is the whole of `memory`."""
-    value_bytes = 4 if settings.dtype is Dtype.FLOAT32 else 2
-    block_kv_bytes = 2 * spec.num_layers * spec.kv_size * value_bytes * settings.block_size
+    block_kv_bytes = bytes_per_block(spec, settings.block_size, settings.dtype)
     num_blocks = settings.memory // block_kv_bytes
     if not num_blocks:
         raise StartupError(f"--memory holds no KV block of {block_kv_bytes} bytes", "Give more")
@@ -208,14 +229,14 @@ async def _off_the_loop(load: Callable[[], R]) -> R:
 def _load_runner(settings: WorkerSettings, report: Progress) -> tuple[ModelRunner, CostFitting]:
     from services.worker.executor.runner import load_runner
 
-    runner = load_runner(_runner_settings(settings, None), report)
+    runner = load_runner(_runner_settings(settings), report)
     return runner, _tried(settings, runner)
 
 
 def _load_elastic(settings: WorkerSettings, report: Progress) -> tuple[ElasticModel, CostFitting]:
     from services.worker.executor.elastic_model import load_elastic_model
 
-    model = load_elastic_model(_runner_settings(settings, settings.page_bytes), report)
+    model = load_elastic_model(_runner_settings(settings), report)
     runner = model.open()
     fitting = _tried(settings, runner)
     runner.close()
@@ -229,9 +250,7 @@ def _tried(settings: WorkerSettings, runner: ModelRunner) -> CostFitting:
     return CostFitting(try_steps(runner, settings.max_batch_rows))
 
 
-def _runner_settings(settings: WorkerSettings, page_bytes: int | None) -> RunnerSettings:
-    from services.worker.executor.model_runner import RunnerSettings
-
+def _runner_settings(settings: WorkerSettings) -> RunnerSettings:
     return RunnerSettings(
         model_dir=settings.model,
         device=settings.device,
@@ -249,7 +268,7 @@ def _runner_settings(settings: WorkerSettings, page_bytes: int | None) -> Runner
         graphs=settings.graphs,
         fused=settings.fused,
         overlap=settings.overlap,
-        page_bytes=page_bytes,
+        page_bytes=settings.page_bytes if find_system(settings.system).forms_groups else None,
     )
 
 

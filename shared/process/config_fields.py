@@ -16,9 +16,9 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-_SIZE = re.compile(r"\s*(\d{1,20}(?:\.\d{1,9})?)\s*(B|KiB|MiB|GiB|TiB)?\s*\Z", re.ASCII)
-_UNITS: Final = {None: 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-SIZE_ALLOWED: Final = "bytes, or a number with KiB, MiB, GiB or TiB"
+_SIZE = re.compile(r"\s*(\d{1,20}(?:\.\d{1,9})?)\s*(?:([KMGT])(iB|B)?|B)?\s*\Z", re.ASCII | re.IGNORECASE)
+_EXPONENT: Final = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+SIZE_ALLOWED: Final = "bytes, or a number with KiB, MiB, GiB, TiB, or KB, MB, GB, TB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,9 @@ class FieldType:
 
 
 def parse_size(value: object) -> int:
-    """Return bytes from an integer or from text such as `512MiB`, `1.5GiB`, `4096`; fractions of a byte are cut off.
+    """Return bytes from an integer or from text such as `512MiB`, `1.5 GiB`, `8GB`, `8g`, `4096`.
+
+    Letters of either case; `GB` is 10^9 bytes, and `GiB`, or `G` alone, 2^30. Fractions of a byte are cut off.
 
     Raises:
         ValueError: it is neither; the text says what is allowed.
@@ -70,9 +72,9 @@ def parse_size(value: object) -> int:
     match = _SIZE.match(value) if isinstance(value, str) else None
     if match is None:
         raise ValueError(f"'{str(value)[:80]}' is not a size (allowed: {SIZE_ALLOWED})")
-    number, unit = match.groups()
+    number, prefix, unit = match.groups(default="")
     whole, _, fraction = number.partition(".")
-    scaled: int = int(whole + fraction) * _UNITS[unit]
+    scaled: int = int(whole + fraction) * (1000 if unit.upper() == "B" else 1024) ** _EXPONENT[prefix.upper()]
     return scaled // int(10 ** len(fraction))
 
 

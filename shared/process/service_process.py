@@ -7,10 +7,11 @@ listens for answers where only its role may (`shared.transport.nats_roles`).
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from shared.process.config import ServiceSettings, load
 from shared.process.health import write_health
@@ -24,6 +25,8 @@ from shared.transport.nats_roles import BrokerRole, inbox_prefix
 
 S = TypeVar("S", bound=ServiceSettings)
 
+CHECK_ONLY: Final = "--check-only"
+"""Flag of every service: say what is wrong that is known before it starts, and end. No setting: of one call alone."""
 HEALTH_PERIOD_S = 1.0
 """Pause between two writings of the health file."""
 
@@ -101,12 +104,28 @@ class ServiceProcess:
             await asyncio.sleep(HEALTH_PERIOD_S)
 
 
-def run_service_process(name: str, model: type[S], main: Callable[[S, ServiceProcess], Awaitable[None]]) -> NoReturn:
-    """Read the settings of section `name`, run `main` until SIGTERM or a failure, and exit (`process.run`)."""
+def run_service_process(
+    name: str,
+    model: type[S],
+    main: Callable[[S, ServiceProcess], Awaitable[None]],
+    check: Callable[[S], object] = lambda _settings: None,
+) -> NoReturn:
+    """Read the settings of section `name`, run `main` until SIGTERM or a failure, and exit (`process.run`).
+
+    Args:
+        name: of the service.
+        model: of its settings.
+        main: runs the service.
+        check: raises `StartupError` for what `main` would refuse as soon as it has started; run instead of it with the
+            flag `--check-only`, by which `sluice up` asks before it starts anything.
+    """
 
     async def serve(stop: asyncio.Event) -> None:
-        settings = load(model, name)
+        settings = load(model, name, [flag for flag in sys.argv[1:] if flag != CHECK_ONLY])
         configure(name, settings.instance_id, settings.log_level, settings.log_format)
-        await main(settings, ServiceProcess(BrokerRole(name), settings, stop))
+        if CHECK_ONLY in sys.argv[1:]:
+            check(settings)
+        else:
+            await main(settings, ServiceProcess(BrokerRole(name), settings, stop))
 
     run_service(name, serve)

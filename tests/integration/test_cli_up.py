@@ -224,6 +224,40 @@ def test_a_worker_that_cannot_start_ends_everything(place: Place, env: dict[str,
     assert place.left_over() == []
 
 
+@pytest.mark.parametrize("name", ["worker-0", "dispatcher-0"])
+def test_a_service_that_would_refuse_says_so_before_anything_starts(place: Place, name: str) -> None:
+    """Nor is any other waited for."""
+    logs = place.root / "logs"
+    process = place.start("--model", str(place.model), "--port", "0", "--log-dir", str(logs), REFUSES=name)
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, out, err) == (2, "", "sluice: not with these settings. Use others\n")
+    assert (place.trace(), place.left_over()) == ([], [])
+    assert not (logs / "nats.log").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "start"),
+    [
+        (["--memory", "8"], "a memory budget of 0.01 MiB is too small"),
+        (["--memory", "9MB", "--system", "kunserve", "--max-model-len", "500"], "a memory budget of 8.59 MiB is too"),
+        (["--system", "swap", "--memory", "1kb"], "a memory budget of 0.01 MiB is too small"),
+        (["--max-model-len", "1025"], "max_model_len 1025 is longer than the model's 1024 positions. Ask for at most"),
+        (["--device", "cuda:99"], "device 'cuda:99' is not there"),
+        (["--kernels", "flashinfer"], "FlashInfer's attention is not possible: the device is cpu"),
+        (["--api-keys-file", "/etc/hostname"], "the file of keys /etc/hostname is wrong"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_real_services_refuse_is_told_before_anything_starts(place: Place, flags: list[str], start: str) -> None:
+    place.services = ROOT
+    process = place.start("--port", "0", *flags)
+    out, err = process.communicate(timeout=4 * LIMIT_S)
+    assert (process.returncode, out, len(err.splitlines())) == (2, "", 1), err
+    assert err.startswith(f"sluice: {start}")
+    assert place.left_over() == []
+
+
 @pytest.mark.slow
 def test_a_broker_that_runs_already_is_used_and_left_running(place: Place) -> None:
     from shared.transport.nats_server import EmbeddedNats
@@ -248,6 +282,12 @@ def test_a_broker_that_runs_already_is_used_and_left_running(place: Place) -> No
             "no NATS server answers at 127.0.0.1:1 (Connection refused). Start it",
         ),
         (["--port", "TAKEN"], {}, "port TAKEN on 127.0.0.1 is taken. Choose another with --port"),
+        (
+            ["--log-dir", "/dev/null/logs"],
+            {},
+            "no log can be written to /dev/null/logs (Not a directory). Set --log-dir",
+        ),
+        (["--memory", "999TiB"], {}, "999.0 TiB is more memory than the "),
         ([], {"SLUICE_WORKRES": "2"}, "unknown environment variable SLUICE_WORKRES. Did you mean SLUICE_WORKERS?"),
     ],
 )

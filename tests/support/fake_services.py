@@ -1,6 +1,7 @@
 """Stand-ins for the services, so that `sluice up` can be tested by itself: real processes, no model.
 
-Each logs one line when it is ready and one when it was told to stop, into the file named by `TRACE`.
+Each logs one line when it is ready and one when it was told to stop, into the file named by `TRACE`. The one that
+`REFUSES` names would not start; the others say nothing for a minute then.
 """
 
 from __future__ import annotations
@@ -29,6 +30,13 @@ def stop(*_):
     os._exit(0)
 
 signal.signal(signal.SIGTERM, stop)
+
+if "--check-only" in sys.argv:
+    if os.environ.get("REFUSES") == flag("--instance-id"):
+        sys.stderr.write("sluice: not with these settings. Use others\\n")
+        sys.exit(2)
+    time.sleep(60 if "REFUSES" in os.environ else 0)
+    sys.exit(0)
 """
 
 _PLAIN = """
@@ -40,13 +48,13 @@ signal.pause()
 
 _WORKER = """
 import os, sys
+from services.common import flag, trace
 if os.environ.get("WORKER") == "refuse":
     sys.stderr.write("sluice: too little memory for one request. Use --memory 2GiB\\n")
     sys.exit(2)
 if os.environ.get("WORKER") == "crash":
     raise RuntimeError("boom")
 import asyncio
-from services.common import flag, trace
 from shared.messages.report import WorkerPhase, WorkerReport
 from shared.transport.nats_bus import NatsBus
 from shared.subjects import Subjects

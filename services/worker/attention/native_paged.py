@@ -15,7 +15,6 @@ import torch
 
 from services.worker.attention.base import Fold, KeyRanges, RaggedRows
 from services.worker.contract.arrays import I32
-from services.worker.contract.remote import SPLIT_KEYS
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.spec import ModelSpec
 from services.worker.native.library import NativeLibrary
@@ -23,20 +22,6 @@ from services.worker.native.structures import AttendArgs, RowsArgs
 
 MAX_GROUP = 64
 """Query heads that may share a key head (kMaxGroup in src/attention_work.h)."""
-_ITEM_ROWS, _SPREAD, _MAX_PARTS = 16, 4, 16 * 2**20
-"""kItemRows, kSpread and kMaxParts there."""
-
-
-def split_bytes(spec: ModelSpec, context: int, num_threads: int) -> int:
-    """Return the most memory that attention takes for splits of a context computed side by side, in bytes.
-
-    It is taken only in steps of few rows, so a measurement of a large step does not show it.
-    """
-    if context <= 2 * SPLIT_KEYS:
-        return 0
-    units = (_SPREAD * num_threads - 1) // spec.num_kv_heads * spec.num_kv_heads
-    rows = max(_ITEM_ROWS // spec.group_size, 1) * spec.group_size
-    return 4 * min(units * -(-context // SPLIT_KEYS) * rows * (spec.head_dim + 2), _MAX_PARTS)
 
 
 @dataclass(frozen=True, slots=True)

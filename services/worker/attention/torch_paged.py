@@ -22,13 +22,12 @@ from services.worker.attention.base import Fold, KeyRanges, RaggedRows, slots_at
 from services.worker.attention.fixed_splits import FixedSplitAttention
 from services.worker.contract.arrays import I32, I64
 from services.worker.memory.kv_cache import KVCache
+from services.worker.memory.reserve import GROUP_BYTES
 from services.worker.models.spec import ModelSpec
 
 QUERY_TILE, LONG_QUERY_TILE = 128, 32
 """Queries of a prefill chunk in one product; with keys up to and above LONG_KEYS. Bounds mask and score matrix."""
 LONG_KEYS = 8192
-GROUP_BYTES = 32 * 2**20
-"""Gathered keys and values of one group of decodes, unless a single row has more."""
 GROWTH_ELEMENTS = 2**18
 """The buffer of gathered keys and values grows by multiples of this: a context grows with every token."""
 WASTE_KEYS = 2048

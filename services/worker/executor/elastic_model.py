@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 
 from services.worker.attention.base import Attention
 from services.worker.contract.executor import KvCapacity
-from services.worker.executor.model_runner import ModelInfo, ModelRunner, RunnerSettings
+from services.worker.executor.first_look import RunnerSettings
+from services.worker.executor.model_runner import ModelInfo, ModelRunner
 from services.worker.executor.parameter_load import ParameterLoad
 from services.worker.executor.parameter_loading import ParameterLoading
 from services.worker.executor.parameter_sources import ParameterSource

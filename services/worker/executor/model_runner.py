@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -31,48 +30,6 @@ from services.worker.sampling.own_samples import OwnSamples
 from shared.layers import LayerRange
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerSettings:
-    """What a runner is to load, and its limits."""
-
-    model_dir: Path
-    """Checkpoint in Hugging Face format."""
-    device: str = "cpu"
-    """`cpu`, `cuda` or `cuda:<index>`."""
-    dtype: str = "float32"
-    """Type of parameters, activations and KV: `float32` or `bfloat16`."""
-    memory_bytes: int = 2**30
-    """Hard budget: parameters, reserve and KV. The interpreter and torch's libraries come on top."""
-    host_memory_bytes: int = 0
-    """Host memory for KV that leaves the device, beside the budget; 0: none leaves it."""
-    block_size: int = 16
-    """Token slots of a KV block."""
-    max_batch_tokens: int = 2048
-    """Tokens of one batch at most; raises the reserve."""
-    max_batch_rows: int = 256
-    """Rows of one batch at most; raises the reserve."""
-    max_rows: int = 1024
-    """Rows of the engine's table."""
-    max_model_len: int | None = None
-    """Longest sequence in tokens; None: the model's own limit, or less if the memory holds less."""
-    deterministic: bool = False
-    """Text and logits do not depend, to the bit, on what else is in a batch or how a prompt is cut."""
-    num_threads: int | None = None
-    """Threads of one operator on the CPU; None: torch's choice, or one for torch's operators in deterministic mode."""
-    kernels: str = "auto"
-    """`auto`, `native`, `flashinfer` or `torch`; see `executor/kernels.py`."""
-    graphs: bool = True
-    """Steps of decodes are recorded as CUDA graphs, where that is possible; takes seconds at the start."""
-    fused: bool = True
-    """On CUDA what lies between products is computed by fewer kernels than torch's; see `services/worker/fused`."""
-    overlap: bool | None = None
-    """A step is launched before the one before it has ended; None: where the device computes beside the host."""
-    layers: LayerRange | None = None
-    """Of a stage of a pipeline: only their parameters and KV are held; None: the whole model."""
-    page_bytes: int | None = None
-    """Size of the pages of memory that can drop layers (memory/elastic.py), 2 MiB on a GPU; None: it cannot."""
 
 
 @dataclass(frozen=True, slots=True)

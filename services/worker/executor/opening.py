@@ -7,49 +7,45 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from services.worker.attention.base import Attention
-from services.worker.attention.native_paged import split_bytes
-from services.worker.attention.torch_paged import GROUP_BYTES, max_group_rows
+from services.worker.attention.torch_paged import max_group_rows
 from services.worker.contract.batch import Batch, RowInit
 from services.worker.contract.executor import BatchFailedError, KvCapacity
+from services.worker.executor.first_look import RunnerSettings, step_sizes
 from services.worker.executor.kernels import Kernels
-from services.worker.executor.model_runner import ModelInfo, ModelRunner, RunnerSettings
+from services.worker.executor.model_runner import ModelInfo, ModelRunner
 from services.worker.executor.step_graphs import GraphRecorder, StepGraphs, graph_sizes
 from services.worker.executor.trial_batch import trial_batch
 from services.worker.memory.budget import (
-    MIN_RESERVE_BYTES,
-    RESERVE_MARGIN,
+    MIN_CONTEXT_TOKENS,
     Demand,
     Division,
+    Trial,
+    bytes_per_block,
     divide,
-    estimated_reserve,
     next_context,
 )
 from services.worker.memory.host_kv import staged_bytes
 from services.worker.memory.host_link import is_beside
-from services.worker.memory.kv_cache import KVCache, bytes_per_block
-from services.worker.memory.measure import peak_bytes, release_free_memory
+from services.worker.memory.kv_cache import KVCache
+from services.worker.memory.measure import large_apart, peak_bytes, release_free_memory
 from services.worker.memory.model_memory import ModelMemory
+from services.worker.memory.reserve import estimated_peak, reserve_bytes, split_bytes
 from services.worker.models.rope import RopeTable
 from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import ModelWeights, num_parameters
 from services.worker.sampling.choosing import Chooser
 from services.worker.sampling.logit_rules import MAX_EDITS
 from services.worker.sampling.own_samples import OwnSamples
-from services.worker.sampling.sampler import DRAW_ELEMENTS
 from shared.errors import StartupError
 from shared.layers import LayerRange
 from shared.types import SamplingParams
-
-WAITING_ACTIVATIONS = 4
-"""Hidden states of the largest batch that a stage of a group keeps besides those of the step under way: one that is
-received, one that waits, one that is computed from, one that is sent. A device beside the host has the third alone: the
-others are in host memory, and what steps that are launched behind each other let go of, the next one takes."""
 
 
 class RunnerOpener:
@@ -184,14 +180,25 @@ class RunnerOpener:
         chosen = sizes[-1:] if only_largest else sizes
         return self._kernels.graphs(spec, weights, rope, cache, self._recorder, sizes=chosen, samples=self._samples)
 
-    def divide(self, context: int) -> tuple[int, Division]:
-        """Return the reserve and the division of the budget for the longest context that fits, `context` at most."""
-        reserve_bytes = self._measure(context)
-        while (shorter := next_context(self._demand, reserve_bytes, context)) is not None:
-            context = shorter
-            reserve_bytes = self._measure(context)
+    def divide(self, longest: int, progress: Callable[[int], None]) -> tuple[int, Division]:
+        """Return the reserve and the division of the budget for the longest context that fits.
+
+        Args:
+            longest: context that is possible.
+            progress: called with each context before it is tried.
+
+        Raises:
+            StartupError: the budget is too small, or a first step failed.
+        """
+        trials: list[Trial] = []
+        with large_apart():
+            if self._device.type == "cpu":
+                self._warm_up(min(longest, MIN_CONTEXT_TOKENS))
+            while (context := next_context(self._demand, longest, trials)) is not None:
+                progress(context)
+                trials.append(Trial(context, self._measure(context)))
         release_free_memory(self._device)  # the last measured cache is smaller than the one to come
-        return reserve_bytes, divide(self._demand, reserve_bytes, context)
+        return divide(self._demand, trials)
 
     def _rope_for(self, max_model_len: int, dtype: torch.dtype) -> RopeTable:
         """Return the angles of so many positions; the last table is kept, since it is the largest thing to make.
@@ -205,48 +212,57 @@ class RunnerOpener:
             self._rope = RopeTable(self.spec.rope, self.spec.rotary_dim, max_model_len, dtype, self._device)
         return self._rope
 
+    def _warm_up(self, context: int) -> None:
+        """Measure a small step for nothing: the first one counts what code and threads take once."""
+        settings = self._settings
+        num_tokens, num_rows = min(settings.max_batch_tokens, context), min(settings.max_batch_rows, 4)
+        small = replace(settings, max_batch_tokens=num_tokens, max_batch_rows=num_rows)
+        runner = self._trial_runner(context)
+        peak_bytes(self._device, lambda: self._try(small, runner))
+
     def _measure(self, context: int) -> int:
-        """Return the reserve: the peak of a dry step in the worst case, with a margin, and the table of angles."""
+        """Return the reserve for a context, by the peak of a dry step in the worst case."""
         settings, spec, dtype = self._settings, self.spec, self.weights.dtype
-        blocks = -(-context // settings.block_size)
-        cache = KVCache(spec, blocks, settings.block_size, dtype, self._device, settings.layers)
-        runner = self.open(cache, context, 0)
+        runner = self._trial_runner(context)
         for pool in runner.cache.pools():
             pool.fill_(0)  # resident before the measurement begins: KV is counted by itself
 
-        def dry_steps() -> None:
+        def dry_step() -> None:
             began_s = time.perf_counter()
-            try:
-                num_long = max_group_rows(spec, dtype, context) + 1
-                runner.try_step(_worst_batch(settings, spec.vocab_size, context, num_long))
-            except BatchFailedError as error:
-                raise StartupError(
-                    f"a first step of {settings.max_batch_tokens} tokens failed: {error.cause}",
-                    "If it ran out of memory, lower max_batch_tokens, max_batch_rows or max_model_len",
-                ) from error
+            self._try(settings, runner)
             self._dry_step_s = time.perf_counter() - began_s
 
-        measured = peak_bytes(self._device, dry_steps)
-        if measured is not None and self.records_graphs:
-            measured += self._graph_bytes(cache, context)
-        if measured is None:
-            item_bytes = dtype.itemsize
-            gather_bytes = max(GROUP_BYTES, 2 * context * spec.kv_size * item_bytes)
-            # a gathered group, its slots and mask; of drawn logits, four float32 and three 64-bit numbers each
-            fixed_bytes = 3 * gather_bytes + max(DRAW_ELEMENTS, spec.vocab_size) * (4 * 4 + 3 * 8)
-            measured = estimated_reserve(
-                spec, settings.max_batch_tokens, settings.max_batch_rows, fixed_bytes, item_bytes
-            )
-        angle_bytes = 2 * context * spec.rotary_dim * dtype.itemsize
-        if self.records_graphs and settings.page_bytes is not None:
-            angle_bytes *= 2  # those of a group, whose context is another, beside those that were recorded
-        if settings.page_bytes is not None:
-            measured += WAITING_ACTIVATIONS * settings.max_batch_tokens * spec.hidden_size * dtype.itemsize
+        sizes = step_sizes(settings, spec, dtype)
+        peak = peak_bytes(self._device, dry_step)
+        if peak is not None and self.records_graphs:
+            peak += self._graph_bytes(runner.cache, context)
+        if peak is None:
+            peak = estimated_peak(sizes, context)
         if settings.host_memory_bytes and self._device.type == "cuda":
-            measured += staged_bytes(self._demand.bytes_per_block)
+            peak += staged_bytes(self._demand.bytes_per_block)
         if self._kernels.library is not None:
-            measured += split_bytes(spec, context, torch.get_num_threads())
-        return max(int(measured * RESERVE_MARGIN), MIN_RESERVE_BYTES) + angle_bytes
+            peak += split_bytes(spec, context, torch.get_num_threads())
+        # of a group, whose context is another, beside those that were recorded
+        num_angles = 2 if self.records_graphs and sizes.in_pages else 1
+        return reserve_bytes(sizes, peak, context, num_angles=num_angles)
+
+    def _trial_runner(self, context: int) -> ModelRunner:
+        """Return a runner over a cache of its own for one sequence."""
+        settings, blocks = self._settings, -(-context // self._settings.block_size)
+        cache = KVCache(self.spec, blocks, settings.block_size, self.weights.dtype, self._device, settings.layers)
+        return self.open(cache, context, 0)
+
+    def _try(self, settings: RunnerSettings, runner: ModelRunner) -> None:
+        """Run the worst step that the settings allow."""
+        context = runner.info.max_model_len
+        num_long = max_group_rows(self.spec, self.weights.dtype, context) + 1
+        try:
+            runner.try_step(_worst_batch(settings, self.spec.vocab_size, context, num_long))
+        except BatchFailedError as error:
+            raise StartupError(
+                f"a first step of {settings.max_batch_tokens} tokens failed: {error.cause}",
+                "If it ran out of memory, lower max_batch_tokens, max_batch_rows or max_model_len",
+            ) from error
 
     def _graph_bytes(self, cache: KVCache, context: int) -> int:
         """Return what recorded steps keep. Smaller graphs find room in the memory of the largest."""

@@ -13,19 +13,18 @@ from dataclasses import dataclass
 import structlog
 import torch
 
+from services.worker.executor.first_look import RunnerSettings, first_look
 from services.worker.executor.kernels import Kernels, choose_kernels
-from services.worker.executor.model_runner import ModelInfo, ModelRunner, RunnerSettings
+from services.worker.executor.model_runner import ModelInfo, ModelRunner
 from services.worker.executor.opening import RunnerOpener
 from services.worker.executor.selftest import prove_deterministic
 from services.worker.executor.step_graphs import CudaRecorder, GraphRecorder
-from services.worker.memory.budget import Demand, longest_context
-from services.worker.memory.kv_cache import KVCache, bytes_per_block
+from services.worker.memory.kv_cache import KVCache
 from services.worker.memory.model_memory import ModelMemory, ModelSizes, open_memory
-from services.worker.models.checkpoint import TensorEntry, find_tensors
+from services.worker.models.checkpoint import TensorEntry
 from services.worker.models.loader import Progress, load_weights
-from services.worker.models.matching import MatchedCheckpoint, match_checkpoint
-from services.worker.models.spec import ModelSpec, check_context, read_spec
-from services.worker.models.weights import parameter_bytes
+from services.worker.models.matching import MatchedCheckpoint
+from services.worker.models.spec import ModelSpec
 from shared.errors import StartupError
 
 __all__ = ["LoadedModel", "ModelInfo", "ModelRunner", "Progress", "RunnerSettings", "load_model", "load_runner"]
@@ -70,14 +69,9 @@ def load_model(settings: RunnerSettings, progress: Progress, *, lends_memory: bo
     """
     progress(0.0, "checking the checkpoint")
     device, dtype = _device(settings.device), _dtype(settings.dtype)
-    spec = read_spec(settings.model_dir)
-    check_context(spec, settings.max_model_len)
-    matched = match_checkpoint(spec, find_tensors(settings.model_dir))
-    _log_matched(spec, matched)
-    spec, tensors = matched.spec, matched.tensors
-    demand = _demand(settings, spec, dtype)
-    _num_host_blocks(settings, demand)
-    context = longest_context(demand)
+    look = first_look(settings, dtype)
+    _log_checkpoint(look.checkpoint)
+    spec, tensors = look.checkpoint.spec, look.checkpoint.tensors
     progress(0.0, "choosing kernels")  # on a GPU some are compiled the first time
     kernels = choose_kernels(
         settings.kernels, spec, device, dtype, deterministic=settings.deterministic, fused=settings.fused
@@ -90,17 +84,19 @@ def load_model(settings: RunnerSettings, progress: Progress, *, lends_memory: bo
             spec, tensors, dtype, memory.parameters, lambda done, what: progress(done * _LOADED, what), settings.layers
         )
         opener = RunnerOpener(
-            settings, spec, weights, demand, kernels, memory, recorder=_recorder(settings, device, kernels)
+            settings, spec, weights, look.demand, kernels, memory, recorder=_recorder(settings, device, kernels)
         )
-        progress(_LOADED, "measuring the workspace")
-        reserve_bytes, division = opener.divide(context)
+        reserve_bytes, division = opener.divide(
+            look.longest_context,
+            lambda tokens: progress(_LOADED, f"measuring the workspace for {tokens} tokens"),
+        )
         _log_context(settings, division.max_model_len, spec.max_positions)
-        cache = memory.open_kv(division.num_blocks, reserve_bytes)
+        cache = _open_kv(memory, division.num_blocks, reserve_bytes)
         if opener.records_graphs:
             _record(opener, cache, division.max_model_len, progress)
         runner = opener.open(cache, division.max_model_len, reserve_bytes, owns_memory=not lends_memory)
         if settings.host_memory_bytes:
-            runner.open_host(_num_host_blocks(settings, demand))
+            runner.open_host(look.num_host_blocks)
         if settings.deterministic:
             progress(0.95, "proving that results do not depend on the batch")
             prove_deterministic(runner, settings.max_batch_tokens)
@@ -117,26 +113,23 @@ def _open_memory(settings: RunnerSettings, sizes: ModelSizes, device: torch.devi
         raise StartupError(f"memory of which layers can be dropped cannot be had: {error}", "Do without it") from error
 
 
-def _demand(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype) -> Demand:
-    return Demand(
-        memory_bytes=settings.memory_bytes,
-        parameter_bytes=parameter_bytes(spec, dtype, settings.layers, settings.page_bytes or 1),
-        bytes_per_block=bytes_per_block(spec, settings.block_size, dtype, settings.layers),
-        block_size=settings.block_size,
-        max_positions=spec.max_positions,
-        max_model_len=settings.max_model_len,
-        num_pools=2 * spec.num_layers,
-        page_bytes=settings.page_bytes or 1,
-    )
+def _open_kv(memory: ModelMemory, num_blocks: int, reserve_bytes: int) -> KVCache:
+    try:
+        return memory.open_kv(num_blocks, reserve_bytes)
+    except (RuntimeError, OSError, MemoryError) as error:  # torch raises the first, also on a GPU
+        raise StartupError(f"{memory.device} has no memory for {num_blocks} KV blocks", "Give less --memory") from error
 
 
-def _num_host_blocks(settings: RunnerSettings, demand: Demand) -> int:
-    num_blocks = settings.host_memory_bytes // demand.bytes_per_block
-    if settings.host_memory_bytes and not num_blocks:
-        raise StartupError(
-            f"host_memory holds no KV block of {demand.bytes_per_block} bytes", "Give more, or choose another system"
-        )
-    return num_blocks
+def check_compute(settings: RunnerSettings, spec: ModelSpec) -> None:
+    """Check that there are the device and, where that takes no compiling, the kernels that the settings name.
+
+    Raises:
+        StartupError: there are not.
+    """
+    device = _device(settings.device)
+    if device.type == "cpu" or settings.kernels not in ("auto", "flashinfer"):
+        dtype, deterministic = _dtype(settings.dtype), settings.deterministic
+        choose_kernels(settings.kernels, spec, device, dtype, deterministic=deterministic, fused=False)
 
 
 def _device(name: str) -> torch.device:
@@ -147,9 +140,10 @@ def _device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise StartupError(f"device {name!r} is not supported", "Use cpu, cuda or cuda:<index>")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise StartupError(
-            f"device {name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices", "Use cpu"
-        )
+        seen = f"torch sees {torch.cuda.device_count()} CUDA devices"
+        if torch.version.cuda is None:
+            seen = f"torch {torch.__version__} is a build without CUDA"
+        raise StartupError(f"device {name!r} is not there: {seen}", "Use cpu, or see docs/gpu.md")
     return device
 
 
@@ -182,12 +176,14 @@ def _record(opener: RunnerOpener, cache: KVCache, max_model_len: int, progress: 
     structlog.get_logger().info("steps recorded", num_graphs=num_graphs, took_s=took_s)
 
 
-def _log_matched(spec: ModelSpec, matched: MatchedCheckpoint) -> None:
-    if spec != matched.spec:
+def _log_checkpoint(checkpoint: MatchedCheckpoint) -> None:
+    if checkpoint.is_untied:
         structlog.get_logger().warning("config.json ties the head to the embedding, but they differ: the head counts")
-    if matched.left_out:
+    if checkpoint.left_out:
         structlog.get_logger().warning(
-            "tensors left out, which are no part of the model", count=len(matched.left_out), first=matched.left_out[0]
+            "tensors left out, which are no part of the model",
+            count=len(checkpoint.left_out),
+            first=checkpoint.left_out[0],
         )
 
 

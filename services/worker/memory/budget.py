@@ -2,22 +2,38 @@
 
 | parameters | reserve | KV: num_blocks * bytes_per_block ............ | less than a block |
 |<------------------------------- memory_bytes ---------------------------------------->|
+
+A longer context needs more reserve (keys and values are gathered), so how long it may be is found out by trials:
+
+    reserve   |                  _x  longest: does not fit           1. the longest: does it fit, it is served
+              |             _.o'                                     2. else the least: if not even that, it is refused
+              |  o----'''    └── between: where the line through     3. else between, some more times
+              |  least           both says that it fits
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import Final
 
+from services.worker.memory.reserve import MIN_RESERVE_BYTES
 from services.worker.models.spec import ModelSpec
+from services.worker.models.weights import NumberType
 from shared.errors import StartupError
+from shared.layers import LayerRange
 
-MIN_CONTEXT_TOKENS = 64
+MIN_CONTEXT_TOKENS: Final = 64
 """A context that was not asked for is never lowered below this (or the model's own, if that is shorter)."""
-RESERVE_MARGIN = 1.1
-"""The measured reserve is multiplied by this: the allocator's fragments differ from run to run."""
-MIN_RESERVE_BYTES = 4 * 2**20
-"""Least reserve; a measurement by resident memory is no finer than this."""
+MAX_TRIALS: Final = 6
+"""Contexts whose reserve is measured at most."""
+_WORTH_RATIO: Final = 1 / 32
+"""A trial is not worth its time if the context becomes longer by less."""
+_LINE_MARGIN: Final = 1.01
+"""Between two measurements the reserve is taken for this much more than the line through them."""
+_REPEAT_MARGIN: Final = 1.1
+"""The reserve may be this much more when it is measured again: whoever gives what a refusal names is not refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +55,15 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
+class Trial:
+    """A reserve that was measured."""
+
+    context: int
+    """Tokens of the longest sequence."""
+    reserve_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Division:
     """The result."""
 
@@ -46,44 +71,101 @@ class Division:
     max_model_len: int
 
 
-def longest_context(demand: Demand) -> int:
-    """Return the longest context that could be served if no workspace were needed.
+def bytes_per_block(spec: ModelSpec, block_size: int, dtype: NumberType, layers: LayerRange | None = None) -> int:
+    """Return the memory of one block: keys and values of `block_size` tokens in some layers; None: in all."""
+    num_layers = spec.num_layers if layers is None else len(layers)
+    return 2 * num_layers * block_size * spec.kv_size * dtype.itemsize
+
+
+def longest_context(demand: Demand, reserve_bound: int | None) -> int:
+    """Return the longest context that could be served if steps took the least reserve.
+
+    Args:
+        demand: what is to be divided.
+        reserve_bound: surely enough for steps over the least context, for a refusal to name; None: not known.
 
     Raises:
         StartupError: the context asked for cannot fit even so.
     """
-    return divide(demand, 0, demand.max_positions).max_model_len
+    num_tokens = _kv_tokens(demand, MIN_RESERVE_BYTES)
+    if num_tokens < least_context(demand):
+        if reserve_bound is None:
+            raise _too_little(demand, "workspace", MIN_RESERVE_BYTES, " and some more for workspace")
+        raise _too_little(demand, f"{_mib(reserve_bound)} of workspace at most", reserve_bound)
+    return demand.max_model_len or min(demand.max_positions, num_tokens)
 
 
-def divide(demand: Demand, reserve_bytes: int, context: int) -> Division:
-    """Return the KV blocks that the budget leaves, and the context that they hold.
-
-    Args:
-        demand: what is to be divided.
-        reserve_bytes: enough for contexts up to `context`.
-        context: the longest to serve, if none was asked for.
+def divide(demand: Demand, trials: Sequence[Trial]) -> tuple[int, Division]:
+    """Return the reserve, the KV blocks that the budget leaves, and the longest context that was tried and fits.
 
     Raises:
         StartupError: one request of the context that was asked for (or of the least useful one) does not fit.
     """
-    num_tokens = _kv_tokens(demand, reserve_bytes)
-    if num_tokens < _least(demand):
-        raise _too_little(demand, reserve_bytes)
-    return Division(num_tokens // demand.block_size, demand.max_model_len or min(context, num_tokens))
+    fitting = [trial for trial in trials if _fits(demand, trial)]
+    if not fitting:
+        measured = min(trial.reserve_bytes for trial in trials)
+        raise _too_little(demand, f"{_mib(measured)} of workspace", int(measured * _REPEAT_MARGIN))
+    best = max(fitting, key=lambda trial: trial.context)
+    num_blocks = _kv_tokens(demand, best.reserve_bytes) // demand.block_size
+    return best.reserve_bytes, Division(num_blocks, best.context)
 
 
-def next_context(demand: Demand, reserve_bytes: int, context: int) -> int | None:
-    """Return a shorter context to measure the reserve for, or None if `divide` has the last word.
+def next_context(demand: Demand, longest: int, trials: Sequence[Trial]) -> int | None:
+    """Return the context whose reserve is to be measured next, or None if `divide` has the last word.
 
-    A longer context needs more workspace (keys and values are gathered), so where `context` does not fit, a shorter one
-    may. The reserve is taken as proportional to the context; its fixed part makes that too hopeful, hence the factor,
-    and another round.
+    Args:
+        demand: what is to be divided.
+        longest: context that is possible.
+        trials: so far.
     """
-    if demand.max_model_len is not None or context <= _least(demand) or _kv_tokens(demand, reserve_bytes) >= context:
+    if not trials:
+        return longest
+    fitting = [trial for trial in trials if _fits(demand, trial)]
+    failing = [trial for trial in trials if not _fits(demand, trial)]
+    least = least_context(demand)
+    if not failing or any(trial.context <= least for trial in failing) or len(trials) >= MAX_TRIALS:
         return None
-    bytes_per_token = demand.bytes_per_block / demand.block_size + reserve_bytes / context
-    fits = int((demand.memory_bytes - demand.parameter_bytes) / bytes_per_token * 0.95)
-    return max(min(fits, context - 1), _least(demand))
+    if not fitting:
+        return least
+    below = max(fitting, key=lambda trial: trial.context)
+    context = _crossing(demand, below, min(failing, key=lambda trial: trial.context))
+    return context if context > below.context * (1 + _WORTH_RATIO) else None
+
+
+def least_context(demand: Demand) -> int:
+    """Return the context below which serving makes no sense."""
+    return demand.max_model_len or min(MIN_CONTEXT_TOKENS, demand.max_positions)
+
+
+def least_memory(demand: Demand, reserve_bytes: int) -> int:
+    """Return the smallest budget that holds one request of the least context."""
+    needed = demand.parameter_bytes + reserve_bytes + _kv_bytes(demand, least_context(demand))
+    return -(-needed // demand.page_bytes) * demand.page_bytes
+
+
+def _kv_bytes(demand: Demand, num_tokens: int) -> int:
+    """Return the memory of KV for so many tokens, each pool in whole pages."""
+    num_blocks = -(-num_tokens // demand.block_size)
+    pool_pages = -(-num_blocks * (demand.bytes_per_block // demand.num_pools) // demand.page_bytes)
+    return demand.num_pools * pool_pages * demand.page_bytes
+
+
+def _crossing(demand: Demand, below: Trial, above: Trial) -> int:
+    """Return the longest context between two that still fits, if the reserve grows evenly from one to the other."""
+    slope = max(above.reserve_bytes - below.reserve_bytes, 0) / (above.context - below.context)
+    fits, fails = below.context, above.context
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        reserve_bytes = below.reserve_bytes + slope * (middle - below.context)
+        if _fits(demand, Trial(middle, int(reserve_bytes * _LINE_MARGIN))):
+            fits = middle
+        else:
+            fails = middle
+    return fits
+
+
+def _fits(demand: Demand, trial: Trial) -> bool:
+    return _kv_tokens(demand, trial.reserve_bytes) >= trial.context
 
 
 def _kv_tokens(demand: Demand, reserve_bytes: int) -> int:
@@ -92,33 +174,17 @@ def _kv_tokens(demand: Demand, reserve_bytes: int) -> int:
     return pool_pages * demand.page_bytes // (demand.bytes_per_block // demand.num_pools) * demand.block_size
 
 
-def _least(demand: Demand) -> int:
-    """Return the context below which serving makes no sense."""
-    return demand.max_model_len or min(MIN_CONTEXT_TOKENS, demand.max_positions)
-
-
-def _too_little(demand: Demand, reserve_bytes: int) -> StartupError:
-    num_tokens = _least(demand)
-    kv_bytes = -(-num_tokens // demand.block_size) * demand.bytes_per_block
-    needed = demand.parameter_bytes + reserve_bytes + kv_bytes
-    workspace = f"{_mib(reserve_bytes)} of workspace" if reserve_bytes else "workspace"
+def _too_little(demand: Demand, workspace: str, reserve_bytes: int, more: str = "") -> StartupError:
+    """Return a refusal; what it names is rounded up to whole MiB."""
+    num_tokens = least_context(demand)
+    kv = _mib(_kv_bytes(demand, num_tokens))
+    in_pages = f" in pages of {_mib(demand.page_bytes)}" if demand.page_bytes > 1 else ""
     return StartupError(
         f"a memory budget of {_mib(demand.memory_bytes)} is too small: parameters take {_mib(demand.parameter_bytes)}, "
-        f"one request of {num_tokens} tokens takes {_mib(kv_bytes)}, besides {workspace}",
-        f"Give at least {_mib(needed)}" + ("" if reserve_bytes else " and some more for workspace"),
+        f"one request of {num_tokens} tokens takes {kv}{in_pages}, besides {workspace}",
+        f"Give at least {ceil(least_memory(demand, reserve_bytes) / 2**20)}MiB{more}",
     )
 
 
 def _mib(num_bytes: int) -> str:
     return f"{ceil(num_bytes / 2**20 * 100) / 100:.2f} MiB"
-
-
-def estimated_reserve(spec: ModelSpec, max_tokens: int, max_rows: int, fixed_bytes: int, item_bytes: int) -> int:
-    """Return a bound for the workspace of a step, where it cannot be measured.
-
-    Counted as if nothing were freed inside a layer: hidden states and projections of each token, for each row its
-    logits and a copy in float32, and `fixed_bytes` for what has a limit of its own (gathered keys, logits drawn from).
-    """
-    per_token = 6 * spec.hidden_size + 4 * (spec.q_size + 2 * spec.kv_size) + 4 * spec.intermediate_size
-    per_row = spec.vocab_size * 2 * 4
-    return max_tokens * per_token * item_bytes + max_rows * per_row + fixed_bytes

@@ -11,12 +11,6 @@ from services.worker.models.spec import ModelSpec
 from shared.layers import LayerRange
 
 
-def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype, layers: LayerRange | None = None) -> int:
-    """Return the memory of one block: keys and values of `block_size` tokens in some layers; None: in all."""
-    num_layers = spec.num_layers if layers is None else len(layers)
-    return 2 * num_layers * block_size * spec.kv_size * dtype.itemsize
-
-
 class KVCache:
     """Keys and values of all layers, or of those of a stage: the pools of the others have no block.
 

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 import torch
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h."""
+_LARGE_BYTES: Final = 128 * 1024
+"""What is larger is a tensor: one that is mapped by itself is gone when it is freed."""
+_MAX_LARGE_BYTES: Final = 32 * 2**20
+"""To which glibc raises that bound by itself as tensors are freed: then most come from memory that is kept."""
 
 
 def peak_bytes(device: torch.device, action: Callable[[], None]) -> int | None:
@@ -29,6 +37,24 @@ def peak_bytes(device: torch.device, action: Callable[[], None]) -> int | None:
     before = _status_bytes("VmRSS")
     action()
     return max(_status_bytes("VmHWM") - before, 0)
+
+
+@contextmanager
+def large_apart() -> Iterator[None]:
+    """Have every large tensor mapped by itself on the CPU, around measurements that are compared.
+
+    Else tensors leave holes in which later ones find room or not, and the same step's peak differs by half of it.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only
+    if mallopt is None:
+        yield
+        return
+    mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
+    try:
+        yield
+    finally:
+        mallopt(_MMAP_THRESHOLD, _MAX_LARGE_BYTES)
+        mallopt(_TRIM_THRESHOLD, 2 * _MAX_LARGE_BYTES)
 
 
 def release_free_memory(device: torch.device) -> None:

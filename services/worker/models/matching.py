@@ -38,6 +38,8 @@ class MatchedCheckpoint:
     """By the names in `all_parts(spec)`, nothing else."""
     left_out: tuple[str, ...]
     """Names of tensors that are no part of the model, buffers excepted."""
+    is_untied: bool
+    """config.json ties the head to the embedding, but they differ."""
 
 
 def match_checkpoint(spec: ModelSpec, found: dict[str, TensorEntry]) -> MatchedCheckpoint:
@@ -50,7 +52,7 @@ def match_checkpoint(spec: ModelSpec, found: dict[str, TensorEntry]) -> MatchedC
     Raises:
         StartupError: a tensor is missing, there twice, of another shape or type, or in the model and not known to it.
     """
-    names = FAMILIES[spec.architecture].names
+    names, ties = FAMILIES[spec.architecture].names, spec.tied_embeddings
     head, embedding = f"{names.head}.weight", f"{names.embedding}.weight"
     tensors = _renamed(found, {head, *(source.name for part in all_parts(spec) for source in part.sources)})
     if spec.tied_embeddings and head in tensors:
@@ -66,7 +68,8 @@ def match_checkpoint(spec: ModelSpec, found: dict[str, TensorEntry]) -> MatchedC
     for name in others:
         if _is_within(name, modules, f"{names.layers}."):
             raise StartupError(f"the checkpoint has a tensor {name} that {spec.architecture} does not use", _NOT_OURS)
-    return MatchedCheckpoint(spec, {name: tensors[name] for name in expected}, others)
+    is_untied = ties and not spec.tied_embeddings
+    return MatchedCheckpoint(spec, {name: tensors[name] for name in expected}, others, is_untied)
 
 
 def _renamed(found: dict[str, TensorEntry], known: set[str]) -> dict[str, TensorEntry]:

@@ -10,16 +10,26 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from services.worker.models.families import FAMILIES
 from services.worker.models.spec import ModelSpec
 from shared.layers import LayerRange
 
+if TYPE_CHECKING:
+    import torch  # what fits is judged before it is loaded, which takes seconds
+
 ALIGN_BYTES = 64
 _FIRST_STAGE = ("embedding", "positions", "project_in")
 _LAST_STAGE = ("norm", "norm_bias", "head", "project_out")
+
+
+class NumberType(Protocol):
+    """A `torch.dtype`, as far as sizes depend on it."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +144,7 @@ def stage_parts(spec: ModelSpec, layers: LayerRange) -> tuple[Part, ...]:
     return tuple(part for part in outer_parts(spec) if part.name in wanted)
 
 
-def outer_split(spec: ModelSpec, dtype: torch.dtype) -> tuple[int, int]:
+def outer_split(spec: ModelSpec, dtype: NumberType) -> tuple[int, int]:
     """Return which bytes of the outer buffer the stages of a pipeline need.
 
     Returns:
@@ -159,17 +169,17 @@ def num_parameters(spec: ModelSpec) -> int:
     return sum(part.numel for part in all_parts(spec))
 
 
-def buffer_bytes(parts: tuple[Part, ...], dtype: torch.dtype) -> int:
+def buffer_bytes(parts: tuple[Part, ...], dtype: NumberType) -> int:
     """Return the size of the buffer that holds the parts, with alignment."""
     return sum(_aligned(part.numel * dtype.itemsize) for part in parts)
 
 
-def layer_bytes(spec: ModelSpec, dtype: torch.dtype) -> tuple[int, ...]:
+def layer_bytes(spec: ModelSpec, dtype: NumberType) -> tuple[int, ...]:
     """Return the size of each layer's buffer."""
     return tuple(buffer_bytes(layer_parts(spec, layer), dtype) for layer in range(spec.num_layers))
 
 
-def parameter_bytes(spec: ModelSpec, dtype: torch.dtype, layers: LayerRange | None = None, page_bytes: int = 1) -> int:
+def parameter_bytes(spec: ModelSpec, dtype: NumberType, layers: LayerRange | None = None, page_bytes: int = 1) -> int:
     """Return the memory that the parameters take, with alignment, if each buffer takes whole pages.
 
     Args:

@@ -10,12 +10,11 @@ import torch
 
 from services.worker.contract.arrays import F64, I32, I64
 from services.worker.memory.host_link import fetch, is_beside, send
+from services.worker.memory.reserve import DRAW_ELEMENTS
 from services.worker.sampling.draw import RowSampling, begin_draw, draw, first_largest
 from services.worker.sampling.random import uniforms
 from shared.types import SamplingParams
 
-DRAW_ELEMENTS = 2**20
-"""Logits that are weighed and summed at a time, unless one row has more: bounds the workspace, and stays in caches."""
 DRAW_ELEMENTS_CUDA = 2**22
 """The same on a GPU: each part is some twenty kernels, and sorting a part takes some fifty bytes for each logit."""
 

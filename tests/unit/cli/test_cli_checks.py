@@ -95,6 +95,18 @@ def test_unknown_names_are_refused_with_the_known_ones(fields: dict[str, object]
     assert str(refusal.value).startswith(line)
 
 
+def test_workers_share_the_memory_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 GiB: what is given must be there, for all workers together; the default is a bound that few models reach."""
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**20}.__getitem__)
+    for fits in ({"workers": 2, "memory": "2GiB"}, {"workers": 64}, {"device": "cuda", "memory": "80GiB"}):
+        checks.check_settings(settings(**fits))
+    with pytest.raises(StartupError, match=r"5\.0 GiB is more memory than the 4\.0 GiB of this machine\. Give at most"):
+        checks.check_settings(settings(memory="5GiB"))
+    with pytest.raises(StartupError, match=r"2\.0 GiB for each of 3 workers is more .* Give at most --memory 1365MiB"):
+        checks.check_settings(settings(workers=3, memory="2GiB"))
+    checks.check_settings(settings(workers=3, memory="1365MiB"))
+
+
 def test_a_taken_port_is_named() -> None:
     with socket.socket() as taken:
         port = free_port()
@@ -119,16 +131,13 @@ def test_a_port_that_is_promised_to_somebody_is_not_given_away(monkeypatch: pyte
     assert checks.find_port("127.0.0.1", 0, promised=[port]) != port
 
 
-async def test_a_broker_leaves_the_dispatcher_its_port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_broker_leaves_the_dispatcher_its_port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     port = free_port()
     monkeypatch.setattr(checks, "QUIET_PORTS", [port])
     monkeypatch.setattr(checks, "_NUM_TRIES", 1)
-    monkeypatch.setattr("cli.cluster.broker.accepts_connections", lambda _url: True)
-    monkeypatch.setattr(Broker, "_set_up", AsyncMock())
     broker = Broker(settings(), AsyncMock(Supervisor), tmp_path, lambda _: None)
-    assert (await broker.start(0)).url == f"nats://127.0.0.1:{port}"
-    assert (await broker.start(port)).url != f"nats://127.0.0.1:{port}"
-    await broker.close()
+    assert broker.plan(0).url == f"nats://127.0.0.1:{port}"
+    assert broker.plan(port).url != f"nats://127.0.0.1:{port}"
 
 
 def test_an_address_of_another_machine_is_refused() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -202,15 +202,29 @@ def test_the_last_flag_wins_and_a_switch_can_be_turned_off() -> None:
     assert load_worker(["--deterministic=false"]).deterministic is False
 
 
-@given(st.integers(0, 2**50), st.sampled_from(["", "B", "KiB", "MiB", "GiB", "TiB"]))
-def test_sizes_with_a_unit_are_exact(number: int, unit: str) -> None:
-    scale = 2 ** {"": 0, "B": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}[unit]
-    assert parse_size(f"{number}{unit}") == number * scale
-    assert parse_size(f" {number}.5 {unit} ") == number * scale + scale // 2
+SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+SIZE_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@given(st.integers(0, 2**50), st.sampled_from(sorted(SIZE_UNITS)), st.sampled_from([str, str.lower, str.upper]))
+def test_sizes_with_a_unit_are_exact(number: int, unit: str, spell: Callable[[str], str]) -> None:
+    scale = SIZE_UNITS[unit]
+    assert parse_size(f"{number}{spell(unit)}") == number * scale
+    assert parse_size(f" {number}.5 {spell(unit)} ") == number * scale + scale // 2
     assert parse_size(number) == number
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "1GB", "1gib", "-1", "1e3", "1.5.2MiB", "٣MiB", "1" * 30, True, None, 1.5])
+@pytest.mark.parametrize("spelling", ["8GB", "8 gb", "8000000000"])
+def test_a_size_is_the_same_wherever_it_is_written(spelling: str) -> None:
+    assert load_worker(["--memory", spelling]).memory == 8 * 10**9
+    assert load_worker(env={"SLUICE_WORKER_MEMORY": spelling}).memory == 8 * 10**9
+    assert load_worker(toml=f'[worker]\nmemory = "{spelling}"\n').memory == 8 * 10**9
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "GiB", "iB", "1ib", "1GiBB", "1 G B", "-1", "1e3", "1.5.2MiB", "٣MiB", "1PB", "1" * 30, True, None, 1.5],
+)
 def test_other_sizes_are_refused_with_what_is_allowed(text: object) -> None:
     with pytest.raises(ValueError, match=r"KiB, MiB, GiB"):
         parse_size(text)
@@ -252,7 +266,7 @@ def test_a_bad_switch_says_true_or_false() -> None:
 
 
 def test_validators_speak_for_themselves() -> None:
-    assert refusal(["--memory", "1GB"]).startswith("--memory: '1GB' is not a size")
+    assert refusal(["--memory", "1GiBB"]).startswith("--memory: '1GiBB' is not a size")
     assert refusal(["--cluster", "a.b"]).startswith("--cluster: 'a.b' cannot be part of a subject")
 
 

@@ -133,9 +133,10 @@ from dataclasses import replace
 from pathlib import Path
 import numpy as np, torch
 from services.worker.attention.base import RaggedRows
-from services.worker.attention.native_paged import NativePagedAttention, split_bytes
+from services.worker.attention.native_paged import NativePagedAttention
 from services.worker.memory.kv_cache import KVCache
 from services.worker.memory.measure import peak_bytes
+from services.worker.memory.reserve import split_bytes
 from services.worker.models.spec import read_spec
 from services.worker.native.library import open_library
 

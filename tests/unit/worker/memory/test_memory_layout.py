@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.memory import holdings
-from services.worker.memory.budget import Demand, divide
+from services.worker.memory.budget import Demand, Trial, divide
 from services.worker.memory.change import plan_change
 from services.worker.memory.holdings import NotEnoughPagesError
 from services.worker.memory.layout import OUTER, Kind, MemoryFacts, MemoryLayout, PageHolding, Region
@@ -238,9 +238,9 @@ def test_the_budget_is_divided_into_what_the_pages_hold(layout: MemoryLayout, ex
     )
     if room < 1:
         with pytest.raises(StartupError):
-            divide(demand, reserve, 1)
+            divide(demand, [Trial(1, reserve)])
         return
-    num_blocks = divide(demand, reserve, 1).num_blocks
+    num_blocks = divide(demand, [Trial(1, reserve)])[1].num_blocks
     assert num_blocks == room
     large = MemoryLayout(replace(facts, num_pages=pages, max_blocks=room + 100))
     assert large.usable(holdings.whole(large, num_blocks)).total == num_blocks
