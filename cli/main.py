@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -35,7 +36,7 @@ Examples:
   sluice keys create --tenant me               make an API key
   sluice bench --request-rate 4                put a load on a server and measure it
   sluice replay arrivals.csv --upscale 8       a trace of arrivals and lengths, on time
-  sluice tap 'sluice.*.event.>'                watch what happens on the bus
+  sluice tap 'sluice.default.event.>'          watch what happens on the bus
   sluice profile --model ./llama               measure what a step costs, as a cost profile
   sluice chaos kill worker-0                   see that nobody notices
   sluice planner                               what the planner decided last, and why
@@ -266,9 +267,16 @@ for _command in (tap, nats_config, nats_setup):
 
 
 def run_command(argv: list[str] | None = None) -> int:
-    """Run one command line and return its exit code; every failure is one line on stderr."""
+    """Run one command line and return its exit code; every failure is one line on stderr.
+
+    Raises:
+        Abort: it was stopped by Ctrl-C.
+    """
     try:
         return int(cli.main(args=argv, prog_name="sluice", standalone_mode=False) or 0)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return REFUSED
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx is not None else _command_of(argv)
         return _fail(CommandError(error.format_message(), f"See `{command} --help`", REFUSED), REFUSED)
@@ -285,8 +293,6 @@ def run_command(argv: list[str] | None = None) -> int:
             raise
         hint = "Start it where `ulimit -n` says 1024 or more"
         return _fail(CommandError("not as many files may be open as are needed", hint), REFUSED)
-    except (KeyboardInterrupt, click.Abort):
-        return KILLED
 
 
 def _command_of(argv: list[str] | None) -> str:
@@ -301,7 +307,11 @@ def _fail(error: Exception, code: int) -> int:
 
 def main() -> None:
     """Entry point."""
-    sys.exit(run_command())
+    try:
+        code = run_command()
+    except (KeyboardInterrupt, click.Abort):
+        os._exit(KILLED)  # at once: what was broken off would complain while it is taken apart
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -127,7 +127,11 @@ class _Pool:
         here, there = self._context.Pipe(duplex=False)
         name = f"sluice-{self._jobs[index].system}"
         process = self._context.Process(target=_child, args=(there, self._jobs[index]), name=name, daemon=True)
-        process.start()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()  # it inherits the mask, also while it imports
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         there.close()
         self._running[here] = index, process
 
@@ -152,7 +156,6 @@ class _Pool:
 
 
 def _child(pipe: Connection, job: Job) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         message: RunDone | str = run_job(job, pipe.send)
     except Exception as error:  # the parent says it; the traceback is for whoever looks into it

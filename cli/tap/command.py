@@ -40,10 +40,11 @@ async def run_tap(subject: str, flags: Mapping[str, Any], *, count: int, with_to
         CommandError: the subject is not one.
     """
     settings = load_up_settings(flags)
+    all_of_it = f"sluice.{settings.cluster}"
     try:
-        pattern = check_pattern(subject or f"sluice.{settings.cluster}.>")
+        pattern = check_pattern(subject or f"{all_of_it}.>")
     except ValueError as error:
-        raise CommandError(str(error), "Examples: 'sluice.default.event.>', 'sluice.*.worker.*.submit'") from None
+        raise CommandError(str(error), f"Examples: '{all_of_it}.event.>', '{all_of_it}.worker.*.submit'") from None
     signals = StopSignals(lambda: sys.exit(KILLED))
     tap = _Tap(signals.stop, count, with_tokens=with_tokens)
     try:

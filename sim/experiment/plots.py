@@ -41,7 +41,7 @@ def check_matplotlib() -> None:
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise StartupError(
-            "figures need matplotlib", "Install it with `pip install 'sluice[plots]'`, or leave out --plot"
+            "figures need matplotlib", "Install it with `pip install matplotlib`, or leave out --plot"
         )
 
 

@@ -5,6 +5,7 @@ The same parameters can be opened again and again, over a cache that has got oth
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -230,23 +231,12 @@ class RunnerOpener:
         if measured is not None and self.records_graphs:
             measured += self._graph_bytes(cache, context)
         if measured is None:
-            item_bytes = dtype.itemsize
-            gather_bytes = max(GROUP_BYTES, 2 * context * spec.kv_size * item_bytes)
-            # a gathered group, its slots and mask; of drawn logits, four float32 and three 64-bit numbers each
-            fixed_bytes = 3 * gather_bytes + max(DRAW_ELEMENTS, spec.vocab_size) * (4 * 4 + 3 * 8)
-            measured = estimated_reserve(
-                spec, settings.max_batch_tokens, settings.max_batch_rows, fixed_bytes, item_bytes
-            )
-        angle_bytes = 2 * context * spec.rotary_dim * dtype.itemsize
-        if self.records_graphs and settings.page_bytes is not None:
-            angle_bytes *= 2  # those of a group, whose context is another, beside those that were recorded
-        if settings.page_bytes is not None:
-            measured += WAITING_ACTIVATIONS * settings.max_batch_tokens * spec.hidden_size * dtype.itemsize
+            measured = _estimate(settings, spec, dtype, context)
         if settings.host_memory_bytes and self._device.type == "cuda":
             measured += staged_bytes(self._demand.bytes_per_block)
         if self._kernels.library is not None:
             measured += split_bytes(spec, context, torch.get_num_threads())
-        return max(int(measured * RESERVE_MARGIN), MIN_RESERVE_BYTES) + angle_bytes
+        return _reserve(settings, spec, dtype, context, measured, num_tables=2 if self.records_graphs else 1)
 
     def _graph_bytes(self, cache: KVCache, context: int) -> int:
         """Return what recorded steps keep. Smaller graphs find room in the memory of the largest."""
@@ -258,6 +248,34 @@ class RunnerOpener:
                 kept[0].record(lambda _: None)
 
         return peak_bytes(self._device, record) or 0
+
+
+def most_reserve(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype, context: int) -> int:
+    """Return what no measured reserve on a CPU is above, with as many threads as asked for, or as there are cores."""
+    num_threads = settings.num_threads or os.cpu_count() or 1
+    most = _estimate(settings, spec, dtype, context) + split_bytes(spec, context, num_threads)
+    return _reserve(settings, spec, dtype, context, most)
+
+
+def _estimate(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype, context: int) -> int:
+    """Return a bound for the peak of a step, where it is not measured."""
+    gather_bytes = max(GROUP_BYTES, 2 * context * spec.kv_size * dtype.itemsize)
+    # a gathered group, its slots and mask; of drawn logits, four float32 and three 64-bit numbers each
+    fixed_bytes = 3 * gather_bytes + max(DRAW_ELEMENTS, spec.vocab_size) * (4 * 4 + 3 * 8)
+    return estimated_reserve(
+        spec, settings.max_batch_tokens, settings.max_batch_rows, fixed_bytes, dtype.itemsize
+    )
+
+
+def _reserve(
+    settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype, context: int, peak: int, *, num_tables: int = 1
+) -> int:
+    """Return the reserve for a peak, in bytes: with a margin, what waits between stages, and the tables of angles."""
+    angle_bytes = 2 * context * spec.rotary_dim * dtype.itemsize
+    if settings.page_bytes is not None:
+        angle_bytes *= num_tables  # those of a group, whose context is another, beside those that were recorded
+        peak += WAITING_ACTIVATIONS * settings.max_batch_tokens * spec.hidden_size * dtype.itemsize
+    return max(int(peak * RESERVE_MARGIN), MIN_RESERVE_BYTES) + angle_bytes
 
 
 def _worst_batch(settings: RunnerSettings, vocab_size: int, context: int, num_long: int) -> Batch:

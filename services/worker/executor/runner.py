@@ -15,10 +15,10 @@ import torch
 
 from services.worker.executor.kernels import Kernels, choose_kernels
 from services.worker.executor.model_runner import ModelInfo, ModelRunner, RunnerSettings
-from services.worker.executor.opening import RunnerOpener
+from services.worker.executor.opening import RunnerOpener, most_reserve
 from services.worker.executor.selftest import prove_deterministic
 from services.worker.executor.step_graphs import CudaRecorder, GraphRecorder
-from services.worker.memory.budget import Demand, longest_context
+from services.worker.memory.budget import Demand, least_context, longest_context
 from services.worker.memory.kv_cache import KVCache, bytes_per_block
 from services.worker.memory.model_memory import ModelMemory, ModelSizes, open_memory
 from services.worker.models.checkpoint import TensorEntry, check_against, find_tensors
@@ -116,6 +116,7 @@ def _open_memory(settings: RunnerSettings, sizes: ModelSizes, device: torch.devi
 
 
 def _demand(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype) -> Demand:
+    context = least_context(settings.max_model_len, spec.max_positions)
     return Demand(
         memory_bytes=settings.memory_bytes,
         parameter_bytes=parameter_bytes(spec, dtype, settings.layers, settings.page_bytes or 1),
@@ -125,6 +126,7 @@ def _demand(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype) -> De
         max_model_len=settings.max_model_len,
         num_pools=2 * spec.num_layers,
         page_bytes=settings.page_bytes or 1,
+        most_reserve_bytes=most_reserve(settings, spec, dtype, context),
     )
 
 

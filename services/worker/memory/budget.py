@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from services.worker.memory.layout import ceil_div
 from services.worker.models.spec import ModelSpec
 from shared.errors import StartupError
 
@@ -36,6 +37,8 @@ class Demand:
     """KV is divided into so many pools, equal parts of every block."""
     page_bytes: int = 1
     """Each pool takes whole pages; so do the parameters, in `parameter_bytes`, and the reserve."""
+    most_reserve_bytes: int = 0
+    """No reserve for the least context is larger: what a refusal counts with that comes before anything is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +95,31 @@ def _kv_tokens(demand: Demand, reserve_bytes: int) -> int:
     return pool_pages * demand.page_bytes // (demand.bytes_per_block // demand.num_pools) * demand.block_size
 
 
+def least_context(max_model_len: int | None, max_positions: int) -> int:
+    """Return the context below which serving makes no sense: the one that was asked for, if there is one."""
+    return max_model_len or min(MIN_CONTEXT_TOKENS, max_positions)
+
+
 def _least(demand: Demand) -> int:
-    """Return the context below which serving makes no sense."""
-    return demand.max_model_len or min(MIN_CONTEXT_TOKENS, demand.max_positions)
+    return least_context(demand.max_model_len, demand.max_positions)
+
+
+def least_budget(demand: Demand, reserve_bytes: int) -> int:
+    """Return the smallest budget that `divide` takes beside such a reserve, in bytes."""
+    pool_bytes = ceil_div(_least(demand), demand.block_size) * (demand.bytes_per_block // demand.num_pools)
+    fixed_pages = ceil_div(demand.parameter_bytes + reserve_bytes, demand.page_bytes)
+    return (fixed_pages + ceil_div(pool_bytes, demand.page_bytes) * demand.num_pools) * demand.page_bytes
 
 
 def _too_little(demand: Demand, reserve_bytes: int) -> StartupError:
     num_tokens = _least(demand)
-    kv_bytes = -(-num_tokens // demand.block_size) * demand.bytes_per_block
-    needed = demand.parameter_bytes + reserve_bytes + kv_bytes
+    kv_bytes = ceil_div(num_tokens, demand.block_size) * demand.bytes_per_block
+    enough = ceil_div(least_budget(demand, reserve_bytes or demand.most_reserve_bytes), 2**20)
     workspace = f"{_mib(reserve_bytes)} of workspace" if reserve_bytes else "workspace"
     return StartupError(
         f"a memory budget of {_mib(demand.memory_bytes)} is too small: parameters take {_mib(demand.parameter_bytes)}, "
         f"one request of {num_tokens} tokens takes {_mib(kv_bytes)}, besides {workspace}",
-        f"Give at least {_mib(needed)}" + ("" if reserve_bytes else " and some more for workspace"),
+        f"Give at least {enough}MiB" if reserve_bytes else f"{enough}MiB is enough; less may be, which is measured then",
     )
 
 

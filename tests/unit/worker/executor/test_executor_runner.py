@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from services.worker.memory.kv_cache import KVCache, bytes_per_block
 from services.worker.memory.measure import peak_bytes
 from services.worker.models.spec import read_spec
 from shared.errors import StartupError
+from shared.process.config import parse_size
 from shared.types import SamplingParams
 from tests.support.checkpoints import CheckpointShape, greedy_text, stored_checkpoint
 from tests.support.runner_driver import Driver
@@ -212,10 +214,34 @@ def test_too_little_memory_says_how_much_is_needed() -> None:
     """Found out before parameters are read."""
     with pytest.raises(StartupError) as error:
         open_runner(SHAPE, memory_bytes=MIB // 4)
-    assert str(error.value) == (
-        "sluice: a memory budget of 0.25 MiB is too small: parameters take 0.43 MiB, one request of 64 tokens takes "
-        "0.04 MiB, besides workspace. Give at least 0.46 MiB and some more for workspace"
+    assert re.fullmatch(
+        r"sluice: a memory budget of 0\.25 MiB is too small: parameters take 0\.43 MiB, one request of 64 tokens takes "
+        r"0\.04 MiB, besides workspace\. \d+MiB is enough; less may be, which is measured then",
+        str(error.value),
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [SHAPE, replace(SHAPE, tied=False, vocab_size=2000)], ids=["small", "many words"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"max_model_len": 500}, {"page_bytes": 2 * MIB, "max_model_len": 300}],
+    ids=["plain", "context", "pages and context"],
+)
+def test_the_memory_that_a_refusal_names_is_enough(shape: CheckpointShape, changes: dict[str, Any]) -> None:
+    """What is named before the workspace is measured, and after it."""
+    said = list[str]()
+    for memory_mib in (1, 2, 4, 8, 16, 24):  # more than the workspace of either takes is never refused
+        with pytest.raises(StartupError) as refused:
+            open_runner(shape, memory_bytes=memory_mib * MIB, **changes)
+        said.append(str(refused.value))
+        if "at least" in said[-1]:
+            break
+    assert ["at least" in text for text in said] == [False] * (len(said) - 1) + [True]
+    for text in {said[0], said[-1]}:
+        named = re.search(r"(\d+MiB)(?: is enough.*)?$", text)
+        assert named is not None
+        open_runner(shape, memory_bytes=parse_size(named[1]), **changes).close()
 
 
 def test_progress_rises_to_one() -> None:

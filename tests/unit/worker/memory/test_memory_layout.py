@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.memory import holdings
-from services.worker.memory.budget import Demand, divide
+from services.worker.memory.budget import Demand, divide, least_budget
 from services.worker.memory.change import plan_change
 from services.worker.memory.holdings import NotEnoughPagesError
 from services.worker.memory.layout import OUTER, Kind, MemoryFacts, MemoryLayout, PageHolding, Region
@@ -236,6 +236,10 @@ def test_the_budget_is_divided_into_what_the_pages_hold(layout: MemoryLayout, ex
         num_pools=2 * facts.num_layers,
         page_bytes=facts.page_bytes,
     )
+    enough = least_budget(demand, reserve)
+    assert divide(replace(demand, memory_bytes=enough), reserve, 1).num_blocks >= 1
+    with pytest.raises(StartupError):
+        divide(replace(demand, memory_bytes=enough - 1), reserve, 1)
     if room < 1:
         with pytest.raises(StartupError):
             divide(demand, reserve, 1)
