@@ -7,6 +7,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -21,6 +22,16 @@ from cli.replay.options import replay
 from cli.simulate.options import compare, plan, simulate
 from shared.errors import SluiceError, StartupError
 from shared.version import VERSION
+
+_TOO_FEW_FILES = CommandError(
+    "not as many files may be open as are needed", "Start it where `ulimit -n` says 1024 or more", REFUSED
+)
+_LACKS = {
+    errno.EMFILE: _TOO_FEW_FILES,
+    errno.ENFILE: _TOO_FEW_FILES,
+    errno.ENOSPC: CommandError("there is no room on the disk for what is written", "Free some", FAILED),
+}
+"""What a command may lack wherever it is, by the error's number."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -267,11 +278,7 @@ for _command in (tap, nats_config, nats_setup):
 
 
 def run_command(argv: list[str] | None = None) -> int:
-    """Run one command line and return its exit code; every failure is one line on stderr.
-
-    Raises:
-        Abort: it was stopped by Ctrl-C.
-    """
+    """Run one command line and return its exit code; every failure is one line on stderr."""
     try:
         return int(cli.main(args=argv, prog_name="sluice", standalone_mode=False) or 0)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -282,17 +289,17 @@ def run_command(argv: list[str] | None = None) -> int:
         return _fail(CommandError(error.format_message(), f"See `{command} --help`", REFUSED), REFUSED)
     except click.ClickException as error:
         return _fail(CommandError(error.format_message()), FAILED)
-    except StartupError as error:
-        return _fail(error, REFUSED)
-    except CommandError as error:
-        return _fail(error, error.code)
+    except (StartupError, CommandError) as error:
+        return _fail(error, error.code if isinstance(error, CommandError) else REFUSED)
     except SluiceError as error:
         return _fail(CommandError(str(error)), FAILED)
     except OSError as error:
-        if error.errno not in {errno.EMFILE, errno.ENFILE}:
+        failure = _LACKS.get(error.errno or 0)
+        if failure is None:
             raise
-        hint = "Start it where `ulimit -n` says 1024 or more"
-        return _fail(CommandError("not as many files may be open as are needed", hint), REFUSED)
+        return _fail(failure, failure.code)
+    except (KeyboardInterrupt, click.Abort):
+        return KILLED
 
 
 def _command_of(argv: list[str] | None) -> str:
@@ -307,11 +314,10 @@ def _fail(error: Exception, code: int) -> int:
 
 def main() -> None:
     """Entry point."""
-    try:
-        code = run_command()
-    except (KeyboardInterrupt, click.Abort):
-        os._exit(KILLED)  # at once: what was broken off would complain while it is taken apart
-    sys.exit(code)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # whoever started this has closed it
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115  for as long as this runs
+    sys.exit(run_command())
 
 
 if __name__ == "__main__":

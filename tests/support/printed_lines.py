@@ -105,7 +105,8 @@ def _joined(rows: list[str]) -> Iterator[str]:
 
 def _told(text: str) -> str:
     """Return a command without the comment behind it, or the explanation that two spaces set apart."""
-    return re.split(r" {2,}(?=[^-'\" ])", text.split("  #")[0].strip())[0].strip()
+    text = re.sub(r"(?<=;) +", " ", text.split("  #")[0].strip())
+    return re.split(r" {2,}(?=[^-'\" ])", text)[0].strip()
 
 
 def _of_prose(text: str, place: str) -> Iterator[Line]:

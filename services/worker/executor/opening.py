@@ -262,9 +262,7 @@ def _estimate(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype, con
     gather_bytes = max(GROUP_BYTES, 2 * context * spec.kv_size * dtype.itemsize)
     # a gathered group, its slots and mask; of drawn logits, four float32 and three 64-bit numbers each
     fixed_bytes = 3 * gather_bytes + max(DRAW_ELEMENTS, spec.vocab_size) * (4 * 4 + 3 * 8)
-    return estimated_reserve(
-        spec, settings.max_batch_tokens, settings.max_batch_rows, fixed_bytes, dtype.itemsize
-    )
+    return estimated_reserve(spec, settings.max_batch_tokens, settings.max_batch_rows, fixed_bytes, dtype.itemsize)
 
 
 def _reserve(

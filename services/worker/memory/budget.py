@@ -119,7 +119,9 @@ def _too_little(demand: Demand, reserve_bytes: int) -> StartupError:
     return StartupError(
         f"a memory budget of {_mib(demand.memory_bytes)} is too small: parameters take {_mib(demand.parameter_bytes)}, "
         f"one request of {num_tokens} tokens takes {_mib(kv_bytes)}, besides {workspace}",
-        f"Give at least {enough}MiB" if reserve_bytes else f"{enough}MiB is enough; less may be, which is measured then",
+        f"Give at least {enough}MiB"
+        if reserve_bytes
+        else f"{enough}MiB is enough; less may be, which is measured then",
     )
 
 
