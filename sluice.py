@@ -13,7 +13,10 @@ from pathlib import Path
 def main() -> None:
     """Run the command, and exit with its code."""
     sys.path.insert(0, str(Path(__file__).parent))
-    from cli.main import main as command
+    try:
+        from cli.main import main as command
+    except KeyboardInterrupt:  # somebody was quicker than what there is to read
+        sys.exit(130)
 
     command()
 

@@ -10,10 +10,10 @@ import click
 
 TAP_EPILOG = """\b
 Examples:
-  sluice tap                                               all of the cluster's messages
+  sluice tap                                               all of the messages of the cluster
   sluice tap 'sluice.default.event.>'                      what happens
-  sluice tap 'sluice.*.worker.*.submit' | jq .message      what workers are asked to run
-  nats sub 'sluice.>' --translate 'sluice tap --decode'    the same with the NATS tools
+  sluice tap 'sluice.default.worker.*.submit' | jq .message
+  nats sub 'sluice.default.>' --translate 'sluice tap --decode'
 
 Prompts and answers are token ids: counted, and shown only with --tokens. Answers to requests go to inboxes that only
 who asked can read. NATS_URL, or SLUICE_NATS_USER and SLUICE_NATS_PASSWORD, sign in; `sluice up` prints a URL.

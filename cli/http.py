@@ -34,14 +34,14 @@ def is_url(text: str) -> bool:
 
 
 def check_url(text: str) -> str:
-    """Return what was given with --url.
+    """Return what was given with --url without what comes behind: `sluice up` prints it with `/v1`.
 
     Raises:
         CommandError: it is no URL.
     """
     if not is_url(text):
         raise CommandError(f"'{text}' is no URL", "Use --url http://127.0.0.1:8000", REFUSED)
-    return text
+    return text.rstrip("/").removesuffix("/v1")
 
 
 def refusal_hint(said: str, key_hint: str) -> str:

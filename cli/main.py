@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -22,6 +24,14 @@ from shared.errors import SluiceError, StartupError
 from shared.reading import check_text
 from shared.version import VERSION
 
+_LACKS = {
+    errno.EMFILE: CommandError(
+        "not as many files may be open as are needed", "Start it where `ulimit -n` says 1024 or more", REFUSED
+    ),
+    errno.ENOSPC: CommandError("there is no room on the disk for what is written", "Free some", FAILED),
+}
+"""What a command may lack wherever it is, by the error's number."""
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 EPILOG = """\b
@@ -36,7 +46,7 @@ Examples:
   sluice keys create --tenant me               make an API key
   sluice bench --request-rate 4                put a load on a server and measure it
   sluice replay arrivals.csv --upscale 8       a trace of arrivals and lengths, on time
-  sluice tap 'sluice.*.event.>'                watch what happens on the bus
+  sluice tap 'sluice.default.event.>'          watch what happens on the bus
   sluice profile --model ./llama               measure what a step costs, as a cost profile
   sluice chaos kill worker-0                   see that nobody notices
   sluice planner                               what the planner decided last, and why
@@ -271,21 +281,25 @@ def run_command(argv: list[str] | None = None) -> int:
     try:
         _check_arguments(sys.argv[1:] if argv is None else argv)
         return int(cli.main(args=argv, prog_name="sluice", standalone_mode=False) or 0)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return REFUSED
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx is not None else _command_of(argv)
         return _fail(CommandError(error.format_message(), f"See `{command} --help`", REFUSED), REFUSED)
     except click.ClickException as error:
         return _fail(CommandError(error.format_message()), FAILED)
-    except StartupError as error:
-        return _fail(error, REFUSED)
-    except CommandError as error:
-        return _fail(error, error.code)
+    except (StartupError, CommandError) as error:
+        return _fail(error, error.code if isinstance(error, CommandError) else REFUSED)
     except SluiceError as error:
         return _fail(CommandError(str(error)), FAILED)
     except OSError as error:
-        if error.errno not in {errno.EMFILE, errno.ENAMETOOLONG}:
+        failure = _LACKS.get(error.errno or 0)
+        if error.errno == errno.ENAMETOOLONG:
+            failure = CommandError(f"{str(error.filename)[:80]}… is too long for the name of a file", code=REFUSED)
+        if failure is None:
             raise
-        return _fail(_refused_by_the_system(error), REFUSED)
+        return _fail(failure, failure.code)
     except (KeyboardInterrupt, click.Abort):
         return KILLED
 
@@ -300,12 +314,6 @@ def _check_arguments(argv: Sequence[str]) -> None:
             ) from None
 
 
-def _refused_by_the_system(error: OSError) -> CommandError:
-    if error.errno == errno.ENAMETOOLONG:
-        return CommandError(f"{str(error.filename)[:80]}… is too long for the name of a file")
-    return CommandError("not as many files may be open as are needed", "Start it where `ulimit -n` says 1024 or more")
-
-
 def _command_of(argv: list[str] | None) -> str:
     words = sys.argv[1:] if argv is None else argv
     return f"sluice {words[0]}" if words and words[0] in cli.commands else "sluice"
@@ -318,6 +326,9 @@ def _fail(error: Exception, code: int) -> int:
 
 def main() -> None:
     """Entry point."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # whoever started this has closed it
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115  for as long as this runs
     sys.exit(run_command())
 
 

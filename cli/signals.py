@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from cli.exit_codes import KILLED
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -34,3 +40,20 @@ class StopSignals:
         if self.stop.is_set() and number is signal.SIGINT:
             self._on_second()
         self.stop.set()
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Have Ctrl-C end this process and its children wherever it is: what is broken off in the middle would complain."""
+    before = signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end(*_: object) -> NoReturn:
+    for child in multiprocessing.active_children():
+        child.kill()
+    os.write(2, b"\n")  # below the live line
+    os._exit(KILLED)

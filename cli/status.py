@@ -39,7 +39,7 @@ async def run_status(url: str, api_key: str = "", *, as_json: bool) -> str:
     Raises:
         CommandError: nothing answers there, or it is no dispatcher.
     """
-    cluster_url = f"{check_url(url).rstrip('/')}/v1/cluster"
+    cluster_url = f"{check_url(url)}/v1/cluster"
     answer = await ask(cluster_url, api_key=api_key, limit_s=ANSWER_LIMIT_S, max_bytes=MAX_VIEW_BYTES)
     if answer.status in (401, 403):
         hint = "Give a key that has the scope 'metrics' with --api-key, or set SLUICE_API_KEY"

@@ -16,6 +16,8 @@ KEY_PREFIX: Final = "sk-sluice-"
 MAX_KEYS_BYTES: Final = 4 * 1024 * 1024
 """Largest file of keys."""
 _RANDOM_BYTES: Final = 32
+_KEY: Final = re.compile(r"[!-~]{16,512}\Z")
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}\Z")
 TENANT_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 
 
@@ -44,6 +46,28 @@ class Tier(IntEnum):
 def make_key() -> str:
     """Return a new key; nobody can guess it, and nobody can read it out of its digest."""
     return KEY_PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
+
+
+def check_key(key: str) -> str:
+    """Return a key that somebody chose, or "" for none.
+
+    Raises:
+        ValueError: it is none; the text says what is allowed, and not what was given.
+    """
+    if key and not _KEY.match(key):
+        raise ValueError("this is no key (allowed: 16 to 512 letters, digits and other ASCII signs, no spaces)")
+    return key
+
+
+def check_digest(text: str) -> str:
+    """Return what `hash_key` returned.
+
+    Raises:
+        ValueError: it is no digest; the text says what is allowed.
+    """
+    if not _DIGEST.match(text):
+        raise ValueError("this is no SHA-256 (allowed: 64 hexadecimal digits, in small letters)")
+    return text
 
 
 def hash_key(key: str) -> str:

@@ -50,7 +50,7 @@ class BenchServer:
         Raises:
             CommandError: it is no URL, nothing answers there, or it serves no such model.
         """
-        base_url = check_url(url).rstrip("/").removesuffix("/v1")
+        base_url = check_url(url)
         models = await _models(session, base_url)
         if models and model and model not in models:
             raise CommandError(f"{base_url} does not serve '{model}'", f"It serves: {', '.join(models)}", FAILED)

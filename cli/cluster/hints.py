@@ -21,7 +21,7 @@ def describe(console: Console, plan: ClusterPlan, prompt: str = EXAMPLE_PROMPT) 
         ("metrics", f"{url}/metrics"),
         ("state", f"sluice status --url {shlex.quote(url)}"),
         ("chat", f"sluice chat --url {shlex.quote(url)}"),
-        ("events", f"nats --server {plan.nats_url} sub 'sluice.*.event.>'"),
+        ("events", f"nats --server {plan.nats_url} sub 'sluice.{plan.settings.cluster}.event.>'"),
     ]
     table = "\n".join(f"  {console.style(f'{name:<9}', 'bold')}{value}" for name, value in rows)
     key = ' -H "Authorization: Bearer $SLUICE_API_KEY"' if has_keys else ""

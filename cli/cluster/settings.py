@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from shared.errors import StartupError
-from shared.process.config import Host, HostNames, ModelNames, Origins, ServiceSettings, Size, load
+from shared.process.config import ApiKey, Host, HostNames, ModelNames, Origins, ServiceSettings, Size, load
 from shared.systems import DEFAULT_SYSTEM
 
 
@@ -56,7 +56,7 @@ class UpSettings(ServiceSettings):
     """What computes the workers' steps; `auto` takes the best that is there."""
     api_keys_file: Path | None = None
     """File of keys (`sluice keys create`); with it, or `api_key`, the API asks for a key."""
-    api_key: Annotated[str, Field(pattern=r"^([!-~]{16,512})?$", repr=False)] = ""
+    api_key: ApiKey = ""
     """One key that may infer and read metrics, of 16 characters at least; better given as a variable than as a flag."""
     allow_no_key: bool = False
     """Listen on another address than this machine's own although the API asks for no key."""

@@ -62,6 +62,9 @@ def read_experiment(flags: Mapping[str, Any]) -> Experiment:
     scenario.instance()  # is there such a model and GPU?
     seeds = tuple(dict.fromkeys(flags["seeds"]))
     workloads = [scenario.workload(seed, flags["traces"]) for seed in seeds]
+    if any(not (each.arrival_s >= scenario.warm_up_s).any() for each in workloads):
+        what = f"nobody arrives after the warm-up of {scenario.warm_up_s:g} s"
+        raise StartupError(what, "Lower it with --warm-up, or give a longer --duration")
     for name in ("json_file", "plot"):
         _check_place(flags.get(name))
     return Experiment(

@@ -120,6 +120,7 @@ class _Pool:
         finally:
             for _, process in self._running.values():
                 process.kill()
+            for _, process in self._running.values():
                 process.join()
         return [self._done[index] for index in range(len(self._jobs))]
 
@@ -127,9 +128,13 @@ class _Pool:
         here, there = self._context.Pipe(duplex=False)
         name = f"sluice-{self._jobs[index].system}"
         process = self._context.Process(target=_child, args=(there, self._jobs[index]), name=name, daemon=True)
-        process.start()
-        there.close()
-        self._running[here] = index, process
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()  # it inherits the mask, also while it imports
+            there.close()
+            self._running[here] = index, process  # from here on it is killed with this one
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _hear(self, pipe: Connection) -> None:
         index, process = self._running[pipe]
@@ -152,9 +157,10 @@ class _Pool:
 
 
 def _child(pipe: Connection, job: Job) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         message: RunDone | str = run_job(job, pipe.send)
+    except BrokenPipeError:  # whoever started this has ended
+        return
     except Exception as error:  # the parent says it; the traceback is for whoever looks into it
         traceback.print_exc()
         message = f"{type(error).__name__}: {error}"

@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar
 import click
 
 from cli.bench.options import POSITIVE_INT, Positive
+from cli.signals import ending_at_once
 from cli.simulate import DEFAULT_SCENARIO
 from shared.systems import DEFAULT_SYSTEM
 
@@ -146,9 +147,10 @@ def _with(*options: Callable[[F], F]) -> Callable[[F], F]:
 @_with(_system, *_LOAD, _slo, _instances, _max_instances, _plot)
 def simulate(*, system: str, **flags: Any) -> int:
     """Run a load on a simulated cluster, and say what its readers see."""
-    from cli.simulate.command import run_compare
+    with ending_at_once():
+        from cli.simulate.command import run_compare
 
-    return run_compare((system,), flags)
+        return run_compare((system,), flags)
 
 
 @click.command(epilog=_COMPARE_EPILOG)
@@ -156,18 +158,20 @@ def simulate(*, system: str, **flags: Any) -> int:
 @_with(*_LOAD, _slo, _instances, _max_instances, _plot)
 def compare(*, systems: str | None, **flags: Any) -> int:
     """Run one load on several systems, and compare them."""
-    from cli.simulate.command import run_compare
-
     names = () if systems is None else tuple(name.strip() for name in systems.split(",") if name.strip())
     if systems is not None and not names:
         raise click.UsageError("--systems names no system")
-    return run_compare(names, flags)
+    with ending_at_once():
+        from cli.simulate.command import run_compare
+
+        return run_compare(names, flags)
 
 
 @click.command(epilog=_PLAN_EPILOG)
 @_with(_system, *_LOAD, _slo, _max_instances)
 def plan(*, system: str, **flags: Any) -> int:
     """Find how many instances a load needs."""
-    from cli.simulate.command import run_plan
+    with ending_at_once():
+        from cli.simulate.command import run_plan
 
-    return run_plan(system, flags)
+        return run_plan(system, flags)

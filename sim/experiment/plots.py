@@ -40,9 +40,7 @@ def check_matplotlib() -> None:
         StartupError: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise StartupError(
-            "figures need matplotlib", "Install it with `pip install 'sluice[plots]'`, or leave out --plot"
-        )
+        raise StartupError("figures need matplotlib", "Install it with `pip install matplotlib`, or leave out --plot")
 
 
 def write_plots(results: _Results, folder: Path, title: str) -> list[Path]:

@@ -16,10 +16,10 @@ import os
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from services.dispatcher.access.grants import Grant, Tenant, TenantLimits, grant_of_tenant
-from shared.api_keys import MAX_KEYS_BYTES, TENANT_NAME, Scope, Tier, hash_key
+from shared.api_keys import MAX_KEYS_BYTES, TENANT_NAME, Scope, Tier, check_digest, hash_key
 from shared.errors import ConfigError
 from shared.process.log import get_logger
 from shared.reading import InputFile, parse_toml
@@ -46,7 +46,7 @@ class _Tenant(_Entry):
 
 
 class _Key(_Entry):
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    sha256: Annotated[str, AfterValidator(check_digest)]
     tenant: str
     scopes: Annotated[list[Literal["infer", "batch", "admin", "metrics"]], Field(min_length=1, max_length=4)]
 
@@ -73,7 +73,8 @@ def read_keys(path: Path, kept: Path | None = None) -> dict[str, Grant]:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"the file of keys {path} is wrong at '{where}': {first['msg']}", _HINT) from None
+        why = first.get("ctx", {}).get("error", first["msg"])
+        raise ConfigError(f"the file of keys {path} is wrong at '{where}': {why}", _HINT) from None
     except ValueError as error:  # also TOML that is none
         raise ConfigError(f"the file of keys {path} is wrong: {error}", _HINT) from None
     if kept is not None:

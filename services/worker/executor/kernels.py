@@ -227,7 +227,7 @@ def _open_flashinfer() -> tuple[Any, str | None]:
     try:
         return importlib.import_module("flashinfer"), None
     except (ImportError, OSError, RuntimeError) as error:
-        return None, f"it cannot be imported ({error}); pip install 'sluice[gpu]' brings it"
+        return None, f"it cannot be imported ({error}); `pip install 'flashinfer-python>=0.7'` brings it"
 
 
 def _open_fused(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple[FusedKernels | None, str | None]:

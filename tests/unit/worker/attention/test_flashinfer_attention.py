@@ -302,4 +302,4 @@ def test_a_module_that_cannot_be_imported_is_a_reason(monkeypatch: pytest.Monkey
     library, reason = kernels_module._open_flashinfer()
     assert library is None
     assert reason is not None
-    assert "pip install 'sluice[gpu]'" in reason
+    assert "pip install 'flashinfer-python>=0.7'" in reason

@@ -89,6 +89,7 @@ def _take_and_let_go() -> None:
     ("shape", "changes"),
     [
         (WIDE, {"page_bytes": MIB}),
+        (WIDE, {"page_bytes": 2 * MIB, "max_model_len": 300}),
         (WIDE, {"kernels": "torch", "page_bytes": MIB, "dtype": "bfloat16"}),
         (WIDE, {"kernels": "torch", "max_model_len": 3000}),
         (replace(WIDE, family="opt", num_kv_heads=2), {"max_model_len": 3000, "page_bytes": MIB}),
