@@ -60,7 +60,9 @@ class RunnerSettings:
     deterministic: bool = False
     """Text and logits do not depend, to the bit, on what else is in a batch or how a prompt is cut."""
     num_threads: int | None = None
-    """Threads of one operator on the CPU; None: torch's choice, or one for torch's operators in deterministic mode."""
+    """Threads of every step on the CPU; None: as many as gain, or one for torch's operators in deterministic mode."""
+    num_cores: int | None = None
+    """Cores that a step may take where `num_threads` is None; None: all that the process may run on."""
     kernels: str = "auto"
     """`auto`, `native`, `flashinfer` or `torch`; see `executor/kernels.py`."""
     graphs: bool = True

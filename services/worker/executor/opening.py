@@ -245,7 +245,7 @@ class RunnerOpener:
         if settings.host_memory_bytes and self._device.type == "cuda":
             measured += staged_bytes(self._demand.bytes_per_block)
         if self._kernels.library is not None:
-            measured += split_bytes(spec, context, torch.get_num_threads())
+            measured += split_bytes(spec, context, self._kernels.threads.most)
         return max(int(measured * RESERVE_MARGIN), MIN_RESERVE_BYTES) + angle_bytes
 
     def _graph_bytes(self, cache: KVCache, context: int) -> int:
