@@ -1,13 +1,14 @@
 """One thread against two on the CPU, in pairs: with nothing beside them, and beside a process that computes.
 
-    python -m benchmarks.threads [--pairs 30] [--busy 0,1] [--against LIBRARY.so] [--shapes shipped,8,26]
+    python -m benchmarks.threads [--pairs 30] [--busy 0,1] [--niceness 0] [--against LIBRARY.so] [--shapes shipped,8,26]
 
 Models of several sizes, made at random but for the one that ships: decodes of one row and of eight, and a prompt.
 Runners of the native kernels over one checkpoint take turns of some steps, in an order that rotates. `ratio` is the
 median over the turns of (mean time with two threads / with one): below 1 where the second thread gains; `chosen` is
 that of a runner that chooses by itself. The slowest of a hundred steps is shown too: a wait for a thread without a core
-is seen there first. `--against` computes with another build of the kernels, such as one of an older version's sources.
-The machine's own load is printed: read ratios, and those of a quiet machine.
+is seen there first. `--niceness` is that of the processes beside: a worker that starts has 5. `--against` computes with
+another build of the kernels, such as one of an older version's sources. The machine's own load is printed: read ratios,
+and those of a quiet machine.
 """
 
 from __future__ import annotations
@@ -74,9 +75,9 @@ def open_runner(folder: Path, threads: Threads, against: str) -> ModelRunner:
 
 
 @contextmanager
-def busy_processes(count: int) -> Iterator[None]:
+def busy_processes(count: int, niceness: int) -> Iterator[None]:
     """Have so many processes compute meanwhile."""
-    spin = [sys.executable, "-c", "while True: pass"]
+    spin = [sys.executable, "-c", f"import os; os.nice({niceness})\nwhile True: pass"]
     processes = [subprocess.Popen(spin) for _ in range(count)]
     try:
         yield
@@ -116,16 +117,16 @@ def compare(runners: Sequence[ModelRunner], num_rows: int, num_tokens: int, num_
     return [*shown, *(f"{ratio:.2f}" for ratio in ratios)]
 
 
-def measure(name: str, folder: Path, num_pairs: int, busy: Sequence[int], against: str) -> list[list[str]]:
+def measure(name: str, folder: Path, arguments: argparse.Namespace) -> list[list[str]]:
     """Return the rows of a model."""
-    runners = [open_runner(folder, kind, against) for kind in KINDS]
+    runners = [open_runner(folder, kind, arguments.against) for kind in KINDS]
     rows: list[list[str]] = []
-    for count in busy:
-        with busy_processes(count):
+    for count in map(int, arguments.busy.split(",")):
+        with busy_processes(count, arguments.niceness):
             for num_rows, num_tokens in STEPS:
                 step = f"{num_rows} decodes" if num_tokens == 1 else f"prompt of {num_tokens}"
                 load = os.getloadavg()[0]
-                found = compare(runners, num_rows, num_tokens, num_pairs)
+                found = compare(runners, num_rows, num_tokens, arguments.pairs)
                 rows.append([name, step, str(count), *found, f"{load:.1f}"])
     for runner in runners:
         runner.close()
@@ -137,17 +138,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--busy", default="0,1", help="processes beside, with commas")
+    parser.add_argument("--niceness", type=int, default=0, help="of these processes")
     parser.add_argument("--shapes", default="shipped,8,26", help=f"of shipped, {', '.join(SIZES)}, with commas")
     parser.add_argument("--against", metavar="LIBRARY.so", default="")
     arguments = parser.parse_args()
-    busy = [int(count) for count in arguments.busy.split(",")]
     rows: list[list[str]] = []
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.shapes.split(","):
             model = DEMO_MODEL if name == "shipped" else Path(folder) / name
             if name != "shipped":
                 make_llama(model, *SIZES[name])
-            rows += measure(name if name == "shipped" else f"{name} M", model, arguments.pairs, busy, arguments.against)
+            rows += measure(name if name == "shipped" else f"{name} M", model, arguments)
     header = ["model", "step", "busy", *(f"{kind.name}: p50, p99 ms" for kind in KINDS)]
     print_table(
         f"Steps by one thread and by two, float32, medians of {arguments.pairs} pairs ({machine()})",
