@@ -102,7 +102,7 @@ int main() {
   {
     const Crew crew(2);
     meet(crew);
-    std::printf("cpu of a wait of 400 ms: %f\n", wait_cpu_s(crew, milliseconds(400)));
+    std::printf("cpu of a wait of 100 ms: %f\n", wait_cpu_s(crew, milliseconds(100)));
     const std::set<int> who = who_works(crew);
     std::printf("the caller does all beside a helper that was late: %d\n", who == std::set<int>{0});
     meet(crew);

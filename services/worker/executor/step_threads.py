@@ -1,7 +1,7 @@
 """How many threads compute a step on the CPU: one where more do not gain much. Pure.
 
-    multiplications   8 M      16 M      24 M …
-    threads              1     │    2    │    3 …      as many as there are, at most
+    multiplications   …      16 M      24 M …
+    threads             1     │    2    │    3 …      as many as there are, at most
 
 A thread that helps has to be woken (some 50 µs) and waited for behind every product (a few µs, five times a layer), and
 takes a core from whoever else needs one. So each is given at least half a millisecond of work, of which that is a small
@@ -16,7 +16,9 @@ from typing import Final
 from services.worker.models.spec import ModelSpec
 
 THREAD_WORK: Final = 8_000_000
-"""Multiplications of a step for each thread: about half a millisecond of one row, less of many."""
+"""Multiplications of a step for each thread: about half a millisecond."""
+SHARED: Final = 4
+"""Tokens that take as long as one more reading of the parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ def layer_work(spec: ModelSpec) -> int:
 
 
 def step_work(spec: ModelSpec, num_layers: int, num_tokens: int, num_keys: int, num_sampled: int) -> int:
-    """Return the multiplications of a step.
+    """Return a step's work, in multiplications of one token: of more tokens each takes a `1 / SHARED`.
 
     Args:
         spec: the model.
@@ -66,5 +68,10 @@ def step_work(spec: ModelSpec, num_layers: int, num_tokens: int, num_keys: int, 
         num_keys: that all of these tokens see together, at most.
         num_sampled: rows whose next token is wanted.
     """
-    attention = 2 * num_keys * spec.q_size
-    return num_layers * (num_tokens * layer_work(spec) + attention) + num_sampled * spec.vocab_size * spec.hidden_size
+    layers = num_layers * (_shared(num_tokens) * layer_work(spec) + 2 * num_keys * spec.q_size)
+    return int(layers + _shared(num_sampled) * spec.vocab_size * spec.hidden_size)
+
+
+def _shared(count: int) -> float:
+    """Return as how many tokens by themselves so many count, which read the same parameters."""
+    return 1 + (count - 1) / SHARED if count else 0

@@ -6,7 +6,7 @@
 // Nobody waits for a thread that has no core. Work is taken turn by turn by whoever is there, and the caller waits for
 // turns that were begun, never for a thread to come. A wait spins for some microseconds, or as long as a turn takes, and
 // sleeps then: its core is free for the thread that is waited for. A helper whose turn made the caller sleep had lost its
-// core; it leaves the work to the others for a few times as long. Who computes what changes no bit of a result.
+// core; it leaves the work to the others for many times as long. Who computes what changes no bit of a result.
 #pragma once
 
 #include <linux/futex.h>
@@ -29,7 +29,7 @@ namespace sluice {
 using Time = std::chrono::steady_clock;
 
 constexpr std::chrono::microseconds kSpin{20};  // a wait for what comes soon; sleeping and waking takes about as long
-constexpr int kRest = 4;  // times as long as the turn took that made the caller sleep, a helper rests
+constexpr int kRest = 16;  // times as long as the turn took that made the caller sleep, a helper rests
 constexpr int kTurnsAhead = 4;  // turns for each thread that are left when several are no longer taken at once
 constexpr int kMostTurns = 8;  // taken at once: neighbours, so that what is fetched ahead is the thread's own
 constexpr int64_t kTurnWork = 8192;  // multiplications of a turn at least: about two microseconds

@@ -47,7 +47,7 @@ def test_every_unit_of_shared_work_is_done_once(num_threads: int) -> None:
 
 def test_the_caller_sleeps_while_a_helper_has_no_core() -> None:
     """It spins for 20 us and two of its turns of 20 us, which is less than a hundredth of the limit."""
-    assert facts()["cpu of a wait of 400 ms"] < 0.01
+    assert facts()["cpu of a wait of 100 ms"] < 0.01
 
 
 def test_helpers_sleep_while_there_is_no_work() -> None:
@@ -55,7 +55,7 @@ def test_helpers_sleep_while_there_is_no_work() -> None:
 
 
 def test_nobody_waits_for_a_helper_that_has_not_begun() -> None:
-    """It was late by 400 ms, and rests for four times as long: the caller does all of the next work."""
+    """It was late by 100 ms, and rests for sixteen times as long: the caller does all of the next work."""
     assert facts()["the caller does all beside a helper that was late"] == 1
 
 
