@@ -64,6 +64,25 @@ def make_checkpoint(shape: str, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def make_llama(folder: Path, hidden: int, inner: int, num_layers: int) -> None:
+    """Write a random Llama of some size, without a tokenizer: heads of 64, half as many key heads, tied."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=NUM_TOKENS,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=num_layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 128,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
 def silent_ids(vocab: dict[str, int]) -> list[int]:
     """Return the tokens that may be no text by themselves: control tokens, and those with a part of a character.
 

@@ -87,7 +87,7 @@ class ClusterPlan:
         flags += ["--memory", str(settings.memory)]
         flags += ["--system", settings.system, "--max-model-len", str(settings.max_model_len)]
         flags += ["--drain-limit-s", str(settings.drain_limit_s)]
-        flags += ["--threads", str(settings.threads_per_worker())]
+        flags += ["--threads", str(settings.threads), "--cores", str(settings.cores_per_worker())]
         flags += [] if settings.kernels == "auto" else ["--kernels", settings.kernels]
         flags += ["--deterministic"] if settings.deterministic else []
         flags += [] if settings.prefix_caching else ["--no-prefix-caching"]

@@ -51,7 +51,8 @@ class UpSettings(ServiceSettings):
     max_model_len: Annotated[int, Field(ge=0)] = 0
     """Most tokens of one request, prompt and output; 0 takes the checkpoint's own limit, or what the memory holds."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
-    """CPU threads of each worker; 0 shares this machine's cores out evenly (deterministic: one thread)."""
+    """CPU threads of each worker's steps; 0 shares this machine's cores out evenly, and takes more than one where that
+    gains."""
     kernels: Literal["auto", "native", "flashinfer", "torch"] = "auto"
     """What computes the workers' steps; `auto` takes the best that is there."""
     api_keys_file: Path | None = None
@@ -81,10 +82,8 @@ class UpSettings(ServiceSettings):
         """Whether the cluster starts a broker: yes, unless one is named (`--nats-url`, `NATS_URL`, sluice.toml)."""
         return "nats_url" not in self.model_fields_set
 
-    def threads_per_worker(self, num_cores: int | None = None) -> int:
-        """Return the CPU threads of each worker."""
-        if self.threads or self.deterministic:
-            return self.threads or 1
+    def cores_per_worker(self, num_cores: int | None = None) -> int:
+        """Return the cores that each worker may take on the CPU where `threads` does not say."""
         return max(1, (num_cores or _count_cores()) // self.workers)
 
 

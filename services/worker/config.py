@@ -117,7 +117,9 @@ class WorkerSettings(ServiceSettings):
     deterministic: bool = False
     """The same text whatever else is in the batch; somewhat slower."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Threads of one step on the CPU; 0 leaves the choice to torch."""
+    """Threads of every step on the CPU; 0: as many as gain for a step, one for a short one."""
+    cores: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Cores that steps may take where `threads` is 0; 0: all that the process may run on."""
     kernels: KernelKind = KernelKind.AUTO
     """What computes the forward pass: `auto`, `native` (on the CPU), `flashinfer` (on CUDA) or `torch`."""
     graphs: bool = True

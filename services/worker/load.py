@@ -1,16 +1,18 @@
 """Makes the executor that the settings ask for, off the event loop, with progress.
 
-torch is imported here, inside the functions that need it: a worker with the modelled executor runs without it.
+torch is imported here, inside the functions that need it: a worker with the modelled executor runs without it. What
+loads is gentle: beside workers that serve it takes the cores that they leave, and a third of what they would have.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from services.worker.build import ServedModel
 from services.worker.config import ExecutorKind, KernelKind, LoadFrom, WorkerSettings
@@ -35,6 +37,11 @@ if TYPE_CHECKING:
     from services.worker.executor.elastic_model import ElasticModel
     from services.worker.executor.model_runner import ModelInfo, ModelRunner
 
+NICENESS: Final = 5
+"""Of what loads; its threads have it too, and end with it or are replaced (`native/src/team.h`)."""
+OPENMP_SPINS: Final = "500"
+"""How often a thread of torch's operators looks whether the others are there before it sleeps, in some 10 to 30 us;
+unless the environment says something else about such waits. The runtime itself would take milliseconds."""
 R = TypeVar("R")
 Progress = Callable[[float, str], None]
 
@@ -162,10 +169,14 @@ async def _torch(settings: WorkerSettings, progress: Progress, incarnation: Inca
     def report(ratio: float, text: str) -> None:
         loop.call_soon_threadsafe(progress, ratio, text)
 
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)  # read when torch is imported
     if find_system(settings.system).forms_groups:
-        model, fitting = await _off_the_loop(lambda: _load_elastic(settings, report))
+        model = await _off_the_loop(lambda: _load_elastic(settings, report), niceness=NICENESS)
+        fitting = await _off_the_loop(lambda: _tried_elastic(settings, model))
         return await _in_pages(settings, model, fitting, incarnation)
-    runner, fitting = await _off_the_loop(lambda: _load_runner(settings, report))
+    runner = await _off_the_loop(lambda: _load_runner(settings, report), niceness=NICENESS)
+    fitting = await _off_the_loop(lambda: _tried(settings, runner))
     from services.worker.executor.thread import ThreadExecutor
 
     return Loaded(ThreadExecutor(runner, loop), _facts(runner.info, fitting))
@@ -206,8 +217,13 @@ async def _in_pages(
     return Loaded((await device.alone()).executor, facts, device)
 
 
-async def _off_the_loop(load: Callable[[], R]) -> R:
-    """Return what is loaded. A worker that is told to stop meanwhile does not wait for the disk: the thread is left."""
+async def _off_the_loop(load: Callable[[], R], *, niceness: int = 0) -> R:
+    """Return what is loaded. A worker that is told to stop meanwhile does not wait for the disk: the thread is left.
+
+    Args:
+        load: called in a thread of its own.
+        niceness: of that thread, above the process's.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[R] = loop.create_future()
 
@@ -216,6 +232,7 @@ async def _off_the_loop(load: Callable[[], R]) -> R:
             set_it()
 
     def work() -> None:
+        _yield_to_others(niceness)
         try:
             settled = partial(done.set_result, load())
         except BaseException as error:  # handed to the waiting coroutine, whatever it is
@@ -226,21 +243,29 @@ async def _off_the_loop(load: Callable[[], R]) -> R:
     return await done
 
 
-def _load_runner(settings: WorkerSettings, report: Progress) -> tuple[ModelRunner, CostFitting]:
+def _yield_to_others(niceness: int) -> None:
+    """Let this thread, and those that it makes, take less of the cores; 0 changes nothing."""
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + niceness)
+
+
+def _load_runner(settings: WorkerSettings, report: Progress) -> ModelRunner:
     from services.worker.executor.runner import load_runner
 
-    runner = load_runner(_runner_settings(settings), report)
-    return runner, _tried(settings, runner)
+    return load_runner(_runner_settings(settings), report)
 
 
-def _load_elastic(settings: WorkerSettings, report: Progress) -> tuple[ElasticModel, CostFitting]:
+def _load_elastic(settings: WorkerSettings, report: Progress) -> ElasticModel:
     from services.worker.executor.elastic_model import load_elastic_model
 
-    model = load_elastic_model(_runner_settings(settings), report)
+    return load_elastic_model(_runner_settings(settings), report)
+
+
+def _tried_elastic(settings: WorkerSettings, model: ElasticModel) -> CostFitting:
     runner = model.open()
     fitting = _tried(settings, runner)
     runner.close()
-    return model, fitting
+    return fitting
 
 
 def _tried(settings: WorkerSettings, runner: ModelRunner) -> CostFitting:
@@ -264,6 +289,7 @@ def _runner_settings(settings: WorkerSettings) -> RunnerSettings:
         max_model_len=settings.max_model_len or None,
         deterministic=settings.deterministic,
         num_threads=settings.threads or None,
+        num_cores=settings.cores or None,
         kernels=settings.kernels.value,
         graphs=settings.graphs,
         fused=settings.fused,

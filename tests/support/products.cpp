@@ -33,18 +33,16 @@ struct Guarded {
 template <int kMatrices, class T>
 std::vector<float> multiply(const T* in, int64_t m, const T* weight, const T* bias, int64_t n, int64_t k) {
   std::vector<float> out(kMatrices * m * n, -1e30f);
-  const Packed<T> room(m, k, 2);
-#pragma omp parallel num_threads(2)
-  {
+  const Packed<T> room(m, k);
+  const Crew crew(2);
 #if SLUICE_AMX
-    const Tiles tiles;
+  const Tiles tiles;
 #endif
-    linear<kMatrices>(in, m, weight, bias, n, k, room, [&](int64_t row, int rows, int64_t column, int columns, const Sums* sums) {
-      for (int i = 0; i < kMatrices; i++)
-        for (int r = 0; r < rows; r++)
-          for (int c = 0; c < columns; c++) out[(i * m + row + r) * n + column + c] = sums[i][r * kColumns + c];
-    });
-  }
+  linear<kMatrices>(crew, in, m, weight, bias, n, k, room, [&](int64_t row, int rows, int64_t column, int columns, const Sums* sums) {
+    for (int i = 0; i < kMatrices; i++)
+      for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++) out[(i * m + row + r) * n + column + c] = sums[i][r * kColumns + c];
+  });
   return out;
 }
 

@@ -43,7 +43,9 @@ class RunnerSettings:
     deterministic: bool = False
     """Text and logits do not depend, to the bit, on what else is in a batch or how a prompt is cut."""
     num_threads: int | None = None
-    """Threads of one operator on the CPU; None: torch's choice, or one for torch's operators in deterministic mode."""
+    """Threads of every step on the CPU; None: as many as gain, or one for torch's operators in deterministic mode."""
+    num_cores: int | None = None
+    """Cores that a step may take where `num_threads` is None; None: all that the process may run on."""
     kernels: str = "auto"
     """`auto`, `native`, `flashinfer` or `torch`; see `executor/kernels.py`."""
     graphs: bool = True
@@ -112,7 +114,8 @@ def _demand(settings: RunnerSettings, spec: ModelSpec, dtype: NumberType) -> Dem
 def _reserve_bound(settings: RunnerSettings, spec: ModelSpec, dtype: NumberType, context: int) -> int | None:
     if settings.device != "cpu":
         return None
-    return reserve_bound(step_sizes(settings, spec, dtype), context, settings.num_threads or os.cpu_count() or 1)
+    num_threads = settings.num_threads or settings.num_cores or os.cpu_count() or 1
+    return reserve_bound(step_sizes(settings, spec, dtype), context, num_threads)
 
 
 def _num_host_blocks(settings: RunnerSettings, demand: Demand) -> int:

@@ -27,6 +27,7 @@ from services.worker.executor.attention_trial import attention_fault
 from services.worker.executor.native_step import NativeForward
 from services.worker.executor.step import DecodeLayers, ForwardPass, TorchForward
 from services.worker.executor.step_graphs import GraphRecorder, StepGraphs
+from services.worker.executor.step_threads import ONE_THREAD, StepThreads
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.decoder import Decoder, TiledDecoder
 from services.worker.models.operators import LayerOperators
@@ -59,6 +60,7 @@ class Kernels:
         whole: the library computes all of the layers.
         flashinfer: the module, of `flashinfer`.
         fused: what lies between products, and choosing, by fewer kernels than torch's.
+        threads: of steps on the CPU.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Kernels:
     whole: bool = False
     flashinfer: Any = None
     fused: FusedKernels | None = None
+    threads: StepThreads = ONE_THREAD
 
     def open(  # noqa: PLR0913  one argument per part that is joined here
         self,
@@ -92,7 +95,7 @@ class Kernels:
             graphs: used if they were recorded of the same layers in the same places.
         """
         if self.library is not None and self.whole:
-            return NativeForward(self.library, spec, weights, rope, cache)
+            return NativeForward(self.library, spec, weights, rope, cache, self.threads)
         layers = self._layers(spec, weights, rope, cache, deterministic=deterministic)
         attention = self._attention(spec, cache, deterministic=deterministic)
         record = graphs if graphs is not None and graphs.fits(layers) else None

@@ -19,6 +19,7 @@ from services.worker.attention.remote import RemoteKeys, RemoteRows, new_states
 from services.worker.contract.arrays import F64, I32, I64
 from services.worker.contract.batch import Batch
 from services.worker.contract.remote import RemoteLostError
+from services.worker.executor.step_threads import StepThreads, step_work
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.rope import RopeTable
 from services.worker.models.spec import ModelSpec
@@ -104,12 +105,20 @@ class NativeForward:
 
     Args:
         rope: angles of every position that may occur.
+        threads: that steps may take.
     """
 
     def __init__(
-        self, library: NativeLibrary, spec: ModelSpec, weights: ModelWeights, rope: RopeTable, cache: KVCache
+        self,
+        library: NativeLibrary,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        rope: RopeTable,
+        cache: KVCache,
+        threads: StepThreads,
     ) -> None:
         self.cache = cache
+        self._threads = threads
         self._library = library
         self._spec = spec
         self._weights = weights
@@ -154,7 +163,7 @@ class NativeForward:
         if hidden is not None:
             self._workspace.hidden[: plan.args.num_tokens] = hidden
         step.rows = plan.args
-        step.num_threads = torch.get_num_threads()
+        step.num_threads = self._num_threads(batch, len(sampled))
         step.tokens, step.finite = tokens.ctypes.data, finite.ctypes.data
         step.num_sampled, step.sampled = len(sampled), sampled.ctypes.data
         step.logits, step.largest = logits.data_ptr(), largest.ctypes.data
@@ -170,6 +179,12 @@ class NativeForward:
             step.far = None
         del plan, tokens  # they lived until here: `step` points into them
         return Scores(torch.from_numpy(finite), logits, torch.from_numpy(largest))
+
+    def _num_threads(self, batch: Batch, num_sampled: int) -> int:
+        ends = batch.start + batch.num_tokens
+        num_keys = int(np.dot(batch.num_tokens.astype(np.int64), ends))
+        work = step_work(self._spec, len(self.cache.layers), len(batch.tokens), num_keys, num_sampled)
+        return self._threads.of_step(work)
 
     def _far_of(self, batch: Batch, tables: I32) -> _FarStep | None:
         """Return what the library needs for rows some of whose keys lie elsewhere; None: there are none."""

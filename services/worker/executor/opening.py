@@ -241,7 +241,7 @@ class RunnerOpener:
         if settings.host_memory_bytes and self._device.type == "cuda":
             peak += staged_bytes(self._demand.bytes_per_block)
         if self._kernels.library is not None:
-            peak += split_bytes(spec, context, torch.get_num_threads())
+            peak += split_bytes(spec, context, self._kernels.threads.most)
         # of a group, whose context is another, beside those that were recorded
         num_angles = 2 if self.records_graphs and sizes.in_pages else 1
         return reserve_bytes(sizes, peak, context, num_angles=num_angles)

@@ -6,9 +6,10 @@ KV blocks → in deterministic mode, a proof on the model's own shapes.
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 import torch
@@ -19,6 +20,7 @@ from services.worker.executor.model_runner import ModelInfo, ModelRunner
 from services.worker.executor.opening import RunnerOpener
 from services.worker.executor.selftest import prove_deterministic
 from services.worker.executor.step_graphs import CudaRecorder, GraphRecorder
+from services.worker.executor.step_threads import StepThreads, step_work
 from services.worker.memory.kv_cache import KVCache
 from services.worker.memory.model_memory import ModelMemory, ModelSizes, open_memory
 from services.worker.models.checkpoint import TensorEntry
@@ -76,7 +78,8 @@ def load_model(settings: RunnerSettings, progress: Progress, *, lends_memory: bo
     kernels = choose_kernels(
         settings.kernels, spec, device, dtype, deterministic=settings.deterministic, fused=settings.fused
     )
-    _set_threads(settings, device, kernels)
+    if device.type == "cpu":
+        kernels = _with_threads(settings, spec, kernels)
     memory = _open_memory(settings, ModelSizes(spec, settings.block_size, dtype, settings.layers), device)
     with ExitStack() as on_failure:
         on_failure.callback(memory.close)
@@ -153,11 +156,16 @@ def _dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _set_threads(settings: RunnerSettings, device: torch.device, kernels: Kernels) -> None:
-    """Set the threads of one operator; torch takes one in deterministic mode: how it splits work is not fixed."""
-    num_threads = settings.num_threads or (1 if settings.deterministic and not kernels.whole else None)
-    if device.type == "cpu" and num_threads is not None:
-        torch.set_num_threads(num_threads)
+def _with_threads(settings: RunnerSettings, spec: ModelSpec, kernels: Kernels) -> Kernels:
+    """Return the kernels with the threads of their steps; torch's operators take those of a step of one token.
+
+    How torch splits work among threads is not fixed, so that deterministic mode gives its operators one.
+    """
+    num_cores = settings.num_cores or len(os.sched_getaffinity(0))
+    ordered = settings.deterministic and not kernels.whole
+    threads = StepThreads.of(settings.num_threads, num_cores, ordered=ordered)
+    torch.set_num_threads(threads.of_step(step_work(spec, spec.num_layers, 1, 0, 1)))
+    return replace(kernels, threads=threads)
 
 
 def _recorder(settings: RunnerSettings, device: torch.device, kernels: Kernels) -> GraphRecorder | None:

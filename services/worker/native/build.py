@@ -25,7 +25,8 @@ LIBRARIES = Path(__file__).parent / "lib"
 _FLAGS = (
     "-std=c++17",
     "-O3",
-    "-fopenmp",
+    "-fopenmp-simd",
+    "-pthread",
     "-fPIC",
     "-shared",
     "-fno-math-errno",

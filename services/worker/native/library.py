@@ -1,7 +1,4 @@
-"""Finds and opens the library for this processor.
-
-Torch must be imported first: its OpenMP runtime is then the one that the library uses too, with one pool of threads.
-"""
+"""Finds and opens the library for this processor."""
 
 from __future__ import annotations
 

@@ -280,11 +280,9 @@ def test_a_named_broker_is_used(monkeypatch: pytest.MonkeyPatch, given: str) -> 
     assert loaded.nats_url == "nats://broker:4222"
 
 
-@pytest.mark.parametrize(
-    ("workers", "threads", "cores", "expected"), [(1, 0, 8, 8), (2, 0, 8, 4), (3, 0, 8, 2), (16, 0, 8, 1), (2, 5, 8, 5)]
-)
-def test_workers_share_the_cores(workers: int, threads: int, cores: int, expected: int) -> None:
-    assert settings(workers=workers, threads=threads).threads_per_worker(cores) == expected
+@pytest.mark.parametrize(("workers", "cores", "expected"), [(1, 8, 8), (2, 8, 4), (3, 8, 2), (16, 8, 1)])
+def test_workers_share_the_cores(workers: int, cores: int, expected: int) -> None:
+    assert settings(workers=workers).cores_per_worker(cores) == expected
 
 
 def test_workers_take_the_devices_in_turn() -> None:

@@ -5,14 +5,13 @@
 // depends on its own context alone: not on the batch, on how a prompt was cut, or on the number of threads.
 #pragma once
 
-#include <omp.h>
-
 #include <type_traits>
 
 #include "attention_tiles.h"
 #include "attention_work.h"
 #include "dot_tile.h"
 #include "model.h"
+#include "team.h"
 #include "values.h"
 
 namespace sluice {
@@ -43,22 +42,20 @@ class Attention {
  public:
   explicit Attention(const Attend& args) : args_(args), group_(args.heads / args.kv_heads) {}
 
-  // Called by all threads of a parallel region; ends with a barrier.
-  void run(AttentionWork& work) const {
+  void run(const Crew& crew, AttentionWork& work) const {
     if (work.splits_apart()) {
-      run_by_splits(work);
+      run_by_splits(crew, work);
       return;
     }
     const std::vector<Item>& items = work.items();
     const int64_t num_items = static_cast<int64_t>(items.size()), units = num_items * args_.kv_heads;
-    const int64_t per_turn = num_items >= kSpread * omp_get_num_threads() ? args_.kv_heads : 1;
-#pragma omp for schedule(dynamic, per_turn)
-    for (int64_t unit = 0; unit < units; unit++) {
+    const bool by_rows = num_items >= kSpread * crew.num_threads();
+    crew.share(units, by_rows ? args_.kv_heads : units_per_turn(work.unit_work()), [&](int thread, int64_t unit) {
       const int64_t place = unit / args_.kv_heads, kv_head = unit % args_.kv_heads;
-      const bool has_next = per_turn > 1 && place + 1 < num_items && items[place + 1].row != items[place].row;
+      const bool has_next = by_rows && place + 1 < num_items && items[place + 1].row != items[place].row;
       Upcoming upcoming(*this, items[place], has_next ? &items[place + 1] : nullptr, kv_head);
-      attend(items[place], kv_head, work.scratch(omp_get_thread_num()), upcoming);
-    }
+      attend(items[place], kv_head, work.scratch(thread), upcoming);
+    });
   }
 
  private:
@@ -199,29 +196,27 @@ class Attention {
   }
 
   // Few items with long contexts: splits are computed by all threads, then folded in order as `attend` does.
-  void run_by_splits(AttentionWork& work) const {
+  void run_by_splits(const Crew& crew, AttentionWork& work) const {
     const std::vector<Item>& items = work.items();
     const int64_t splits = work.num_splits(), units = static_cast<int64_t>(items.size()) * args_.kv_heads;
-#pragma omp for schedule(dynamic, 1) collapse(2)
-    for (int64_t unit = 0; unit < units; unit++)
-      for (int64_t split = 0; split < splits; split++) {
-        const Item& item = items[unit / args_.kv_heads];
-        const Queries q = queries(item, unit % args_.kv_heads);
-        if (split < first_split(item, q) || split >= end_split(item, q)) continue;
-        Upcoming nothing(*this, item, nullptr, 0);
-        attend_split(item, unit % args_.kv_heads, q, split, work.running(unit, split), work.part(unit, split), nothing);
-      }
-#pragma omp for schedule(static)
-    for (int64_t unit = 0; unit < units; unit++) {
+    crew.share(units * splits, 1, [&](int, int64_t place) {
+      const int64_t unit = place / splits, split = place % splits;
       const Item& item = items[unit / args_.kv_heads];
       const Queries q = queries(item, unit % args_.kv_heads);
-      float* whole = work.scratch(omp_get_thread_num());
+      if (split < first_split(item, q) || split >= end_split(item, q)) return;
+      Upcoming nothing(*this, item, nullptr, 0);
+      attend_split(item, unit % args_.kv_heads, q, split, work.running(unit, split), work.part(unit, split), nothing);
+    });
+    crew.share(units, 1, [&](int thread, int64_t unit) {
+      const Item& item = items[unit / args_.kv_heads];
+      const Queries q = queries(item, unit % args_.kv_heads);
+      float* whole = work.scratch(thread);
       Running running[kMaxRows];
       begin(item, unit % args_.kv_heads, q.count, running, whole);
       for (int64_t split = first_split(item, q), end = end_split(item, q); split < end; split++)
         fold(q.count, running, whole, work.running(unit, split), work.part(unit, split));
       finish(item, unit % args_.kv_heads, q.count, running, whole);
-    }
+    });
   }
 
   // Computes one split for all query rows: `running` of the split alone, and the weighted values part [rows, head_dim].

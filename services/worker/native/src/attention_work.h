@@ -54,6 +54,9 @@ class AttentionWork {
   // Splits of one item are computed side by side, since there are fewer items than the threads could use.
   bool splits_apart() const { return !parts_.empty(); }
 
+  // Multiplications of the largest unit.
+  int64_t unit_work() const { return 2 * longest_ * max_rows_ * head_dim_; }
+
   int64_t num_splits() const { return (longest_ + kSplit - 1) / kSplit; }
 
   // A thread's room for the results of an item and of one split of it: 2 [max_rows, head_dim].

@@ -1,11 +1,10 @@
-// A model's layers over one step's tokens, in one parallel region.
+// A model's layers over one step's tokens: the caller goes from part to part, and shares out what is worth it.
 #pragma once
-
-#include <omp.h>
 
 #include "attention.h"
 #include "linear.h"
 #include "model.h"
+#include "team.h"
 
 namespace sluice {
 
@@ -50,23 +49,21 @@ inline float activate(int32_t activation, float x) {
   }
 }
 
-// Adds up where the time goes, on the first thread of a parallel region.
+// Adds up where the caller's time goes.
 class Clock {
  public:
-  explicit Clock(double* seconds) : seconds_(omp_get_thread_num() == 0 ? seconds : nullptr) {
-    if (seconds_ != nullptr) last_ = omp_get_wtime();
-  }
+  explicit Clock(double* seconds) : seconds_(seconds), last_(Time::now()) {}
 
   void end(Part part) {
     if (seconds_ == nullptr) return;
-    const double now = omp_get_wtime();
-    seconds_[part] += now - last_;
+    const Time::time_point now = Time::now();
+    seconds_[part] += std::chrono::duration<double>(now - last_).count();
     last_ = now;
   }
 
  private:
   double* seconds_;
-  double last_ = 0.0;
+  Time::time_point last_;
 };
 
 // Returns the place of the largest of some numbers, the first one on a tie; `count` if one of them is not a number or the
@@ -131,7 +128,7 @@ class Places {
 template <class T>
 class Forward {
  public:
-  // `places` are inside. Takes all memory that the step needs: nothing may throw once the threads run.
+  // `places` are inside. Takes all memory that the step needs: nothing may throw while threads share work.
   Forward(const Model& model, const Step& step, const Places& places)
       : model_(model),
         step_(step),
@@ -140,48 +137,44 @@ class Forward {
               step.far == nullptr ? Which::kAll : Which::kNear),
         far_work_(far_rows(step), model.heads, model.kv_heads, model.head_dim, step.num_threads, row_state(step), Which::kFar),
         packed_(std::max(step.rows.num_tokens, step.num_sampled),
-                std::max({model.hidden, model.heads * model.head_dim, model.inner}), step.num_threads) {}
+                std::max({model.hidden, model.heads * model.head_dim, model.inner})),
+        crew_(step.num_threads) {}
 
   Result run() {
-#pragma omp parallel num_threads(step_.num_threads)
-    {
 #if SLUICE_AMX
-      const Tiles tiles;
+    const Tiles tiles;
 #endif
-      Clock clock(step_.seconds);
-      if (step_.embed) embed();
-      clock.end(kEmbed);
-      for (int64_t i = step_.first_layer; i < step_.last_layer; i++) {
-        const Layer& layer = model_.layers[i];
-        norm(layer.attention_norm, layer.attention_norm_bias);
-        clock.end(kNorms);
-        project(layer);
-        clock.end(kQkv);
-        turn_and_store(layer);
-        clock.end(kTurn);
-        if (step_.far == nullptr) {
-          attend(attention(layer), work_);
-        } else if (!attend_with_far(i, layer)) {
-          break;
-        }
-        clock.end(kAttention);
-        add(as<T>(step_.attended), model_.heads * model_.head_dim, layer.output, layer.output_bias);
-        clock.end(kOutput);
-        norm(layer.mlp_norm, layer.mlp_norm_bias);
-        clock.end(kNorms);
-        widen(layer);
-        clock.end(kUp);
-        add(as<T>(step_.inner), model_.inner, layer.down, layer.down_bias);
-        clock.end(kDown);
+    Clock clock(step_.seconds);
+    if (step_.embed) embed();
+    clock.end(kEmbed);
+    for (int64_t i = step_.first_layer; i < step_.last_layer; i++) {
+      const Layer& layer = model_.layers[i];
+      norm(layer.attention_norm, layer.attention_norm_bias);
+      clock.end(kNorms);
+      project(layer);
+      clock.end(kQkv);
+      turn_and_store(layer);
+      clock.end(kTurn);
+      if (step_.far == nullptr) {
+        attend(attention(layer), work_);
+      } else if (!attend_with_far(i, layer)) {
+        return kNotGiven;
       }
-      if (!failed_) {
-        gather();
-        clock.end(kGather);
-        head();
-        clock.end(kHead);
-      }
+      clock.end(kAttention);
+      add(as<T>(step_.attended), model_.heads * model_.head_dim, layer.output, layer.output_bias);
+      clock.end(kOutput);
+      norm(layer.mlp_norm, layer.mlp_norm_bias);
+      clock.end(kNorms);
+      widen(layer);
+      clock.end(kUp);
+      add(as<T>(step_.inner), model_.inner, layer.down, layer.down_bias);
+      clock.end(kDown);
     }
-    return failed_ ? kNotGiven : kDone;
+    gather();
+    clock.end(kGather);
+    head();
+    clock.end(kHead);
+    return kDone;
   }
 
  private:
@@ -192,29 +185,28 @@ class Forward {
   void embed() const {
     const int64_t size = model_.hidden;
     const T* places = as<T>(model_.position_embedding);
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < tokens(); t++) {
+    crew_.share(tokens(), units_per_turn(size), [=](int, int64_t t) {
       const T* row = as<T>(model_.embedding) + step_.tokens[t] * size;
       T* out = hidden() + t * size;
       std::memcpy(out, row, size * sizeof(T));
-      if (places == nullptr) continue;
+      if (places == nullptr) return;
       const T* place = places + places_.position(t) * size;
       for (int64_t i = 0; i < size; i++) out[i] = from_float<T>(to_float(out[i]) + to_float(place[i]));
-    }
+    });
   }
 
   void norm(const void* weight, const void* bias) const {
     const int64_t size = model_.hidden;
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < tokens(); t++)
+    crew_.share(tokens(), units_per_turn(size), [=](int, int64_t t) {
       norm_row(hidden() + t * size, as<T>(weight), as<T>(bias), size, model_.norm_eps, model_.layer_norm != 0,
                static_cast<T*>(step_.normed) + t * size);
+    });
   }
 
   void project(const Layer& layer) const {
     const int64_t width = heads_width();
     T* out = static_cast<T*>(step_.heads);
-    linear<1>(as<T>(step_.normed), tokens(), as<T>(layer.qkv), as<T>(layer.qkv_bias), width, model_.hidden, packed_,
+    linear<1>(crew_, as<T>(step_.normed), tokens(), as<T>(layer.qkv), as<T>(layer.qkv_bias), width, model_.hidden, packed_,
               [=](int64_t row, int rows, int64_t column, int columns, const Sums* sums) {
                 for (int r = 0; r < rows; r++)
                   for (int c = 0; c < columns; c++)
@@ -225,8 +217,7 @@ class Forward {
   // Normalises and turns queries and keys where they stand, and puts keys and values into the cache.
   void turn_and_store(const Layer& layer) const {
     const int64_t size = model_.head_dim, kv_width = model_.kv_heads * size;
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < tokens(); t++) {
+    crew_.share(tokens(), units_per_turn(heads_width()), [=, &layer](int, int64_t t) {
       T* row = static_cast<T*>(step_.heads) + t * heads_width();
       for (int64_t h = 0; h < model_.heads + model_.kv_heads; h++) {
         const void* weight = h < model_.heads ? layer.q_norm : layer.k_norm;
@@ -236,7 +227,7 @@ class Forward {
       T* keys = row + model_.heads * size;
       std::memcpy(static_cast<T*>(layer.keys) + places_.slot(t) * kv_width, keys, kv_width * sizeof(T));
       std::memcpy(static_cast<T*>(layer.values) + places_.slot(t) * kv_width, keys + kv_width, kv_width * sizeof(T));
-    }
+    });
   }
 
   void turn(T* head, int64_t position) const {
@@ -276,9 +267,9 @@ class Forward {
     return args;
   }
 
-  static void attend(const Attend& args, AttentionWork& work) { Attention<T>(args).run(work); }
+  void attend(const Attend& args, AttentionWork& work) const { Attention<T>(args).run(crew_, work); }
 
-  // Rows whose keys are all here are attended while others do the part that is not. Whether it went well, to all threads.
+  // Rows whose keys are all here are attended while others do the part that is not. Whether it went well.
   bool attend_with_far(int64_t index, const Layer& layer) {
     const Far& far = *step_.far;
     Attend before = attention(layer);
@@ -286,13 +277,9 @@ class Forward {
     before.states = far.states;
     before.row_end = far.row_first;
     attend(before, far_work_);
-#pragma omp master
-    if (far.ask(index) != 0) failed_ = true;
+    if (far.ask(index) != 0) return false;
     attend(attention(layer), work_);
-#pragma omp master
-    if (!failed_ && far.take(index) != 0) failed_ = true;
-#pragma omp barrier
-    if (failed_) return false;
+    if (far.take(index) != 0) return false;
     Attend after = before;
     after.row_first = far.row_end;
     after.row_end = nullptr;
@@ -304,7 +291,7 @@ class Forward {
   void add(const T* in, int64_t k, const void* weight, const void* bias) const {
     const int64_t size = model_.hidden;
     T* out = hidden();
-    linear<1>(in, tokens(), as<T>(weight), as<T>(bias), size, k, packed_,
+    linear<1>(crew_, in, tokens(), as<T>(weight), as<T>(bias), size, k, packed_,
               [=](int64_t row, int rows, int64_t column, int columns, const Sums* sums) {
                 for (int r = 0; r < rows; r++)
                   for (int c = 0; c < columns; c++) {
@@ -320,7 +307,7 @@ class Forward {
     const T *in = as<T>(step_.normed), *weight = as<T>(layer.up), *bias = as<T>(layer.up_bias);
     T* out = static_cast<T*>(step_.inner);
     if (!model_.gated) {
-      linear<1>(in, tokens(), weight, bias, size, model_.hidden, packed_,
+      linear<1>(crew_, in, tokens(), weight, bias, size, model_.hidden, packed_,
                 [=](int64_t row, int rows, int64_t column, int columns, const Sums* sums) {
                   for (int r = 0; r < rows; r++)
                     for (int c = 0; c < columns; c++)
@@ -328,7 +315,7 @@ class Forward {
                 });
       return;
     }
-    linear<2>(in, tokens(), weight, bias, size, model_.hidden, packed_,
+    linear<2>(crew_, in, tokens(), weight, bias, size, model_.hidden, packed_,
               [=](int64_t row, int rows, int64_t column, int columns, Sums* sums) {
                 for (int r = 0; r < rows; r++) {
                   float* gate = sums[0] + r * kColumns;
@@ -347,39 +334,39 @@ class Forward {
   // Says whether each row's last token is made of numbers, and normalises those whose next token is wanted.
   void gather() const {
     const int64_t size = model_.hidden;
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < step_.rows.num_rows; row++) {
+    crew_.share(step_.rows.num_rows, units_per_turn(size), [=](int, int64_t row) {
       const T* from = hidden() + places_.last(row) * size;
       float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
       for (int64_t i = 0; i < size; i++) sum += to_float(from[i]);
       step_.finite[row] = std::isfinite(sum);
-    }
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < step_.num_sampled; i++)
+    });
+    crew_.share(step_.num_sampled, units_per_turn(size), [=](int, int64_t i) {
       norm_row(hidden() + places_.last(step_.sampled[i]) * size, as<T>(model_.norm), as<T>(model_.norm_bias), size, model_.norm_eps,
                model_.layer_norm != 0, static_cast<T*>(step_.normed) + i * size);
+    });
   }
 
   void head() const {
     const int64_t vocab = model_.vocab;
     float* logits = step_.logits;
-    linear<1>(as<T>(step_.normed), step_.num_sampled, as<T>(model_.head), as<T>(model_.head_bias), vocab, model_.hidden, packed_,
+    linear<1>(crew_, as<T>(step_.normed), step_.num_sampled, as<T>(model_.head), as<T>(model_.head_bias), vocab, model_.hidden, packed_,
               [=](int64_t row, int rows, int64_t column, int columns, const Sums* sums) {
                 for (int r = 0; r < rows; r++)
                   for (int c = 0; c < columns; c++)
                     logits[(row + r) * vocab + column + c] = sums[0][r * kColumns + c];
               });
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < step_.num_sampled; i++) step_.largest[i] = place_of_largest(logits + i * vocab, vocab);
+    crew_.share(step_.num_sampled, units_per_turn(vocab), [=](int, int64_t i) {
+      step_.largest[i] = place_of_largest(logits + i * vocab, vocab);
+    });
   }
 
   const Model& model_;
   const Step& step_;
   const Places& places_;
   AttentionWork work_, far_work_;
-  bool failed_ = false;  // written by the first thread, read behind a barrier
   const Packed<T> packed_;
+  const Crew crew_;
 };
 
 }  // namespace sluice

@@ -1,10 +1,7 @@
 // Products with a weight matrix [n, k] as checkpoints store it: out = in * W^T, then an epilogue of the caller's.
 //
-// Called by all threads of a parallel region; ends with a barrier. Nothing is packed: a layer's parameters stay one
-// plain range of memory that can be dropped, restored or handed over.
+// Nothing is packed: a layer's parameters stay one plain range of memory that can be dropped, restored or handed over.
 #pragma once
-
-#include <omp.h>
 
 #include <memory>
 #include <new>
@@ -12,6 +9,7 @@
 
 #include "amx.h"
 #include "dot_tile.h"
+#include "team.h"
 
 namespace sluice {
 
@@ -91,13 +89,6 @@ inline void product(const T* in, int64_t in_stride, int m, const T* weight, int6
   }
 }
 
-// Work units that a thread takes at a time: neighbours, so that what is fetched ahead is the thread's own, and few
-// enough for every thread to have several turns.
-inline int64_t units_per_turn(int64_t num_units) {
-  constexpr int64_t kMost = 8, kTurns = 8;
-  return std::clamp<int64_t>(num_units / (omp_get_num_threads() * kTurns), 1, kMost);
-}
-
 // Rows of the input per work unit: as many as stay in the second-level cache.
 inline int block_rows(int64_t k, size_t item_bytes) {
   const int64_t fitting = (384 << 10) / static_cast<int64_t>(k * item_bytes);
@@ -117,16 +108,12 @@ class Packed {
 #endif
 
   // For inputs of up to num_tokens rows, and up to widest elements of k.
-  Packed(int64_t num_tokens, int64_t widest, int num_threads) {
-    if constexpr (kIsUsed) {
-      const int64_t num_tiles = std::max<int64_t>((num_tokens + 15) / 16, kOwnTiles * num_threads);
-      items_.reset(static_cast<T*>(operator new[](num_tiles * ((widest + 31) / 32) * 512 * sizeof(T), kAlignment)));
-    }
+  Packed(int64_t num_tokens, int64_t widest) {
+    if constexpr (kIsUsed)
+      items_.reset(static_cast<T*>(operator new[]((num_tokens + 15) / 16 * ((widest + 31) / 32) * 512 * sizeof(T), kAlignment)));
   }
 
   T* items() const { return items_.get(); }
-
-  static constexpr int kOwnTiles = 2;  // up to so many tiles of 16 tokens each thread packs for itself: no thread waits
 
  private:
   static constexpr std::align_val_t kAlignment{64};
@@ -147,22 +134,15 @@ inline void add_bias(const T* bias, int64_t n, int64_t column, int num_columns, 
 
 // As `linear`. A work unit has two sets of 16 rows of W: of two matrices, or neighbours of one.
 template <int kMatrices, class Finish>
-void linear_by_tiles(const bf16* in, int64_t m, const bf16* weight, const bf16* bias, int64_t n, int64_t k,
+void linear_by_tiles(const Crew& crew, const bf16* in, int64_t m, const bf16* weight, const bf16* bias, int64_t n, int64_t k,
                      const Packed<bf16>& room, Finish finish) {
   constexpr int kStep = kMatrices == 2 ? kColumns : 2 * kColumns;
   constexpr int64_t kCacheBytes = 1 << 20;
   const int64_t tile_items = num_depth_tiles(k) * kTileItems, num_token_tiles = (m + 15) / 16;
-  const bool packs_for_itself = num_token_tiles <= Packed<bf16>::kOwnTiles;
-  bf16* packed = room.items() + (packs_for_itself ? omp_get_thread_num() * Packed<bf16>::kOwnTiles * tile_items : 0);
-  const auto pack = [&](int64_t tile) {
+  bf16* packed = room.items();
+  crew.share(num_token_tiles, units_per_turn(16 * k), [=](int, int64_t tile) {
     pack_tokens(in + tile * 16 * k, k, static_cast<int>(std::min<int64_t>(16, m - tile * 16)), k, packed + tile * tile_items);
-  };
-  if (packs_for_itself) {
-    for (int64_t tile = 0; tile < num_token_tiles; tile++) pack(tile);
-  } else {
-#pragma omp for schedule(static)
-    for (int64_t tile = 0; tile < num_token_tiles; tile++) pack(tile);
-  }
+  });
   const auto set = [=](int64_t column, int i) {
     const int64_t matrix = kMatrices == 2 ? i : 0, first = kMatrices == 2 ? column : column + i * kColumns;
     const int count = static_cast<int>(std::clamp<int64_t>(n - first, 0, kColumns));
@@ -170,9 +150,7 @@ void linear_by_tiles(const bf16* in, int64_t m, const bf16* weight, const bf16* 
   };
   const int64_t rows = std::clamp<int64_t>(kCacheBytes / static_cast<int64_t>(k * sizeof(bf16)) / 32 * 32, 32, kMaxBlockRows);
   const int64_t num_blocks = (m + rows - 1) / rows, units_per_block = (n + kStep - 1) / kStep;
-  const int64_t num_units = num_blocks * units_per_block, per_turn = units_per_turn(num_units);
-#pragma omp for schedule(dynamic, per_turn)
-  for (int64_t unit = 0; unit < num_units; unit++) {
+  crew.share(num_blocks * units_per_block, units_per_turn(2 * kColumns * k), [=](int, int64_t unit) {
     const int64_t row = unit / units_per_block * rows, column = unit % units_per_block * kStep;
     const int num_rows = static_cast<int>(std::min(rows, m - row));
     const WeightRows weights[2] = {set(column, 0), set(column, 1)};
@@ -195,7 +173,7 @@ void linear_by_tiles(const bf16* in, int64_t m, const bf16* weight, const bf16* 
         finish(row, num_rows, column + i * kColumns, weights[i].count, sums + i);
       }
     }
-  }
+  });
 }
 
 #endif
@@ -204,15 +182,14 @@ void linear_by_tiles(const bf16* in, int64_t m, const bf16* weight, const bf16* 
 // their biases [kMatrices, n]; null: none. Calls finish(first_row, num_rows, first_column, num_columns, sums) for each
 // tile; sums[i] is that of matrix i, [num_rows, 16].
 template <int kMatrices, class T, class Finish>
-void linear(const T* in, int64_t m, const T* weight, const T* bias, int64_t n, int64_t k, const Packed<T>& room, Finish finish) {
+void linear(const Crew& crew, const T* in, int64_t m, const T* weight, const T* bias, int64_t n, int64_t k, const Packed<T>& room,
+            Finish finish) {
 #if SLUICE_AMX
-  if constexpr (Packed<T>::kIsUsed) return linear_by_tiles<kMatrices>(in, m, weight, bias, n, k, room, finish);
+  if constexpr (Packed<T>::kIsUsed) return linear_by_tiles<kMatrices>(crew, in, m, weight, bias, n, k, room, finish);
 #endif
   const int64_t rows = block_rows(k, sizeof(T));
   const int64_t num_blocks = (m + rows - 1) / rows, units_per_block = (n + kColumns - 1) / kColumns;
-  const int64_t num_units = num_blocks * units_per_block, per_turn = units_per_turn(num_units);
-#pragma omp for schedule(dynamic, per_turn)
-  for (int64_t unit = 0; unit < num_units; unit++) {
+  crew.share(num_blocks * units_per_block, units_per_turn(kMatrices * kColumns * k), [=](int, int64_t unit) {
     const int64_t row = unit / units_per_block * rows, column = unit % units_per_block * kColumns;
     const int num_rows = static_cast<int>(std::min(rows, m - row));
     const int num_columns = static_cast<int>(std::min<int64_t>(kColumns, n - column));
@@ -221,7 +198,7 @@ void linear(const T* in, int64_t m, const T* weight, const T* bias, int64_t n, i
       product(in + row * k, k, num_rows, weight + (i * n + column) * k, k, n - column, sums[i]);
     add_bias<kMatrices>(bias, n, column, num_columns, num_rows, sums);
     finish(row, num_rows, column, num_columns, sums);
-  }
+  });
 }
 
 }  // namespace sluice

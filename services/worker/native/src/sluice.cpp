@@ -16,13 +16,11 @@ Result forward(const Model& model, const Step& step) {
 template <class T>
 Result attend(const Attend& args) {
   AttentionWork work(args.rows, args.heads, args.kv_heads, args.head_dim, args.num_threads);
-#pragma omp parallel num_threads(args.num_threads)
-  {
+  const Crew crew(args.num_threads);
 #if SLUICE_AMX
-    const Tiles tiles;
+  const Tiles tiles;
 #endif
-    Attention<T>(args).run(work);
-  }
+  Attention<T>(args).run(crew, work);
   return kDone;
 }
 

@@ -25,7 +25,15 @@ def test_products_of_every_shape_are_near_the_exact_sums_and_rows_do_not_depend_
     level: Level, tmp_path: Path
 ) -> None:
     program = tmp_path / "products"
-    flags = ("-std=c++17", "-O2", "-fopenmp", "-Wno-psabi", *level.compiler_flags, f"-I{building.SOURCES}")
+    flags = (
+        "-std=c++17",
+        "-O2",
+        "-fopenmp-simd",
+        "-pthread",
+        "-Wno-psabi",
+        *level.compiler_flags,
+        f"-I{building.SOURCES}",
+    )
     done = subprocess.run([compiler(), *flags, PROGRAM, "-o", program], capture_output=True, text=True, check=False)
     if done.returncode and "unrecognized" in done.stderr:
         pytest.skip("this compiler is older than the level")
