@@ -75,6 +75,8 @@ def _load_template(folder: ModelFolder) -> ChatTemplate | None:
     if max_messages < MAX_MESSAGES:
         _log.warning("template_is_slow", max_messages=max_messages, meaning="longer conversations are refused")
     template = ChatTemplate(folder.template, folder.special_tokens, max_messages=max_messages)
+    if not template.forms.takes_some:
+        _log.warning("template_refuses", meaning="it takes no conversation of those that were tried")
     if template.forms.lost_roles:
         roles = sorted(template.forms.lost_roles)
         _log.warning("template_leaves_out", roles=roles, meaning="conversations with such messages are refused")

@@ -34,6 +34,8 @@ class Forms:
     """Roles whose content it reads as parts; others' as a text."""
     lost_roles: frozenset[str]
     """Roles of whose messages it writes nothing in any form."""
+    takes_some: bool
+    """It made a prompt of one of the conversations that were tried."""
 
 
 def in_form(message: Mapping[str, Any], part_roles: frozenset[str]) -> dict[str, Any]:
@@ -62,11 +64,11 @@ def find_forms(render: Render) -> Forms:
     """Return the forms in which most of what is said comes into the prompt; texts where it makes no difference."""
     subsets = chain.from_iterable(combinations(ROLES, size) for size in range(len(ROLES) + 1))
     best = max(map(frozenset, subsets), key=lambda part_roles: _num_shown(render, part_roles))
-    shown, missed = set[str](), set[str]()
-    for roles, missing in _try_talks(render, best):
+    shown, missed, tried = set[str](), set[str](), _try_talks(render, best)
+    for roles, missing in tried:
         for index, role in enumerate(roles):
             (missed if index in missing else shown).add(role)
-    return Forms(best, frozenset(missed - shown))
+    return Forms(best, frozenset(missed - shown), takes_some=bool(tried))
 
 
 def _num_shown(render: Render, part_roles: frozenset[str]) -> int:

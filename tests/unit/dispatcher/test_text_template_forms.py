@@ -200,3 +200,14 @@ def test_the_log_says_at_the_start_whose_messages_are_refused(tmp_path: Path) ->
         load_text(make_settings(write_model_folder(tmp_path, template="{{ 'no text' }}")))
     (entry,) = [entry for entry in logs if entry["event"] == "template_leaves_out"]
     assert entry["roles"] == ["assistant", "system", "user"]
+
+
+@pytest.mark.parametrize(
+    "fails", ["{{ raise_exception('no') }}", "{{ strftime_now(1) }}", "{{ messages.guideline.text }}"]
+)
+def test_the_log_says_at_the_start_of_a_template_that_takes_nothing(fails: str, tmp_path: Path) -> None:
+    with capture_logs() as logs:
+        text = load_text(make_settings(write_model_folder(tmp_path, template=over_messages(fails))))
+    assert [entry["event"] for entry in logs] == ["template_refuses"]
+    with pytest.raises(TemplateRefusalError):
+        text.codec.encode_chat(talk(("user", "a")))
