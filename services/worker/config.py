@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Final, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from shared.addresses import normal_host
 from shared.process.config import Host, ModelNames, ServiceSettings, Size
 from shared.systems import DEFAULT_SYSTEM
+
+_OPENMP_SPINS: Final = "500"
+"""How often a thread of torch's operators looks whether the others are there before it sleeps, in some 10 to 30 us."""
 
 
 class ExecutorKind(StrEnum):
@@ -162,3 +166,12 @@ class WorkerSettings(ServiceSettings):
     def model_name(self) -> str:
         """Return the name under which the model is served."""
         return self.served_model_name[0] if self.served_model_name else self.model.resolve().name
+
+
+def shorten_waits() -> None:
+    """Let threads of torch's operators sleep soon, unless the environment says something else about their waits.
+
+    Takes effect before torch is imported. OpenMP's runtime itself lets them spin for milliseconds.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _OPENMP_SPINS)

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from services.worker.build import ServedModel
-from services.worker.config import ExecutorKind, KernelKind, LoadFrom, WorkerSettings
+from services.worker.config import ExecutorKind, KernelKind, LoadFrom, WorkerSettings, shorten_waits
 from services.worker.contract.executor import Executor, HostMemory
 from services.worker.cost.estimate import CostEstimate
 from services.worker.cost.fitting import CostFitting
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
 
 NICENESS: Final = 5
 """Of what loads; its threads have it too, and end with it or are replaced (`native/src/team.h`)."""
-OPENMP_SPINS: Final = "500"
-"""How often a thread of torch's operators looks whether the others are there before it sleeps, in some 10 to 30 us;
-unless the environment says something else about such waits. The runtime itself would take milliseconds."""
 R = TypeVar("R")
 Progress = Callable[[float, str], None]
 
@@ -169,8 +166,7 @@ async def _torch(settings: WorkerSettings, progress: Progress, incarnation: Inca
     def report(ratio: float, text: str) -> None:
         loop.call_soon_threadsafe(progress, ratio, text)
 
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)  # read when torch is imported
+    shorten_waits()
     if find_system(settings.system).forms_groups:
         model = await _off_the_loop(lambda: _load_elastic(settings, report), niceness=NICENESS)
         fitting = await _off_the_loop(lambda: _tried_elastic(settings, model))
