@@ -31,7 +31,8 @@ import numpy as np
 from benchmarks.harness import DEMO_MODEL, machine, print_table
 from benchmarks.peers_model import make_llama
 from benchmarks.step_profile import make_batch
-from services.worker.executor.model_runner import ModelRunner, RunnerSettings
+from services.worker.executor.first_look import RunnerSettings
+from services.worker.executor.model_runner import ModelRunner
 from services.worker.executor.runner import load_runner
 from services.worker.native.library import NativeLibrary
 

@@ -58,7 +58,7 @@ async def test_what_loads_yields_and_what_measures_steps_does_not(monkeypatch: p
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [({}, load.OPENMP_SPINS), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, None)],
+    [({}, "500"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, None)],
 )
 async def test_threads_of_torchs_operators_sleep_soon_unless_the_environment_says(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: str | None
