@@ -7,8 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +28,9 @@ pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
 URL = "http://127.0.0.1:8000"
 START_LIMIT_S = 240.0
 LASTING = {"nats", "buckets", "monitor", "planner", "worker-0", "worker-1", "dispatcher"}
+BUCKETS = ["sluice_default_owners", "sluice_default_plan", "sluice_default_view"]
+DISK_BYTES = 8 << 20
+FILLER = "filler"
 PAUSE_S = 5.0
 """Longer than the lease, so that the paused worker's requests are taken elsewhere."""
 
@@ -155,7 +163,58 @@ def test_a_broker_that_lost_its_volume_gets_its_buckets_again(engine: Engine, ex
     wait_until(lambda: num_ready() == 2, "the workers are back", 60)
     assert texts_of(read_all([URL], count=16)) == expected
     code, output = engine.run("buckets", "python", "-c", LIST_BUCKETS)
-    assert (code, output.split()[-3:]) == (0, ["sluice_default_owners", "sluice_default_plan", "sluice_default_view"])
+    assert (code, output.split()[-3:]) == (0, BUCKETS)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small disk is mounted")
+def test_a_disk_that_is_full_for_a_while_ends_nothing(engine: Engine, expected: list[str]) -> None:
+    """The planner is killed meanwhile; once there is room the broker starts anew by itself."""
+    with small_disk(engine) as disk:
+        wait_until(lambda: num_ready() == 2, "the workers are back", 60)
+        readers = read_all([URL], lambda: fill(engine, disk), count=16)
+        assert texts_of(readers) == expected
+        engine.act("kill", "planner")
+        engine.act("start", "planner")
+        assert not is_healthy(engine, "nats")
+        assert texts_of(read_all([URL], count=16)) == expected, "what is published is enough for requests"
+        (disk / FILLER).unlink()
+        for name in ("nats", "planner"):
+            wait_until(partial(is_healthy, engine, name), f"{name} is healthy", 120)
+        assert texts_of(read_all([URL], count=16)) == expected
+        code, output = engine.run("buckets", "python", "-c", LIST_BUCKETS)
+        assert (code, output.split()[-3:]) == (0, BUCKETS)
+
+
+def health(engine: Engine, name: str) -> str:
+    return str(engine.inspect(name)["State"]["Health"]["Status"])
+
+
+def is_healthy(engine: Engine, name: str) -> bool:
+    return health(engine, name) == "healthy"
+
+
+@contextmanager
+def small_disk(engine: Engine) -> Iterator[Path]:
+    """Give the broker an empty disk of a few MiB for a while: its folder on this machine."""
+    (mount,) = [one for one in engine.inspect("nats")["Mounts"] if one["Destination"] == "/data"]
+    engine.act("kill", "nats")
+    options = f"size={DISK_BYTES},uid=65534,gid=65534,mode=700"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", mount["Source"]], check=True)
+    try:
+        engine.act("start", "nats")
+        yield Path(mount["Source"])
+    finally:
+        engine.act("kill", "nats")
+        subprocess.run(["umount", mount["Source"]], check=True)
+        engine.act("start", "nats")
+
+
+def fill(engine: Engine, disk: Path) -> None:
+    """Leave no room, and return when the broker has missed it: a view is written each second."""
+    with suppress(OSError), (disk / FILLER).open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    wait_until(lambda: health(engine, "nats") == "unhealthy", "the broker lacks its store", 60)
 
 
 LIST_BUCKETS = """
