@@ -9,14 +9,14 @@ Passwords that are there already are kept, so that the command can be run again 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from shared.addresses import host_and_port, normal_host
 from shared.errors import StartupError
-from shared.process.config import MAX_PASSWORD_BYTES
-from shared.reading import InputFile
+from shared.process.config import read_password
 from shared.subjects import check_token
 from shared.transport.nats_config import ROUTE_PORT, BrokerConfig, ServerCluster, config_text, new_password
 from shared.transport.nats_roles import BrokerRole
@@ -71,12 +71,8 @@ def _each(config: BrokerConfig, folder: Path, servers: Sequence[tuple[str, str]]
 
 
 def _password(path: Path) -> str:
-    file = InputFile(path, MAX_PASSWORD_BYTES, "the password in", "Remove it, and one is made")
-    if file.exists():
-        found = file.read_text().partition("\n")[0].strip()
-        if not found:
-            raise file.error("is empty")
-        return found
+    if os.path.lexists(path):
+        return read_password(path, "Remove it, and one is made")
     password = new_password()
     _write(path, password + "\n")
     return password

@@ -12,10 +12,10 @@ import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from cli.cluster import checks
 from cli.cluster.settings import UpSettings
@@ -128,11 +128,8 @@ class Broker:
         self._setup: NatsBus | None = None
         self._monitoring_url = ""
 
-    def plan(self, promised_port: int) -> BrokerAccess:
-        """Return how the broker will be reached, after checking what can be known before anything starts.
-
-        Args:
-            promised_port: at which the dispatcher will listen.
+    def check(self) -> BrokerAccess:
+        """Return who will be let in, after checking what can be known before anything starts.
 
         Raises:
             StartupError: the named broker does not answer, or there is no binary, or no disk, for one of our own.
@@ -143,21 +140,24 @@ class Broker:
         find_binary()
         if not has_room(self._run_dir):
             raise StartupError(f"there is no room on the disk of {self._run_dir}", "Set TMPDIR to where there is some")
-        port = checks.find_port("127.0.0.1", 0, [promised_port])
-        monitoring_port = checks.find_port("127.0.0.1", 0, [promised_port, port])
-        self._monitoring_url = f"http://127.0.0.1:{monitoring_port}/{new_password()}"
-        return BrokerAccess(f"nats://127.0.0.1:{port}", new_passwords())
+        return BrokerAccess("nats://127.0.0.1", new_passwords())
 
-    async def start(self, access: BrokerAccess) -> None:
-        """Return when a broker answers where it was planned.
+    async def start(self, access: BrokerAccess, promised_port: int) -> BrokerAccess:
+        """Return how to reach a broker that answers; one of our own listens at ports that are chosen now.
+
+        Args:
+            access: of `check`.
+            promised_port: at which the dispatcher will listen.
 
         Raises:
             StartupError: it does not start.
         """
         if not self._settings.has_own_broker:
-            return
-        port = urlsplit(access.url).port
-        assert port is not None, "planned"
+            return access
+        port = checks.find_port("127.0.0.1", 0, [promised_port])
+        monitoring_port = checks.find_port("127.0.0.1", 0, [promised_port, port])
+        self._monitoring_url = f"http://127.0.0.1:{monitoring_port}/{new_password()}"
+        access = replace(access, url=f"nats://127.0.0.1:{port}")
         try:
             command = server_command(
                 self._run_dir / "nats", port, access.passwords, self._settings.cluster, self._monitoring_url
@@ -175,6 +175,7 @@ class Broker:
             ) from error
         await self._set_up(access)
         self._tasks.start(self._care(), name="broker")
+        return access
 
     async def close(self) -> None:
         """Look after buckets and store no more. The broker itself is the supervisor's. Idempotent."""

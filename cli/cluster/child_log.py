@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from shared.reading import parse_json
 
 MAX_LINE_BYTES = 64 * 1024
 MAX_FILE_BYTES = 16 * 1024**2
@@ -94,8 +95,8 @@ def _parse(text: str) -> dict[str, Any] | None:
     if not text.startswith("{"):
         return None
     try:
-        record = json.loads(text)
-    except (ValueError, RecursionError):
+        record = parse_json(text, allow_inf_nan=True)
+    except ValueError:
         return None
     return record if isinstance(record, dict) else None
 

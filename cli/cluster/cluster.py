@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from cli.cluster import checks
@@ -70,14 +71,15 @@ class Cluster:
         port = checks.find_port(settings.host, settings.port)
         model = await asyncio.to_thread(find_model, settings.model, show_progress(self._console, settings.model))
         self._console.end_status()
-        access = self._broker.plan(port)
-        self._plan = ClusterPlan(settings, model, access, port, self._run_dir.path)
-        await self.supervisor.check(self._plan.checks())
-        self._announce(", ".join(self._plan.model_names))
-        await self._broker.start(access)
+        plan = ClusterPlan(settings, model, self._broker.check(), port, self._run_dir.path)
+        self._console.show_status(f"checking the model {plan.model_name}")
+        async with self._in_time("the model was not checked", "See whether its disk and the device answer"):
+            await self.supervisor.check(plan.checks())
+        self._announce(", ".join(plan.model_names))
+        self._plan = replace(plan, broker=await self._broker.start(plan.broker, port))
         for spec in self._plan.specs():
             await self.supervisor.start(replace(spec, excuse=self._broker.excuse))
-        await self._wait_ready(access, self._plan.worker_names())
+        await self._wait_ready(self._plan.broker, self._plan.worker_names())
         self.supervisor.mark_ready()
 
     async def stop(self) -> None:
@@ -114,19 +116,25 @@ class Cluster:
         async with access.connect("up") as bus:
             loop = asyncio.get_running_loop()
             started_s = loop.time()
-            try:
+            async with self._in_time("the cluster was not ready", "Look into its logs with --log-dir"):
                 await progress.listen(bus, Subjects(self._settings.cluster))
-                async with asyncio.timeout(self._settings.start_limit_s):
-                    while not (progress.all_ready and await self._is_ready()):
-                        progress.show(loop.time() - started_s)
-                        await asyncio.sleep(POLL_S)
+                while not (progress.all_ready and await self._is_ready()):
+                    progress.show(loop.time() - started_s)
+                    await asyncio.sleep(POLL_S)
                 progress.show(loop.time() - started_s)
-            except TimeoutError as error:
-                limit_s = self._settings.start_limit_s
-                hint = "Look into its logs with --log-dir, or allow more with --start-limit-s"
-                raise CommandError(f"the cluster was not ready within {limit_s:g} s", hint, FAILED) from error
-            finally:
-                self._console.end_status()
+
+    @asynccontextmanager
+    async def _in_time(self, problem: str, hint: str) -> AsyncIterator[None]:
+        """End the block, and the live line, by the start's limit; then the problem is said, and what to do."""
+        limit_s = self._settings.start_limit_s
+        try:
+            async with asyncio.timeout(limit_s):
+                yield
+        except TimeoutError as error:
+            hint = f"{hint}, or allow more with --start-limit-s"
+            raise CommandError(f"{problem} within {limit_s:g} s", hint, FAILED) from error
+        finally:
+            self._console.end_status()
 
     async def _is_ready(self) -> bool:
         try:

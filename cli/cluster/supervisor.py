@@ -165,13 +165,13 @@ class Supervisor:
         child.task = self._tasks.start(self._keep(child), name=f"keep-{spec.name}")
 
     async def check(self, specs: Sequence[ChildSpec]) -> None:
-        """Run children that end by themselves, side by side.
+        """Run children that end by themselves, side by side; what they say is not kept, as those that start say it too.
 
         Raises:
             CommandError: one of them refuses, and why.
             OSError: one cannot be started.
         """
-        logs = [ChildLog(spec.name, self._log_dir / f"{spec.name}.log", lambda _text: None) for spec in specs]
+        logs = [ChildLog(spec.name, Path(os.devnull), lambda _text: None) for spec in specs]
         children = [_Child(spec, log) for spec, log in zip(specs, logs, strict=True)]
         checks = [asyncio.ensure_future(self._check(child)) for child in children]
         try:
@@ -179,6 +179,9 @@ class Supervisor:
         finally:
             for child in children:
                 child.signal(signal.SIGKILL)
+            await asyncio.wait(checks, timeout=KILL_LIMIT_S)  # one may hang in the kernel
+            for check in checks:
+                check.cancel()
             await asyncio.gather(*checks, return_exceptions=True)
             for log in logs:
                 log.close()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 
-from services.dispatcher.access.keys_file import read_keys
+from services.dispatcher.access.access import Access
 from services.dispatcher.build import Dispatcher, ModelText, load_text
 from services.dispatcher.config import DispatcherSettings
 from shared.addresses import check_reachable, host_and_port, is_own_address
@@ -20,10 +21,9 @@ def check(settings: DispatcherSettings) -> None:
     """Find what is wrong before anything starts.
 
     Raises:
-        StartupError: as `prepare`, or the file of keys cannot be used.
+        StartupError: as `prepare`, or the file of keys cannot be used, nor a copy of it.
     """
-    if settings.api_keys_file is not None:
-        read_keys(settings.api_keys_file)
+    Access(settings.api_key, settings.api_keys_file, time.monotonic, settings.api_keys_kept)
     prepare(settings)
 
 

@@ -20,7 +20,7 @@ from services.worker.contract.executor import Executor, HostMemory
 from services.worker.cost.estimate import CostEstimate
 from services.worker.cost.fitting import CostFitting
 from services.worker.executor.first_look import RunnerSettings, first_look
-from services.worker.memory.budget import bytes_per_block
+from services.worker.memory.budget import bytes_per_block, count_host_blocks
 from services.worker.modelled.executor import ModelledExecutor
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw
 from services.worker.models.spec import ModelSpec, read_spec
@@ -77,7 +77,7 @@ def check_start(settings: WorkerSettings) -> ModelSpec:
 
 
 def check_model(settings: WorkerSettings, spec: ModelSpec) -> None:
-    """Find what else is wrong that can be known without taking memory, nor loading torch where the CPU computes.
+    """Find what else is wrong that can be known without taking memory; torch is loaded only for a GPU or named kernels.
 
     Args:
         settings: of this worker, whose `check_start` has passed.
@@ -87,9 +87,10 @@ def check_model(settings: WorkerSettings, spec: ModelSpec) -> None:
         StartupError: the checkpoint is damaged, or does not fit, or there is no such device, or no such kernels.
     """
     if settings.executor is ExecutorKind.MODELLED:
-        _modelled(settings, spec)
+        _modelled_kv(settings, spec)
+        load_profile(settings.profile)
         return
-    first_look(_runner_settings(settings), settings.dtype)
+    first_look(_runner_settings(settings), spec)
     if settings.device != "cpu" or settings.kernels is not KernelKind.AUTO:
         from services.worker.executor.runner import check_compute
 
@@ -123,16 +124,12 @@ async def load_executor(
     """
     if settings.executor is ExecutorKind.MODELLED:
         return _modelled(settings, spec)
-    return await _torch(settings, progress, incarnation)
+    return await _torch(settings, spec, progress, incarnation)
 
 
 def _modelled(settings: WorkerSettings, spec: ModelSpec) -> Loaded:
     """Return an executor that takes time and computes nothing; its KV memory is the whole of `memory`."""
-    block_kv_bytes = bytes_per_block(spec, settings.block_size, settings.dtype)
-    num_blocks = settings.memory // block_kv_bytes
-    if not num_blocks:
-        raise StartupError(f"--memory holds no KV block of {block_kv_bytes} bytes", "Give more")
-    host = _modelled_host(settings, block_kv_bytes)
+    num_blocks, block_kv_bytes, host = _modelled_kv(settings, spec)
     draw = TokenDraw.of_vocabulary(spec.vocab_size, spec.eos_token_ids, first_id=min(256, spec.vocab_size // 2))
     kv = ShadowKv(num_blocks, settings.block_size, draw, num_host_blocks=0 if host is None else host.num_blocks)
     cost = load_profile(settings.profile).cost
@@ -146,21 +143,24 @@ def _modelled(settings: WorkerSettings, spec: ModelSpec) -> Loaded:
     return Loaded(ModelledExecutor(cost, kv, host=host, overlaps=bool(settings.overlap)), facts)
 
 
+def _modelled_kv(settings: WorkerSettings, spec: ModelSpec) -> tuple[int, int, HostMemory | None]:
+    """Return the blocks of the modelled KV memory, the bytes of each, and the host's memory if the system swaps."""
+    block_kv_bytes = bytes_per_block(spec, settings.block_size, settings.dtype)
+    num_blocks = settings.memory // block_kv_bytes
+    if not num_blocks:
+        raise StartupError(f"--memory holds no KV block of {block_kv_bytes} bytes", "Give more")
+    if not _swaps(settings):
+        return num_blocks, block_kv_bytes, None
+    num_host_blocks = count_host_blocks(settings.host_memory, block_kv_bytes)
+    host = HostMemory(num_host_blocks, block_kv_bytes, block_kv_bytes / (settings.host_link_gb_per_s * 1e9))
+    return num_blocks, block_kv_bytes, host
+
+
 def _swaps(settings: WorkerSettings) -> bool:
     return find_system(settings.system).preemption is Preemption.SWAP
 
 
-def _modelled_host(settings: WorkerSettings, block_kv_bytes: int) -> HostMemory | None:
-    if not _swaps(settings):
-        return None
-    num_blocks = settings.host_memory // block_kv_bytes
-    if not num_blocks:
-        said = f"host_memory holds no KV block of {block_kv_bytes} bytes"
-        raise StartupError(said, "Give more, or choose another system")
-    return HostMemory(num_blocks, block_kv_bytes, block_kv_bytes / (settings.host_link_gb_per_s * 1e9))
-
-
-async def _torch(settings: WorkerSettings, progress: Progress, incarnation: Incarnation) -> Loaded:
+async def _torch(settings: WorkerSettings, spec: ModelSpec, progress: Progress, incarnation: Incarnation) -> Loaded:
     loop = asyncio.get_running_loop()
 
     def report(ratio: float, text: str) -> None:
@@ -168,10 +168,10 @@ async def _torch(settings: WorkerSettings, progress: Progress, incarnation: Inca
 
     shorten_waits()
     if find_system(settings.system).forms_groups:
-        model = await _off_the_loop(lambda: _load_elastic(settings, report), niceness=NICENESS)
+        model = await _off_the_loop(lambda: _load_elastic(settings, spec, report), niceness=NICENESS)
         fitting = await _off_the_loop(lambda: _tried_elastic(settings, model))
         return await _in_pages(settings, model, fitting, incarnation)
-    runner = await _off_the_loop(lambda: _load_runner(settings, report), niceness=NICENESS)
+    runner = await _off_the_loop(lambda: _load_runner(settings, spec, report), niceness=NICENESS)
     fitting = await _off_the_loop(lambda: _tried(settings, runner))
     from services.worker.executor.thread import ThreadExecutor
 
@@ -245,16 +245,16 @@ def _yield_to_others(niceness: int) -> None:
     os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + niceness)
 
 
-def _load_runner(settings: WorkerSettings, report: Progress) -> ModelRunner:
+def _load_runner(settings: WorkerSettings, spec: ModelSpec, report: Progress) -> ModelRunner:
     from services.worker.executor.runner import load_runner
 
-    return load_runner(_runner_settings(settings), report)
+    return load_runner(_runner_settings(settings), report, spec)
 
 
-def _load_elastic(settings: WorkerSettings, report: Progress) -> ElasticModel:
+def _load_elastic(settings: WorkerSettings, spec: ModelSpec, report: Progress) -> ElasticModel:
     from services.worker.executor.elastic_model import load_elastic_model
 
-    return load_elastic_model(_runner_settings(settings), report)
+    return load_elastic_model(_runner_settings(settings), report, spec)
 
 
 def _tried_elastic(settings: WorkerSettings, model: ElasticModel) -> CostFitting:

@@ -110,6 +110,23 @@ def default_instance_id() -> str:
     return f"{host}-{os.getpid()}"
 
 
+def read_password(path: Path, hint: str) -> str:
+    """Return the first line of a file.
+
+    Args:
+        path: of the file.
+        hint: what to do if it is wrong.
+
+    Raises:
+        ConfigError: it cannot be read, or the line is empty.
+    """
+    file = InputFile(path, MAX_PASSWORD_BYTES, "the password in", hint, ConfigError)
+    password = file.read_text().partition("\n")[0].strip()
+    if not password:
+        raise file.error("is empty")
+    return password
+
+
 class Settings(BaseModel):
     """Settings of one program: frozen, unknown keys refused. The line under each field is what `--help` prints."""
 
@@ -146,11 +163,13 @@ class ServiceSettings(Settings):
         """Return user and password for the NATS server, None if none are set apart from the URL's.
 
         Raises:
-            ConfigError: there is a user without a password, or the file cannot be read.
+            ConfigError: there is a user without a password, or as `read_password`.
         """
         if not self.nats_user:
             return None
-        password = self.nats_password or self._read_password()
+        password = self.nats_password
+        if not password and self.nats_password_file is not None:
+            password = read_password(self.nats_password_file, "Make it with `sluice nats-config`")
         if not password:
             raise ConfigError(f"user '{self.nats_user}' has no password", "Set SLUICE_NATS_PASSWORD or _PASSWORD_FILE")
         return self.nats_user, password
@@ -162,13 +181,6 @@ class ServiceSettings(Settings):
         if login is not None or parts.username is None or parts.password is None:
             return login
         return unquote(parts.username), unquote(parts.password)
-
-    def _read_password(self) -> str:
-        path = self.nats_password_file
-        if path is None:
-            return ""
-        file = InputFile(path, MAX_PASSWORD_BYTES, hint="Make it with `sluice nats-config`", kind=ConfigError)
-        return file.read_text().partition("\n")[0].strip()
 
 
 S = TypeVar("S", bound=Settings)

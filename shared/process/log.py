@@ -194,7 +194,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and math.isfinite(value):
         return float(value)
     try:
-        text = str(value)
+        text = str(value).encode(errors="backslashreplace").decode()  # half of a surrogate pair is no text
     except Exception as error:  # a broken __str__ must not break the caller
         text = f"<{type(value).__name__} that cannot be printed: {type(error).__name__}>"
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}… ({len(text)} characters)"

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from cli.chaos.processes import is_running
-from cli.exit_codes import REFUSED
+from cli.exit_codes import FAILED, REFUSED
 from shared.version import VERSION
 from tests.support.fake_services import DRIVER, ROOT, write_fake_services
 from tests.support.processes import child_of, wait_until
@@ -231,8 +231,15 @@ def test_a_service_that_would_refuse_says_so_before_anything_starts(place: Place
     process = place.start("--model", str(place.model), "--port", "0", "--log-dir", str(logs), REFUSES=name)
     out, err = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, out, err) == (2, "", "sluice: not with these settings. Use others\n")
+    assert (place.trace(), place.left_over(), list(logs.iterdir())) == ([], [], [])
+
+
+def test_a_check_that_hangs_ends_with_the_start_limit(place: Place) -> None:
+    process = place.start("--model", str(place.model), "--port", "0", "--start-limit-s", "1", REFUSES="nobody")
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, out, err.count("\n")) == (FAILED, "", 1)
+    assert err.startswith("sluice: the model was not checked within 1 s. See whether its disk and the device answer")
     assert (place.trace(), place.left_over()) == ([], [])
-    assert not (logs / "nats.log").exists()
 
 
 @pytest.mark.slow

@@ -120,7 +120,7 @@ def test_what_is_no_file_of_its_kind_is_one_sentence_that_names_it(
         return
     with pytest.raises((StartupError, click.ClickException)) as refused:
         read(path)
-    assert path.name in str(refused.value) or "user 'a' has no password" in str(refused.value)
+    assert path.name in str(refused.value)
     assert str(refused.value).isprintable()
     assert len(str(refused.value)) < 1000
 

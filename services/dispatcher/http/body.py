@@ -102,7 +102,10 @@ def _parse_error(data: bytes, reason: str) -> ApiError:
 
 
 def _surrogate_path(data: bytes) -> str | None:
-    """Return where a text with half of a surrogate pair stands, such as `messages.0.content`."""
+    """Return where a text with half of a surrogate pair stands, such as `messages.0.content`.
+
+    By Python's parser, which takes such a text; the parts have been counted.
+    """
     try:
         value = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError):

@@ -17,7 +17,7 @@ from typing import Any
 from tokenizers import Encoding, Tokenizer
 
 from shared.errors import StartupError
-from shared.special_tokens import TOKENIZER_HINT
+from shared.model_files import TOKENIZER_HINT
 
 
 class AliasedTokenizer:

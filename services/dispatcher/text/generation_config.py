@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from services.dispatcher.text.model_folder import MAX_COUNT, read_json
 from shared.errors import StartupError
+from shared.model_files import MAX_COUNT, read_object
 
 FILE_NAME: Final = "generation_config.json"
 
@@ -34,7 +34,7 @@ def read_sampling_defaults(folder: Path) -> SamplingDefaults:
         StartupError: the file is malformed, or a value is outside of what a request could ask for.
     """
     path = folder / FILE_NAME
-    content = read_json(path, required=False)
+    content = read_object(path, required=False)
     return SamplingDefaults(
         temperature=_number(content, path, "temperature", 1.0, lambda value: 0 <= value <= 2),
         top_p=_number(content, path, "top_p", 1.0, lambda value: 0 < value <= 1),

@@ -11,17 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import StartupError
+from shared.model_files import COPY_AGAIN, MAX_COUNT, read_object, special_tokens, tokenizer_file
 from shared.reading import InputFile, is_folder
 from shared.sizes import describe_number
-from shared.special_tokens import special_tokens, tokenizer_file
 
-MAX_JSON_BYTES = 16 * 1024 * 1024
-"""Largest of the other files."""
 MAX_TEMPLATE_CHARS = 200_000
 """Longest chat template."""
-MAX_COUNT = 2**31 - 1
-"""Largest vocabulary, and longest context."""
-_COPY_AGAIN = "Copy the checkpoint again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +47,10 @@ def read_model_folder(folder: Path) -> ModelFolder:
         raise StartupError(
             f"there is no model folder {folder}", "Give --model a folder with config.json and tokenizer.json"
         )
-    config = read_json(folder / "config.json")
+    config = read_object(folder / "config.json")
     tokenizer_json = tokenizer_file(folder).read_text()
-    tokenizer_config = read_json(folder / "tokenizer_config.json", required=False)
-    older = read_json(folder / "special_tokens_map.json", required=False)
+    tokenizer_config = read_object(folder / "tokenizer_config.json", required=False)
+    older = read_object(folder / "special_tokens_map.json", required=False)
     template, template_path = _find_template(folder, tokenizer_config)
     return ModelFolder(
         tokenizer_json=tokenizer_json,
@@ -67,24 +62,9 @@ def read_model_folder(folder: Path) -> ModelFolder:
     )
 
 
-def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
-    """Return the JSON object of a file of the folder; an empty one if it need not be there and is not.
-
-    Raises:
-        StartupError: it is missing, too large or no JSON object.
-    """
-    file = InputFile(path, MAX_JSON_BYTES, hint=_COPY_AGAIN)
-    if not required and not file.exists():
-        return {}
-    value = file.read_json()
-    if not isinstance(value, dict):
-        raise file.error("holds no JSON object")
-    return value
-
-
 def _find_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> tuple[str | None, Path | None]:
     """Return the template as transformers finds it, the file first, then the tokenizer's configuration; and where."""
-    file = InputFile(folder / "chat_template.jinja", 4 * MAX_TEMPLATE_CHARS, hint=_COPY_AGAIN)
+    file = InputFile(folder / "chat_template.jinja", 4 * MAX_TEMPLATE_CHARS, hint=COPY_AGAIN)
     if file.exists():
         return _check_template(file.read_text(), file.path), file.path
     source = tokenizer_config.get("chat_template")
@@ -108,5 +88,5 @@ def _positive(config: Mapping[str, Any], name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         return 0
     if value > MAX_COUNT:
-        raise StartupError(f"config.json: {name} is {describe_number(value)}, must be at most {MAX_COUNT}", _COPY_AGAIN)
+        raise StartupError(f"config.json: {name} is {describe_number(value)}, must be at most {MAX_COUNT}", COPY_AGAIN)
     return value

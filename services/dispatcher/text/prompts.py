@@ -29,8 +29,8 @@ from services.dispatcher.text.template_forms import in_form
 from services.dispatcher.text.token_names import TokenNames
 from shared.errors import StartupError
 from shared.messages.request import MAX_PROMPT_TOKENS
+from shared.model_files import MAX_TOKENIZER_PARTS, TOKENIZER_HINT
 from shared.reading import parse_json
-from shared.special_tokens import MAX_TOKENIZER_PARTS, TOKENIZER_HINT
 
 _OPEN_CANDIDATES: Final = range(0xF0000, 0xF0400)
 """Private-use characters that may mark a placeholder; one that no message contains is taken."""

@@ -35,6 +35,7 @@ from services.worker.memory.holdings import NotEnoughPagesError
 from services.worker.memory.kv_cache import KVCache
 from services.worker.memory.page_swap import PageSwap
 from services.worker.memory.spans import Spans
+from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import ModelWeights, stage_parts
 from shared.errors import StartupError
 from shared.layers import LayerRange
@@ -42,16 +43,16 @@ from shared.layers import LayerRange
 T = TypeVar("T")
 
 
-def load_elastic_model(settings: RunnerSettings, progress: Progress) -> ElasticModel:
-    """Load a model in pages, `settings.page_bytes` large, so that layers can be dropped. As `load_runner`.
+def load_elastic_model(settings: RunnerSettings, progress: Progress, spec: ModelSpec | None = None) -> ElasticModel:
+    """Load a model in pages, `settings.page_bytes` large, so that layers can be dropped. As `load_model`.
 
     Raises:
-        StartupError: as `load_runner`, or host memory for KV is asked for, which this model has none of.
+        StartupError: as `load_model`, or host memory for KV is asked for, which this model has none of.
     """
     assert settings.page_bytes is not None, "memory without pages cannot drop layers"
     if settings.host_memory_bytes:
         raise StartupError("a worker that drops layers has no host memory for KV", "Choose another system")
-    return ElasticModel(load_model(settings, progress, lends_memory=True))
+    return ElasticModel(load_model(settings, progress, spec, lends_memory=True))
 
 
 class ElasticModel:

@@ -6,13 +6,13 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.worker.memory.budget import Demand, bytes_per_block, least_context, longest_context
+from services.worker.config import Dtype
+from services.worker.memory.budget import Demand, bytes_per_block, count_host_blocks, least_context, longest_context
 from services.worker.memory.reserve import StepSizes, reserve_bound
 from services.worker.models.checkpoint import find_tensors
 from services.worker.models.matching import MatchedCheckpoint, match_checkpoint
-from services.worker.models.spec import ModelSpec, check_context, read_spec
-from services.worker.models.weights import NumberType, parameter_bytes
-from shared.errors import StartupError
+from services.worker.models.spec import ModelSpec, check_context
+from services.worker.models.weights import parameter_bytes
 from shared.layers import LayerRange
 
 
@@ -62,7 +62,7 @@ class RunnerSettings:
 
 @dataclass(frozen=True, slots=True)
 class FirstLook:
-    """A checkpoint that can be served, by all that is known without reading its tensors."""
+    """A checkpoint that can be served, by all that is known before memory is taken."""
 
     checkpoint: MatchedCheckpoint
     demand: Demand
@@ -72,32 +72,34 @@ class FirstLook:
     """KV blocks in `host_memory_bytes`."""
 
 
-def first_look(settings: RunnerSettings, dtype: NumberType) -> FirstLook:
-    """Check a checkpoint and the budget by the headers of its files.
+def first_look(settings: RunnerSettings, spec: ModelSpec) -> FirstLook:
+    """Check a checkpoint and the budget by the headers of its files; tensors that are there twice are compared.
 
     Args:
         settings: of the runner to come.
-        dtype: of parameters and KV.
+        spec: of the model in `settings.model_dir`.
 
     Raises:
         StartupError: the checkpoint is missing, broken or not supported, or the memory is too small; says what to do.
     """
-    spec = read_spec(settings.model_dir)
     check_context(spec, settings.max_model_len)
     checkpoint = match_checkpoint(spec, find_tensors(settings.model_dir))
     spec = checkpoint.spec
-    demand = _demand(settings, spec, dtype)
-    longest = longest_context(demand, _reserve_bound(settings, spec, dtype, least_context(demand)))
-    return FirstLook(checkpoint, demand, longest, _num_host_blocks(settings, demand))
+    demand = _demand(settings, spec)
+    longest = longest_context(demand, _reserve_bound(settings, spec, least_context(demand)))
+    host_bytes = settings.host_memory_bytes
+    num_host_blocks = count_host_blocks(host_bytes, demand.bytes_per_block) if host_bytes else 0
+    return FirstLook(checkpoint, demand, longest, num_host_blocks)
 
 
-def step_sizes(settings: RunnerSettings, spec: ModelSpec, dtype: NumberType) -> StepSizes:
+def step_sizes(settings: RunnerSettings, spec: ModelSpec) -> StepSizes:
     """Return what the memory of a runner's steps depends on."""
     limits = (settings.max_batch_tokens, settings.max_batch_rows)
-    return StepSizes(spec, dtype.itemsize, *limits, in_pages=settings.page_bytes is not None)
+    return StepSizes(spec, Dtype(settings.dtype).itemsize, *limits, in_pages=settings.page_bytes is not None)
 
 
-def _demand(settings: RunnerSettings, spec: ModelSpec, dtype: NumberType) -> Demand:
+def _demand(settings: RunnerSettings, spec: ModelSpec) -> Demand:
+    dtype = Dtype(settings.dtype)
     page_bytes, num_layers = settings.page_bytes or 1, len(settings.layers or range(spec.num_layers))
     return Demand(
         memory_bytes=settings.memory_bytes,
@@ -111,17 +113,8 @@ def _demand(settings: RunnerSettings, spec: ModelSpec, dtype: NumberType) -> Dem
     )
 
 
-def _reserve_bound(settings: RunnerSettings, spec: ModelSpec, dtype: NumberType, context: int) -> int | None:
+def _reserve_bound(settings: RunnerSettings, spec: ModelSpec, context: int) -> int | None:
     if settings.device != "cpu":
         return None
     num_threads = settings.num_threads or settings.num_cores or os.cpu_count() or 1
-    return reserve_bound(step_sizes(settings, spec, dtype), context, num_threads)
-
-
-def _num_host_blocks(settings: RunnerSettings, demand: Demand) -> int:
-    num_blocks = settings.host_memory_bytes // demand.bytes_per_block
-    if settings.host_memory_bytes and not num_blocks:
-        raise StartupError(
-            f"host_memory holds no KV block of {demand.bytes_per_block} bytes", "Give more, or choose another system"
-        )
-    return num_blocks
+    return reserve_bound(step_sizes(settings, spec), context, num_threads)

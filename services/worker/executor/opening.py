@@ -222,7 +222,7 @@ class RunnerOpener:
 
     def _measure(self, context: int) -> int:
         """Return the reserve for a context, by the peak of a dry step in the worst case."""
-        settings, spec, dtype = self._settings, self.spec, self.weights.dtype
+        settings, spec = self._settings, self.spec
         runner = self._trial_runner(context)
         for pool in runner.cache.pools():
             pool.fill_(0)  # resident before the measurement begins: KV is counted by itself
@@ -232,7 +232,7 @@ class RunnerOpener:
             self._try(settings, runner)
             self._dry_step_s = time.perf_counter() - began_s
 
-        sizes = step_sizes(settings, spec, dtype)
+        sizes = step_sizes(settings, spec)
         peak = peak_bytes(self._device, dry_step)
         if peak is not None and self.records_graphs:
             peak += self._graph_bytes(runner.cache, context)

@@ -26,7 +26,7 @@ from services.worker.memory.model_memory import ModelMemory, ModelSizes, open_me
 from services.worker.models.checkpoint import TensorEntry
 from services.worker.models.loader import Progress, load_weights
 from services.worker.models.matching import MatchedCheckpoint
-from services.worker.models.spec import ModelSpec
+from services.worker.models.spec import ModelSpec, read_spec
 from shared.errors import StartupError
 
 __all__ = ["LoadedModel", "ModelInfo", "ModelRunner", "Progress", "RunnerSettings", "load_model", "load_runner"]
@@ -48,30 +48,33 @@ class LoadedModel:
     """Where the parameters came from."""
 
 
-def load_runner(settings: RunnerSettings, progress: Progress) -> ModelRunner:
+def load_runner(settings: RunnerSettings, progress: Progress, spec: ModelSpec | None = None) -> ModelRunner:
+    """Load a model as `load_model` does.
+
+    Raises:
+        StartupError: as `load_model`.
+    """
+    return load_model(settings, progress, spec).runner
+
+
+def load_model(
+    settings: RunnerSettings, progress: Progress, spec: ModelSpec | None = None, *, lends_memory: bool = False
+) -> LoadedModel:
     """Load a model and make it ready to run. Blocks; takes seconds to minutes.
+
+    Args:
+        settings: of the runner.
+        progress: called as it goes on.
+        spec: of the model in `settings.model_dir`; None: it is read.
+        lends_memory: the runner does not close the memory; whoever calls does.
 
     Raises:
         StartupError: the checkpoint is missing, broken or not supported, the device is not there, or the memory budget
             is too small; says what to do.
     """
-    return load_model(settings, progress).runner
-
-
-def load_model(settings: RunnerSettings, progress: Progress, *, lends_memory: bool = False) -> LoadedModel:
-    """Load a model as `load_runner` does.
-
-    Args:
-        settings: of the runner.
-        progress: called as it goes on.
-        lends_memory: the runner does not close the memory; whoever calls does.
-
-    Raises:
-        StartupError: as `load_runner`.
-    """
     progress(0.0, "checking the checkpoint")
     device, dtype = _device(settings.device), _dtype(settings.dtype)
-    look = first_look(settings, dtype)
+    look = first_look(settings, spec or read_spec(settings.model_dir))
     _log_checkpoint(look.checkpoint)
     spec, tensors = look.checkpoint.spec, look.checkpoint.tensors
     progress(0.0, "choosing kernels")  # on a GPU some are compiled the first time
@@ -187,11 +190,11 @@ def _record(opener: RunnerOpener, cache: KVCache, max_model_len: int, progress: 
 def _log_checkpoint(checkpoint: MatchedCheckpoint) -> None:
     if checkpoint.is_untied:
         structlog.get_logger().warning("config.json ties the head to the embedding, but they differ: the head counts")
-    if checkpoint.left_out:
+    if checkpoint.unused:
         structlog.get_logger().warning(
             "tensors left out, which are no part of the model",
-            count=len(checkpoint.left_out),
-            first=checkpoint.left_out[0],
+            count=len(checkpoint.unused),
+            first=checkpoint.unused[0],
         )
 
 

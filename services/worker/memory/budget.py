@@ -77,6 +77,18 @@ def bytes_per_block(spec: ModelSpec, block_size: int, dtype: NumberType, layers:
     return 2 * num_layers * block_size * spec.kv_size * dtype.itemsize
 
 
+def count_host_blocks(host_memory_bytes: int, block_kv_bytes: int) -> int:
+    """Return the KV blocks that the memory for swapped KV holds.
+
+    Raises:
+        StartupError: none.
+    """
+    if host_memory_bytes < block_kv_bytes:
+        said = f"host_memory holds no KV block of {block_kv_bytes} bytes"
+        raise StartupError(said, "Give more, or choose another system")
+    return host_memory_bytes // block_kv_bytes
+
+
 def longest_context(demand: Demand, reserve_bound: int | None) -> int:
     """Return the longest context that could be served if steps took the least reserve.
 

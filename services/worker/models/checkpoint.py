@@ -12,8 +12,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from services.worker.models.config_json import read_json
 from shared.errors import StartupError
+from shared.model_files import COPY_AGAIN, read_object
 from shared.reading import is_file, parse_json
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -29,7 +29,6 @@ _MAX_NUMBER = 2**63 - 1
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Types of which parameters are read."""
 _OTHER_ITEM_BYTES = {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1}
-_COPY_AGAIN = "Copy the checkpoint again"
 _COMPARE_BYTES = 2**24
 """Read at a time of two tensors that are compared."""
 
@@ -60,12 +59,12 @@ def find_tensors(model_dir: Path) -> dict[str, TensorEntry]:
     if is_file(single):
         return read_header(single)
     if os.path.lexists(index_path):
-        return _from_index(model_dir, read_json(index_path).get("weight_map"))
+        return _from_index(model_dir, read_object(index_path).get("weight_map"))
     if any(model_dir.glob("*.bin")) or any(model_dir.glob("*.pt*")):
         raise StartupError(
             f"{model_dir} holds pickled weights, which are never read", "Save the checkpoint as safetensors"
         )
-    raise StartupError(f"{model_dir} has neither {SINGLE_NAME} nor {INDEX_NAME}", _COPY_AGAIN)
+    raise StartupError(f"{model_dir} has neither {SINGLE_NAME} nor {INDEX_NAME}", COPY_AGAIN)
 
 
 def same_bytes(one: TensorEntry, other: TensorEntry) -> bool:
@@ -89,12 +88,12 @@ def same_bytes(one: TensorEntry, other: TensorEntry) -> bool:
 
 def _from_index(model_dir: Path, weight_map: object) -> dict[str, TensorEntry]:
     if not isinstance(weight_map, dict) or not weight_map:
-        raise StartupError(f"{INDEX_NAME} has no weight_map", _COPY_AGAIN)
+        raise StartupError(f"{INDEX_NAME} has no weight_map", COPY_AGAIN)
     if len(weight_map) > MAX_TENSORS:
-        raise StartupError(f"{INDEX_NAME} names {len(weight_map)} tensors, more than {MAX_TENSORS}", _COPY_AGAIN)
+        raise StartupError(f"{INDEX_NAME} names {len(weight_map)} tensors, more than {MAX_TENSORS}", COPY_AGAIN)
     for file_name in weight_map.values():
         if not isinstance(file_name, str) or Path(file_name).name != file_name:
-            raise StartupError(f"{INDEX_NAME} names {file_name!r}, which is no file of the folder", _COPY_AGAIN)
+            raise StartupError(f"{INDEX_NAME} names {file_name!r}, which is no file of the folder", COPY_AGAIN)
     found: dict[str, TensorEntry] = {}
     for file_name in sorted(set(weight_map.values())):
         found.update(_read_shard(model_dir / file_name))
@@ -103,7 +102,7 @@ def _from_index(model_dir: Path, weight_map: object) -> dict[str, TensorEntry]:
 
 def _read_shard(path: Path) -> dict[str, TensorEntry]:
     if not is_file(path):
-        raise StartupError(f"{path.name} is missing, {INDEX_NAME} names it", _COPY_AGAIN)
+        raise StartupError(f"{path.name} is missing, {INDEX_NAME} names it", COPY_AGAIN)
     return read_header(path)
 
 
@@ -169,4 +168,4 @@ def _check_cover(path: Path, spans: list[tuple[int, int]], data_bytes: int) -> N
 
 
 def _broken(path: Path, what: str) -> StartupError:
-    return StartupError(f"{path.name} is broken: {what}", _COPY_AGAIN)
+    return StartupError(f"{path.name} is broken: {what}", COPY_AGAIN)

@@ -1,39 +1,20 @@
-"""Typed access to the JSON files of a checkpoint's folder."""
+"""Typed access to a checkpoint's config.json."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from shared.errors import StartupError
-from shared.reading import InputFile
+from shared.model_files import COPY_AGAIN, MAX_COUNT
 from shared.sizes import describe_number
 
 Config = dict[str, Any]
 T = TypeVar("T", int, float, bool, str)
 
-MAX_JSON_BYTES: Final = 16 * 1024 * 1024
-"""Largest file: an index of a hundred thousand tensors."""
-MAX_COUNT: Final = 2**31 - 1
-"""Largest number of anything that a model has: so that what is multiplied has 64 bits."""
 _MAX_FLOAT: Final = 2**1023
 """Below it, an integer can become a float."""
-_COPY_AGAIN: Final = "Copy the checkpoint again"
-
-
-def read_json(path: Path) -> Config:
-    """Return the JSON object in a small file of the checkpoint.
-
-    Raises:
-        StartupError: it cannot be read, or holds no object.
-    """
-    file = InputFile(path, MAX_JSON_BYTES, hint=_COPY_AGAIN)
-    value = file.read_json()
-    if not isinstance(value, dict):
-        raise file.error("holds no JSON object")
-    return value
 
 
 class ConfigReader:
@@ -95,7 +76,7 @@ class ConfigReader:
 
     def error(self, name: str, what: str) -> StartupError:
         """Return the error that says what is wrong with a field."""
-        return StartupError(f"config.json: {self._prefix}{name} {what}", _COPY_AGAIN)
+        return StartupError(f"config.json: {self._prefix}{name} {what}", COPY_AGAIN)
 
 
 def _is_finite(value: object) -> bool:

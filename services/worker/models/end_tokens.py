@@ -9,13 +9,12 @@ model cannot be sampled: it is left out, and said.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from services.worker.models.config_json import Config, read_json
-from shared.special_tokens import MAX_TOKENIZER_PARTS, special_tokens, tokenizer_file
+from services.worker.models.config_json import Config
+from shared.model_files import MAX_TOKENIZER_PARTS, read_object, special_tokens, tokenizer_file
 
 _MAX_DIGITS: Final = 10
 
@@ -43,7 +42,7 @@ def read_end_tokens(model_dir: Path, config: Config, vocab_size: int) -> EndToke
     """
     ids: set[int] = set()
     left_out: list[str] = []
-    generation = _read_optional(model_dir / "generation_config.json")
+    generation = read_object(model_dir / "generation_config.json", required=False)
     for name, content in (("config.json", config), ("generation_config.json", generation)):
         value = content.get("eos_token_id")
         for entry in value if isinstance(value, list) else [value]:
@@ -69,10 +68,6 @@ def _as_id(entry: object) -> int | None:
     return entry if type(entry) is int else None
 
 
-def _read_optional(path: Path) -> Config:
-    return read_json(path) if os.path.lexists(path) else {}
-
-
 def _read_tokenizer(model_dir: Path) -> Config:
     file = tokenizer_file(model_dir)
     content = file.read_json(max_parts=MAX_TOKENIZER_PARTS) if file.exists() else {}
@@ -81,8 +76,10 @@ def _read_tokenizer(model_dir: Path) -> Config:
 
 def _of_tokenizer(model_dir: Path) -> tuple[str, int | None]:
     """Return the tokenizer's end token, "" for none, and its id: by tokenizer.json, else where older folders say it."""
-    config = _read_optional(model_dir / "tokenizer_config.json")
-    token = special_tokens(config, _read_optional(model_dir / "special_tokens_map.json")).get("eos_token", "")
+    config = read_object(model_dir / "tokenizer_config.json", required=False)
+    token = special_tokens(config, read_object(model_dir / "special_tokens_map.json", required=False)).get(
+        "eos_token", ""
+    )
     if not token:
         return "", None
     decoder = config.get("added_tokens_decoder")
@@ -92,7 +89,7 @@ def _of_tokenizer(model_dir: Path) -> tuple[str, int | None]:
     if token_id is None:
         token_id = _as_id(next(named, None))
     if token_id is None:
-        token_id = _as_id(_read_optional(model_dir / "added_tokens.json").get(token))
+        token_id = _as_id(read_object(model_dir / "added_tokens.json", required=False).get(token))
     return token, token_id
 
 

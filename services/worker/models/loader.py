@@ -20,6 +20,7 @@ from services.worker.models.weights import (
 )
 from shared.errors import StartupError
 from shared.layers import LayerRange
+from shared.model_files import COPY_AGAIN
 
 Progress = Callable[[float, str], None]
 """Called with the share done, 0 to 1, and what is going on."""
@@ -117,4 +118,4 @@ def _read(path: Path, names: dict[str, str]) -> Iterator[tuple[str, torch.Tensor
             for name, stored_name in names.items():
                 yield name, file.get_tensor(stored_name)
     except (OSError, SafetensorError) as error:
-        raise StartupError(f"cannot read {path.name}: {error}", "Copy the checkpoint again") from error
+        raise StartupError(f"cannot read {path.name}: {error}", COPY_AGAIN) from error

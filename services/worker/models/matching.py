@@ -36,7 +36,7 @@ class MatchedCheckpoint:
     """As the checkpoint has it."""
     tensors: dict[str, TensorEntry]
     """By the names in `all_parts(spec)`, nothing else."""
-    left_out: tuple[str, ...]
+    unused: tuple[str, ...]
     """Names of tensors that are no part of the model, buffers excepted."""
     is_untied: bool
     """config.json ties the head to the embedding, but they differ."""
@@ -52,14 +52,15 @@ def match_checkpoint(spec: ModelSpec, found: dict[str, TensorEntry]) -> MatchedC
     Raises:
         StartupError: a tensor is missing, there twice, of another shape or type, or in the model and not known to it.
     """
-    names, ties = FAMILIES[spec.architecture].names, spec.tied_embeddings
+    names = FAMILIES[spec.architecture].names
     head, embedding = f"{names.head}.weight", f"{names.embedding}.weight"
     tensors = _renamed(found, {head, *(source.name for part in all_parts(spec) for source in part.sources)})
-    if spec.tied_embeddings and head in tensors:
-        if embedding not in tensors or same_bytes(tensors[head], tensors[embedding]):
-            tensors[embedding] = tensors.pop(head)
-        else:
-            spec = replace(spec, tied_embeddings=False)
+    has_own_head = spec.tied_embeddings and head in tensors
+    is_untied = has_own_head and embedding in tensors and not same_bytes(tensors[head], tensors[embedding])
+    if is_untied:
+        spec = replace(spec, tied_embeddings=False)
+    elif has_own_head:
+        tensors[embedding] = tensors.pop(head)
     expected = {source.name: source.shape for part in all_parts(spec) for source in part.sources}
     for name, shape in expected.items():
         _check(name, shape, tensors.get(name))
@@ -68,7 +69,6 @@ def match_checkpoint(spec: ModelSpec, found: dict[str, TensorEntry]) -> MatchedC
     for name in others:
         if _is_within(name, modules, f"{names.layers}."):
             raise StartupError(f"the checkpoint has a tensor {name} that {spec.architecture} does not use", _NOT_OURS)
-    is_untied = ties and not spec.tied_embeddings
     return MatchedCheckpoint(spec, {name: tensors[name] for name in expected}, others, is_untied)
 
 

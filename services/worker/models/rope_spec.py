@@ -11,9 +11,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from services.worker.models.config_json import MAX_COUNT, ConfigReader
+from services.worker.models.config_json import ConfigReader
 from services.worker.models.families import Family
 from shared.errors import StartupError
+from shared.model_files import MAX_COUNT
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 

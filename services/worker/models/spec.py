@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from services.worker.models.config_json import Config, ConfigReader, read_json
+from services.worker.models.config_json import Config, ConfigReader
 from services.worker.models.end_tokens import EndTokens, read_end_tokens
 from services.worker.models.families import FAMILIES, BiasRule, Family
 from services.worker.models.refusals import SUPPORTED, refuse_adapter, refuse_features
 from services.worker.models.rope_spec import RopeSpec, Rotation, read_rotation
 from services.worker.models.windows import read_windows
 from shared.errors import StartupError
+from shared.model_files import COPY_AGAIN, read_object
 from shared.reading import is_file, is_folder
 
 __all__ = ["Activation", "ModelSpec", "RopeSpec", "check_context", "read_spec"]
@@ -119,7 +120,7 @@ def read_spec(model_dir: Path) -> ModelSpec:
     refuse_adapter(model_dir)
     if not is_file(model_dir / "config.json"):
         raise StartupError(f"{model_dir} has no config.json", "Give the folder of a checkpoint in Hugging Face format")
-    config = read_json(model_dir / "config.json")
+    config = read_object(model_dir / "config.json")
     architecture, family = _family(config)
     refuse_features(config, family, architecture)
     reader = ConfigReader(config, family.defaults)
@@ -158,9 +159,7 @@ def _family(config: Config) -> tuple[str, Family]:
         if is_named and model_type is None:
             return name, family
         if is_named:
-            raise StartupError(
-                f"config.json: model_type {model_type!r} does not fit {name}", "Copy the checkpoint again"
-            )
+            raise StartupError(f"config.json: model_type {model_type!r} does not fit {name}", COPY_AGAIN)
     if not named and model_type is None:
         raise StartupError("config.json has neither model_type nor architectures", f"Supported are {SUPPORTED}")
     what = f"architecture {named[0]}" if named else f"model_type {model_type!r}"

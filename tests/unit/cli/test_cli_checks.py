@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import tempfile
@@ -131,13 +132,29 @@ def test_a_port_that_is_promised_to_somebody_is_not_given_away(monkeypatch: pyte
     assert checks.find_port("127.0.0.1", 0, promised=[port]) != port
 
 
-def test_a_broker_leaves_the_dispatcher_its_port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    port = free_port()
+async def test_a_broker_chooses_its_port_when_it_starts_and_leaves_the_dispatcher_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    port, chosen = free_port(), list[int]()
+
+    def note(_folder: Path, chosen_port: int, *_: object) -> list[str]:
+        chosen.append(chosen_port)
+        raise OSError(errno.ENOSPC, "full")
+
     monkeypatch.setattr(checks, "QUIET_PORTS", [port])
     monkeypatch.setattr(checks, "_NUM_TRIES", 1)
+    monkeypatch.setattr("cli.cluster.broker.server_command", note)
     broker = Broker(settings(), AsyncMock(Supervisor), tmp_path, lambda _: None)
-    assert broker.plan(0).url == f"nats://127.0.0.1:{port}"
-    assert broker.plan(port).url != f"nats://127.0.0.1:{port}"
+    access = broker.check()
+    for promised_port in (0, port):
+        with pytest.raises(StartupError, match="Set TMPDIR"):
+            await broker.start(access, promised_port)
+    with socket.socket() as of_another:
+        of_another.bind(("127.0.0.1", port))
+        of_another.listen()
+        with pytest.raises(StartupError, match="Set TMPDIR"):
+            await broker.start(access, 0)
+    assert [each == port for each in chosen] == [True, False, False]
 
 
 def test_an_address_of_another_machine_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.dispatcher import __main__ as dispatcher
 from services.dispatcher.access.access import RELOAD_PERIOD_S, Access, Denial, Denied
 from services.dispatcher.access.grants import Grant, Tenant, TenantLimits, grant_of_tenant
 from services.dispatcher.access.key_ring import KeyRing
@@ -309,6 +311,21 @@ def test_a_first_start_with_a_place_for_a_copy_is_refused_with_the_files_own_pro
             kept.write_text(text)
         with pytest.raises(ConfigError, match=r"keys\.toml"):
             Access("", path, lambda: 0.0, kept)
+
+
+@pytest.mark.parametrize("place", ["none", "empty", "good"])
+def test_a_dispatcher_that_is_asked_refuses_the_file_where_one_that_starts_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setattr(dispatcher, "load_text", lambda _settings: None)
+    path, kept = write(tmp_path), tmp_path / "kept.toml"
+    if place == "good":
+        kept.write_text(path.read_text())
+    damage(path, "wrong")
+    files = {"api_keys_file": path, "api_keys_kept": None if place == "none" else kept}
+    settings = DispatcherSettings.model_validate({"model": tmp_path, **files})
+    with pytest.raises(ConfigError, match="keys") if place == "empty" else nullcontext():
+        dispatcher.check(settings)
 
 
 async def test_a_copy_that_cannot_be_written_keeps_nobody_out(tmp_path: Path) -> None:

@@ -142,11 +142,13 @@ class Unprintable:
 
 def test_values_that_json_does_not_know_become_text_and_never_an_error() -> None:
     stream = json_log()
-    get_logger().info("odd", a=Unprintable(), b=float("nan"), c=2**80, d={"x": object}, e="é\n\x1b[31m", f="x" * 9000)
+    get_logger().info(
+        "odd", a=Unprintable(), b=float("nan"), c=2**80, d={"x": object}, e="é\n\x1b[31m\udcff", f="x" * 9000
+    )
     (event,) = events_of(stream)
     assert event["a"] == "<Unprintable that cannot be printed: OSError>"
     assert (event["b"], event["c"]) == ("nan", str(2**80))
-    assert event["e"] == "é\n\x1b[31m"
+    assert event["e"] == "é\n\x1b[31m\\udcff"
     assert event["f"] == f"{'x' * MAX_TEXT}… (9000 characters)"
 
 

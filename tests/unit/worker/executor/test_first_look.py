@@ -17,6 +17,7 @@ from services.worker.executor.first_look import first_look
 from services.worker.executor.runner import load_runner
 from services.worker.memory.budget import MAX_TRIALS
 from services.worker.memory.measure import large_apart, peak_bytes
+from services.worker.models.spec import read_spec
 from shared.errors import StartupError
 from shared.process.config import parse_size
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
@@ -36,7 +37,7 @@ def named_in(error: StartupError) -> int:
 def test_too_little_memory_says_how_much_is_needed() -> None:
     settings = runner_settings(stored_checkpoint(SHAPE)[0], memory_bytes=MIB // 4)
     with pytest.raises(StartupError) as error:
-        first_look(settings, torch.float32)
+        first_look(settings, read_spec(settings.model_dir))
     assert re.fullmatch(
         r"sluice: a memory budget of 0\.25 MiB is too small: parameters take 0\.43 MiB, one request of 64 tokens takes "
         r"0\.04 MiB, besides \S+ MiB of workspace at most\. Give at least \d+MiB",

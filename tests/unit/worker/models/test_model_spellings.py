@@ -219,4 +219,4 @@ def test_a_checkpoint_as_transformers_writes_it_leaves_nothing_out() -> None:
         folder = stored_checkpoint(shape)[0]
         matched = match_checkpoint(read_spec(folder), find_tensors(folder))
         assert matched.spec == read_spec(folder)
-        assert matched.left_out == ()
+        assert matched.unused == ()

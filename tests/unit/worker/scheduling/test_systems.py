@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from services.worker import load
 from services.worker.config import ExecutorKind, WorkerSettings
 from services.worker.load import check_start, load_executor
 from services.worker.scheduling.registry import SCHEDULERS
@@ -113,6 +114,19 @@ def test_a_worker_that_others_cannot_know_does_not_start(login: dict[str, str], 
     in_url = {**given, "nats_user": "", "nats_url": "nats://worker:a%20password%20of%20workers@h:4222,nats://i:4222"}
     check_start(settings("kunserve", **in_url))
     assert settings("kunserve", **in_url).nats_login() == ("worker", "a password of workers")
+
+
+def test_asking_a_modelled_worker_makes_no_memory_and_refuses_what_loading_would(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(load, "ShadowKv")
+    for name in ("swap", "fcfs-chunked"):
+        load.check_model(settings(name), check_start(settings(name)))
+    for wrong, reason in (({"memory": 8}, "--memory holds no KV"), ({"host_memory": 8}, "host_memory holds no KV")):
+        with pytest.raises(StartupError, match=reason):
+            load.check_model(settings("swap", **wrong), check_start(settings("swap")))
+    with pytest.raises(StartupError, match="nowhere"):
+        load.check_model(settings("swap", profile="nowhere"), check_start(settings("swap")))
 
 
 async def test_a_worker_takes_host_memory_only_where_the_system_swaps() -> None:

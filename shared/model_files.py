@@ -1,4 +1,4 @@
-"""The tokenizer in a model's folder: its file, and the special tokens that the folder names (`eos_token` …)."""
+"""Files of a model's folder, as all who look into it read them: JSON, the tokenizer, the names of special tokens."""
 
 from __future__ import annotations
 
@@ -8,12 +8,32 @@ from typing import Any, Final
 
 from shared.reading import InputFile
 
+MAX_JSON_BYTES: Final = 16 * 1024 * 1024
+"""Largest JSON but for `tokenizer.json`: an index of a hundred thousand tensors."""
+MAX_COUNT: Final = 2**31 - 1
+"""Largest number of anything that a model has: so that what is multiplied has 64 bits."""
+COPY_AGAIN: Final = "Copy the checkpoint again"
 MAX_TOKENIZER_BYTES: Final = 64 * 1024 * 1024
 """Largest `tokenizer.json` (one of 256 k entries has about 35 MB)."""
 MAX_TOKENIZER_PARTS: Final = 2**23
 """Names and texts in it, two for each entry and three for each merge."""
 TOKENIZER_HINT: Final = "Save the tokenizer in the format of the tokenizers library"
 _NAMES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def read_object(path: Path, *, required: bool = True) -> dict[str, Any]:
+    """Return the JSON object in a small file of the folder; an empty one if it need not be there and is not.
+
+    Raises:
+        StartupError: it cannot be read, is too large, or holds no object.
+    """
+    file = InputFile(path, MAX_JSON_BYTES, hint=COPY_AGAIN)
+    if not required and not file.exists():
+        return {}
+    value = file.read_json()
+    if not isinstance(value, dict):
+        raise file.error("holds no JSON object")
+    return value
 
 
 def tokenizer_file(folder: Path) -> InputFile:
