@@ -48,7 +48,8 @@ class Case:
         shape = (num_rows * num_tokens, spec.num_heads, spec.head_dim)
         self.queries = torch.randn(shape, generator=generator).to(dtype)
         self.attentions = [
-            NativePagedAttention(library, spec, self.cache, any_head_dim=any_size) for any_size in (False, True)
+            NativePagedAttention(library, spec, self.cache, num_threads=torch.get_num_threads(), any_head_dim=any_size)
+            for any_size in (False, True)
         ]
 
     def best_s(self, rounds: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""Which process this is, for people who look from outside: `$SRV.INFO`, reports, `sluice chaos`."""
+"""Which process this is, for people who look from outside (`$SRV.INFO`, reports, `sluice chaos`), and its cores."""
 
 from __future__ import annotations
 
@@ -9,3 +9,9 @@ import socket
 def process_facts() -> dict[str, str]:
     """Return `pid` and `host` of this process, as service metadata: texts."""
     return {"pid": str(os.getpid()), "host": socket.gethostname()}
+
+
+def count_cores(most: int | None = None) -> int:
+    """Return how many cores this process may run on, or `most` if that is less; 0 and None are no limit."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(found, most or found)

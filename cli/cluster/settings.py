@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -11,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from shared.errors import StartupError
+from shared.host import count_cores
 from shared.process.config import ApiKey, Host, HostNames, ModelNames, Origins, ServiceSettings, Size, load
 from shared.systems import DEFAULT_SYSTEM
 
@@ -84,13 +84,7 @@ class UpSettings(ServiceSettings):
 
     def cores_per_worker(self, num_cores: int | None = None) -> int:
         """Return the cores that each worker may take on the CPU where `threads` does not say."""
-        return max(1, (num_cores or _count_cores()) // self.workers)
-
-
-def _count_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return max(1, (num_cores or count_cores()) // self.workers)
 
 
 def load_up_settings(flags: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> UpSettings:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -12,6 +11,7 @@ import click
 from cli.bench.options import POSITIVE_INT, Positive
 from cli.signals import ending_at_once
 from cli.simulate import DEFAULT_SCENARIO
+from shared.host import count_cores
 from shared.systems import DEFAULT_SYSTEM
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -109,9 +109,7 @@ _LOAD: Final = (
         default=(0,),
         help="May be given several times. [0]",
     ),
-    click.option(
-        "--jobs", metavar="N", type=POSITIVE_INT, default=len(os.sched_getaffinity(0)), help="Runs at a time. [cores]"
-    ),
+    click.option("--jobs", metavar="N", type=POSITIVE_INT, default=count_cores(), help="Runs at a time. [cores]"),
     click.option("--json", "json_file", metavar="FILE", type=_NEW_FILE, help="Write all figures here."),
     click.option("--quiet", is_flag=True, help="Show no progress."),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from services.worker.build import build_worker, make_reporter
-from services.worker.config import WorkerSettings
+from services.worker.config import WorkerSettings, shorten_waits
 from services.worker.load import Loaded, check_model, check_start, load_executor
 from services.worker.models.spec import ModelSpec
 from services.worker.serving.reporter import Reporter
@@ -54,5 +54,11 @@ async def _serve(
     await worker.stop()
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run a worker as the environment and the command line say."""
+    shorten_waits()  # before the settings are checked, which may import torch
     run_service_process("worker", WorkerSettings, serve, lambda settings: check_model(settings, check_start(settings)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,8 @@
 """Makes the executor that the settings ask for, off the event loop, with progress.
 
 torch is imported here, inside the functions that need it: a worker with the modelled executor runs without it. What
-loads is gentle: beside workers that serve it takes the cores that they leave, and a third of what they would have.
+loads for the CPU is gentle: beside workers that serve it takes the cores that they leave, and of those that they use a
+third of a share.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from services.worker.build import ServedModel
-from services.worker.config import ExecutorKind, KernelKind, LoadFrom, WorkerSettings, shorten_waits
+from services.worker.config import ExecutorKind, KernelKind, LoadFrom, WorkerSettings
 from services.worker.contract.executor import Executor, HostMemory
 from services.worker.cost.estimate import CostEstimate
 from services.worker.cost.fitting import CostFitting
@@ -38,7 +41,8 @@ if TYPE_CHECKING:
     from services.worker.executor.model_runner import ModelInfo, ModelRunner
 
 NICENESS: Final = 5
-"""Of what loads; its threads have it too, and end with it or are replaced (`native/src/team.h`)."""
+"""Of what loads for the CPU. The threads that it makes have it too, and end with it or are replaced
+(`native/src/team.h`); those that torch keeps are made before."""
 R = TypeVar("R")
 Progress = Callable[[float, str], None]
 
@@ -166,12 +170,14 @@ async def _torch(settings: WorkerSettings, spec: ModelSpec, progress: Progress, 
     def report(ratio: float, text: str) -> None:
         loop.call_soon_threadsafe(progress, ratio, text)
 
-    shorten_waits()
+    niceness = NICENESS if settings.device == "cpu" else 0
+    await _off_the_loop(_import_torch, niceness=niceness)
+    await _off_the_loop(lambda: _make_pool(settings))
     if find_system(settings.system).forms_groups:
-        model = await _off_the_loop(lambda: _load_elastic(settings, spec, report), niceness=NICENESS)
+        model = await _off_the_loop(lambda: _load_elastic(settings, spec, report), niceness=niceness)
         fitting = await _off_the_loop(lambda: _tried_elastic(settings, model))
         return await _in_pages(settings, model, fitting, incarnation)
-    runner = await _off_the_loop(lambda: _load_runner(settings, spec, report), niceness=NICENESS)
+    runner = await _off_the_loop(lambda: _load_runner(settings, spec, report), niceness=niceness)
     fitting = await _off_the_loop(lambda: _tried(settings, runner))
     from services.worker.executor.thread import ThreadExecutor
 
@@ -228,8 +234,9 @@ async def _off_the_loop(load: Callable[[], R], *, niceness: int = 0) -> R:
             set_it()
 
     def work() -> None:
-        _yield_to_others(niceness)
         try:
+            if niceness > 0:
+                _yield_to_others(niceness)
             settled = partial(done.set_result, load())
         except BaseException as error:  # handed to the waiting coroutine, whatever it is
             settled = partial(done.set_exception, error)
@@ -240,9 +247,20 @@ async def _off_the_loop(load: Callable[[], R], *, niceness: int = 0) -> R:
 
 
 def _yield_to_others(niceness: int) -> None:
-    """Let this thread, and those that it makes, take less of the cores; 0 changes nothing."""
+    """Let this thread, and those that it makes, take less of the cores, where the system allows it."""
     thread = threading.get_native_id()
-    os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + niceness)
+    with suppress(OSError):  # a sandbox may refuse it
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + niceness)
+
+
+def _import_torch() -> None:
+    import_module("services.worker.executor.runner")
+
+
+def _make_pool(settings: WorkerSettings) -> None:
+    from services.worker.executor.runner import make_pool
+
+    make_pool(_runner_settings(settings))
 
 
 def _load_runner(settings: WorkerSettings, spec: ModelSpec, report: Progress) -> ModelRunner:

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Let torch and the library compute with so many threads."""
+    """Let torch compute with so many threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -61,14 +61,24 @@ class NativePagedAttention:
     """Attention over a `KVCache` in main memory; the same bits for a token whatever else is in the batch.
 
     Args:
+        num_threads: that compute a call, where it is worth it.
         any_head_dim: use the code for heads of any size even where this size has its own: to compare the two.
     """
 
-    def __init__(self, library: NativeLibrary, spec: ModelSpec, cache: KVCache, *, any_head_dim: bool = False) -> None:
+    def __init__(
+        self,
+        library: NativeLibrary,
+        spec: ModelSpec,
+        cache: KVCache,
+        *,
+        num_threads: int = 1,
+        any_head_dim: bool = False,
+    ) -> None:
         assert spec.group_size <= MAX_GROUP, f"{spec.group_size} query heads share a key head; at most {MAX_GROUP} may"
         self._library = library
         self._spec = spec
         self._cache = cache
+        self._num_threads = num_threads
         self._any_head_dim = any_head_dim
 
     def plan(self, rows: RaggedRows) -> NativePlan:
@@ -105,7 +115,7 @@ class NativePagedAttention:
         assert queries.stride()[1:] == (spec.head_dim, 1), "heads lie one behind the other"
         return AttendArgs(
             rows=plan.args,
-            num_threads=torch.get_num_threads(),
+            num_threads=self._num_threads,
             is_bf16=int(keys.dtype == torch.bfloat16),
             heads=spec.num_heads,
             kv_heads=spec.num_kv_heads,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from services.worker.models.checkpoint import find_tensors
 from services.worker.models.matching import MatchedCheckpoint, match_checkpoint
 from services.worker.models.spec import ModelSpec, check_context
 from services.worker.models.weights import parameter_bytes
+from shared.host import count_cores
 from shared.layers import LayerRange
 
 
@@ -45,7 +45,7 @@ class RunnerSettings:
     num_threads: int | None = None
     """Threads of every step on the CPU; None: as many as gain, or one for torch's operators in deterministic mode."""
     num_cores: int | None = None
-    """Cores that a step may take where `num_threads` is None; None: all that the process may run on."""
+    """Of those that the process may run on, cores that a step may take where `num_threads` is None; None: all."""
     kernels: str = "auto"
     """`auto`, `native`, `flashinfer` or `torch`; see `executor/kernels.py`."""
     graphs: bool = True
@@ -116,5 +116,5 @@ def _demand(settings: RunnerSettings, spec: ModelSpec) -> Demand:
 def _reserve_bound(settings: RunnerSettings, spec: ModelSpec, context: int) -> int | None:
     if settings.device != "cpu":
         return None
-    num_threads = settings.num_threads or settings.num_cores or os.cpu_count() or 1
+    num_threads = settings.num_threads or count_cores(settings.num_cores)
     return reserve_bound(step_sizes(settings, spec), context, num_threads)

@@ -122,7 +122,7 @@ class Kernels:
     def host_attention(self, spec: ModelSpec, cache: KVCache) -> Attention[Any]:
         """Return an attention over keys and values that lie in main memory, whatever the device is."""
         if self.library is not None:
-            return NativePagedAttention(self.library, spec, cache)
+            return NativePagedAttention(self.library, spec, cache, num_threads=self.threads.most)
         return FixedSplitAttention(spec, cache)
 
     def _layers(
@@ -139,7 +139,7 @@ class Kernels:
 
     def _attention(self, spec: ModelSpec, cache: KVCache, *, deterministic: bool) -> Attention[Any]:
         if self.library is not None:
-            return NativePagedAttention(self.library, spec, cache)
+            return NativePagedAttention(self.library, spec, cache, num_threads=self.threads.most)
         if self.flashinfer is not None:
             return _flashinfer_attention(self.flashinfer, spec, cache)
         return FixedSplitAttention(spec, cache) if deterministic else TorchPagedAttention(spec, cache)

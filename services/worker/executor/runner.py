@@ -6,7 +6,6 @@ KV blocks → in deterministic mode, a proof on the model's own shapes.
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from services.worker.executor.model_runner import ModelInfo, ModelRunner
 from services.worker.executor.opening import RunnerOpener
 from services.worker.executor.selftest import prove_deterministic
 from services.worker.executor.step_graphs import CudaRecorder, GraphRecorder
-from services.worker.executor.step_threads import StepThreads, step_work
+from services.worker.executor.step_threads import StepThreads
 from services.worker.memory.kv_cache import KVCache
 from services.worker.memory.model_memory import ModelMemory, ModelSizes, open_memory
 from services.worker.models.checkpoint import TensorEntry
@@ -28,6 +27,7 @@ from services.worker.models.loader import Progress, load_weights
 from services.worker.models.matching import MatchedCheckpoint
 from services.worker.models.spec import ModelSpec, read_spec
 from shared.errors import StartupError
+from shared.host import count_cores
 
 __all__ = ["LoadedModel", "ModelInfo", "ModelRunner", "Progress", "RunnerSettings", "load_model", "load_runner"]
 
@@ -82,7 +82,7 @@ def load_model(
         settings.kernels, spec, device, dtype, deterministic=settings.deterministic, fused=settings.fused
     )
     if device.type == "cpu":
-        kernels = _with_threads(settings, spec, kernels)
+        kernels = _with_threads(settings, kernels)
     memory = _open_memory(settings, ModelSizes(spec, settings.block_size, dtype, settings.layers), device)
     with ExitStack() as on_failure:
         on_failure.callback(memory.close)
@@ -159,16 +159,24 @@ def _dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _with_threads(settings: RunnerSettings, spec: ModelSpec, kernels: Kernels) -> Kernels:
-    """Return the kernels with the threads of their steps; torch's operators take those of a step of one token.
+def make_pool(settings: RunnerSettings) -> None:
+    """Make the threads that torch keeps, as many as loading will ask for: they keep the priority of their maker."""
+    if _device(settings.device).type == "cpu":
+        torch.set_num_threads(_step_threads(settings, ordered=False).most)
+
+
+def _with_threads(settings: RunnerSettings, kernels: Kernels) -> Kernels:
+    """Return the kernels with the threads of their steps; torch's operators take all of them.
 
     How torch splits work among threads is not fixed, so that deterministic mode gives its operators one.
     """
-    num_cores = settings.num_cores or len(os.sched_getaffinity(0))
-    ordered = settings.deterministic and not kernels.whole
-    threads = StepThreads.of(settings.num_threads, num_cores, ordered=ordered)
-    torch.set_num_threads(threads.of_step(step_work(spec, spec.num_layers, 1, 0, 1)))
+    threads = _step_threads(settings, ordered=settings.deterministic and not kernels.whole)
+    torch.set_num_threads(threads.most)
     return replace(kernels, threads=threads)
+
+
+def _step_threads(settings: RunnerSettings, *, ordered: bool) -> StepThreads:
+    return StepThreads.of(settings.num_threads, count_cores(settings.num_cores), ordered=ordered)
 
 
 def _recorder(settings: RunnerSettings, device: torch.device, kernels: Kernels) -> GraphRecorder | None:

@@ -9,7 +9,6 @@ the same ones. Deviation: KunServe names no check of parameters that are pulled 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
@@ -17,6 +16,7 @@ from typing import Final
 import torch
 
 from services.worker.models.weights import ModelWeights, ParameterBuffer
+from shared.host import count_cores
 
 DIGEST_BYTES: Final = 16
 MAX_THREADS: Final = 8
@@ -41,7 +41,7 @@ def digests_of(weights: ModelWeights) -> dict[PartKey, bytes]:
     """Return the digests of all parts of a model, which several threads read."""
     buffers: dict[int | None, ParameterBuffer] = {None: weights.outer, **dict(enumerate(weights.layers))}
     keys = [(layer, part.name) for layer, buffer in buffers.items() for part in buffer.parts]
-    num_threads = min(MAX_THREADS, os.cpu_count() or 1)
+    num_threads = count_cores(MAX_THREADS)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="digest") as threads:
         found = threads.map(lambda key: digest(buffers[key[0]][key[1]]), keys)
         return dict(zip(keys, found, strict=True))

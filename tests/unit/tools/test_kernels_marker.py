@@ -17,7 +17,13 @@ WAYS_TO_A_MODEL = {
 """Modules that load a model or start a worker that does."""
 NOT_ABOUT_NUMBERS = {"gpu", "faults"}
 """Folders whose tests need a device, or kill processes whatever these compute."""
-ONCE_IS_ENOUGH = {"test_native_library.py", "test_cluster_bus.py", "test_bad_inputs_beside_streams.py"}
+ONCE_IS_ENOUGH = {
+    "test_native_library.py",
+    "test_native_team.py",
+    "test_step_threads.py",
+    "test_cluster_bus.py",
+    "test_bad_inputs_beside_streams.py",
+}
 """Files about the native library alone, or about what a cluster does whatever it computes."""
 
 

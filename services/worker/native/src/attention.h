@@ -48,14 +48,20 @@ class Attention {
       return;
     }
     const std::vector<Item>& items = work.items();
-    const int64_t num_items = static_cast<int64_t>(items.size()), units = num_items * args_.kv_heads;
+    const int64_t num_items = static_cast<int64_t>(items.size()), heads = args_.kv_heads;
     const bool by_rows = num_items >= kSpread * crew.num_threads();
-    crew.share(units, by_rows ? args_.kv_heads : units_per_turn(work.unit_work()), [&](int thread, int64_t unit) {
-      const int64_t place = unit / args_.kv_heads, kv_head = unit % args_.kv_heads;
+    const auto attend_head = [&](int thread, int64_t place, int64_t kv_head) {
       const bool has_next = by_rows && place + 1 < num_items && items[place + 1].row != items[place].row;
       Upcoming upcoming(*this, items[place], has_next ? &items[place + 1] : nullptr, kv_head);
       attend(items[place], kv_head, work.scratch(thread), upcoming);
-    });
+    };
+    if (by_rows) {
+      crew.share(num_items, heads * work.unit_work(), [&](int thread, int64_t place) {
+        for (int64_t kv_head = 0; kv_head < heads; kv_head++) attend_head(thread, place, kv_head);
+      });
+    } else {
+      crew.share(num_items * heads, work.unit_work(), [&](int thread, int64_t unit) { attend_head(thread, unit / heads, unit % heads); });
+    }
   }
 
  private:
@@ -199,7 +205,7 @@ class Attention {
   void run_by_splits(const Crew& crew, AttentionWork& work) const {
     const std::vector<Item>& items = work.items();
     const int64_t splits = work.num_splits(), units = static_cast<int64_t>(items.size()) * args_.kv_heads;
-    crew.share(units * splits, 1, [&](int, int64_t place) {
+    crew.share(units * splits, work.unit_work() / splits, [&](int, int64_t place) {
       const int64_t unit = place / splits, split = place % splits;
       const Item& item = items[unit / args_.kv_heads];
       const Queries q = queries(item, unit % args_.kv_heads);
@@ -207,7 +213,7 @@ class Attention {
       Upcoming nothing(*this, item, nullptr, 0);
       attend_split(item, unit % args_.kv_heads, q, split, work.running(unit, split), work.part(unit, split), nothing);
     });
-    crew.share(units, 1, [&](int thread, int64_t unit) {
+    crew.share(units, work.unit_work() / kSplit, [&](int thread, int64_t unit) {
       const Item& item = items[unit / args_.kv_heads];
       const Queries q = queries(item, unit % args_.kv_heads);
       float* whole = work.scratch(thread);

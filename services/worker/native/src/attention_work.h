@@ -1,6 +1,6 @@
 // How the attention of one step is cut into pieces for the threads, and the memory that they take.
 //
-// All of it is taken before the threads begin: no exception could leave a parallel region.
+// All of it is taken before the threads begin: no exception could leave a helper.
 #pragma once
 
 #include <algorithm>

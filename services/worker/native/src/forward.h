@@ -185,7 +185,7 @@ class Forward {
   void embed() const {
     const int64_t size = model_.hidden;
     const T* places = as<T>(model_.position_embedding);
-    crew_.share(tokens(), units_per_turn(size), [=](int, int64_t t) {
+    crew_.share(tokens(), size, [=](int, int64_t t) {
       const T* row = as<T>(model_.embedding) + step_.tokens[t] * size;
       T* out = hidden() + t * size;
       std::memcpy(out, row, size * sizeof(T));
@@ -197,7 +197,7 @@ class Forward {
 
   void norm(const void* weight, const void* bias) const {
     const int64_t size = model_.hidden;
-    crew_.share(tokens(), units_per_turn(size), [=](int, int64_t t) {
+    crew_.share(tokens(), size, [=](int, int64_t t) {
       norm_row(hidden() + t * size, as<T>(weight), as<T>(bias), size, model_.norm_eps, model_.layer_norm != 0,
                static_cast<T*>(step_.normed) + t * size);
     });
@@ -217,7 +217,7 @@ class Forward {
   // Normalises and turns queries and keys where they stand, and puts keys and values into the cache.
   void turn_and_store(const Layer& layer) const {
     const int64_t size = model_.head_dim, kv_width = model_.kv_heads * size;
-    crew_.share(tokens(), units_per_turn(heads_width()), [=, &layer](int, int64_t t) {
+    crew_.share(tokens(), heads_width(), [=, &layer](int, int64_t t) {
       T* row = static_cast<T*>(step_.heads) + t * heads_width();
       for (int64_t h = 0; h < model_.heads + model_.kv_heads; h++) {
         const void* weight = h < model_.heads ? layer.q_norm : layer.k_norm;
@@ -334,14 +334,14 @@ class Forward {
   // Says whether each row's last token is made of numbers, and normalises those whose next token is wanted.
   void gather() const {
     const int64_t size = model_.hidden;
-    crew_.share(step_.rows.num_rows, units_per_turn(size), [=](int, int64_t row) {
+    crew_.share(step_.rows.num_rows, size, [=](int, int64_t row) {
       const T* from = hidden() + places_.last(row) * size;
       float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
       for (int64_t i = 0; i < size; i++) sum += to_float(from[i]);
       step_.finite[row] = std::isfinite(sum);
     });
-    crew_.share(step_.num_sampled, units_per_turn(size), [=](int, int64_t i) {
+    crew_.share(step_.num_sampled, size, [=](int, int64_t i) {
       norm_row(hidden() + places_.last(step_.sampled[i]) * size, as<T>(model_.norm), as<T>(model_.norm_bias), size, model_.norm_eps,
                model_.layer_norm != 0, static_cast<T*>(step_.normed) + i * size);
     });
@@ -356,7 +356,7 @@ class Forward {
                   for (int c = 0; c < columns; c++)
                     logits[(row + r) * vocab + column + c] = sums[0][r * kColumns + c];
               });
-    crew_.share(step_.num_sampled, units_per_turn(vocab), [=](int, int64_t i) {
+    crew_.share(step_.num_sampled, vocab, [=](int, int64_t i) {
       step_.largest[i] = place_of_largest(logits + i * vocab, vocab);
     });
   }

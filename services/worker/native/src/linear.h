@@ -95,6 +95,9 @@ inline int block_rows(int64_t k, size_t item_bytes) {
   return static_cast<int>(std::clamp<int64_t>(fitting / 4 * 4, 16, kMaxBlockRows));
 }
 
+// What a product of so many rows takes, in multiplications of one row, for which the matrix is read: of others a quarter.
+inline int64_t product_work(int64_t num_rows, int64_t row_work) { return (num_rows + 3) * row_work / 4; }
+
 using Sums = float[kMaxBlockRows * kColumns];
 
 // Room for the input of a product in the form that the matrix unit reads; empty where it is not used.
@@ -140,7 +143,7 @@ void linear_by_tiles(const Crew& crew, const bf16* in, int64_t m, const bf16* we
   constexpr int64_t kCacheBytes = 1 << 20;
   const int64_t tile_items = num_depth_tiles(k) * kTileItems, num_token_tiles = (m + 15) / 16;
   bf16* packed = room.items();
-  crew.share(num_token_tiles, units_per_turn(16 * k), [=](int, int64_t tile) {
+  crew.share(num_token_tiles, 16 * k, [=](int, int64_t tile) {
     pack_tokens(in + tile * 16 * k, k, static_cast<int>(std::min<int64_t>(16, m - tile * 16)), k, packed + tile * tile_items);
   });
   const auto set = [=](int64_t column, int i) {
@@ -150,7 +153,7 @@ void linear_by_tiles(const Crew& crew, const bf16* in, int64_t m, const bf16* we
   };
   const int64_t rows = std::clamp<int64_t>(kCacheBytes / static_cast<int64_t>(k * sizeof(bf16)) / 32 * 32, 32, kMaxBlockRows);
   const int64_t num_blocks = (m + rows - 1) / rows, units_per_block = (n + kStep - 1) / kStep;
-  crew.share(num_blocks * units_per_block, units_per_turn(2 * kColumns * k), [=](int, int64_t unit) {
+  crew.share(num_blocks * units_per_block, product_work(std::min(m, rows), 2 * kColumns * k), [=](int, int64_t unit) {
     const int64_t row = unit / units_per_block * rows, column = unit % units_per_block * kStep;
     const int num_rows = static_cast<int>(std::min(rows, m - row));
     const WeightRows weights[2] = {set(column, 0), set(column, 1)};
@@ -189,7 +192,7 @@ void linear(const Crew& crew, const T* in, int64_t m, const T* weight, const T* 
 #endif
   const int64_t rows = block_rows(k, sizeof(T));
   const int64_t num_blocks = (m + rows - 1) / rows, units_per_block = (n + kColumns - 1) / kColumns;
-  crew.share(num_blocks * units_per_block, units_per_turn(kMatrices * kColumns * k), [=](int, int64_t unit) {
+  crew.share(num_blocks * units_per_block, product_work(std::min(m, rows), kMatrices * kColumns * k), [=](int, int64_t unit) {
     const int64_t row = unit / units_per_block * rows, column = unit % units_per_block * kColumns;
     const int num_rows = static_cast<int>(std::min(rows, m - row));
     const int num_columns = static_cast<int>(std::min<int64_t>(kColumns, n - column));

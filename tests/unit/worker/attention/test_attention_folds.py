@@ -21,7 +21,7 @@ from services.worker.contract.remote import SPLIT_KEYS
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.spec import ModelSpec
 from tests.support import fake_flashinfer
-from tests.support.attention_cases import AttentionCase, attention_spec, torch_threads
+from tests.support.attention_cases import AttentionCase, attention_spec
 from tests.support.native import LEVEL_NAMES, built_library
 
 Maker = Callable[[ModelSpec, KVCache], Attention[Any]]
@@ -29,8 +29,8 @@ LENGTHS = [(0, 3), (700, 1), (1550, 12), (0, 1), (511, 2), (13, 40), (2000, 1), 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
 
-def native(level: str) -> Maker:
-    return lambda spec, cache: NativePagedAttention(built_library(level), spec, cache)
+def native(level: str, num_threads: int = 1) -> Maker:
+    return lambda spec, cache: NativePagedAttention(built_library(level), spec, cache, num_threads=num_threads)
 
 
 EXACT: dict[str, Maker] = {"fixed": FixedSplitAttention, **{level: native(level) for level in LEVEL_NAMES}}
@@ -101,10 +101,9 @@ def test_parts_one_after_the_other_give_the_bits_of_the_whole(
 def test_few_rows_with_long_contexts_whose_splits_are_computed_side_by_side(threads: int) -> None:
     case = AttentionCase(attention_spec((4, 2, 64), (None,)), [(9000, 1), (5000, 2)], seed=1)
     cuts = np.array([1024, 0], np.int32), np.array([8448, 4864], np.int32)
-    maker = native(LEVEL_NAMES[0])
-    with torch_threads(threads):
-        found, tokens = folded(case, 0, cuts, [maker] * 3)
-        assert torch.equal(found, whole(case, 0, maker)[tokens])
+    maker = native(LEVEL_NAMES[0], threads)
+    found, tokens = folded(case, 0, cuts, [maker] * 3)
+    assert torch.equal(found, whole(case, 0, maker)[tokens])
 
 
 @pytest.mark.slow

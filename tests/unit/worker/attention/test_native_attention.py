@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from services.worker.attention.base import RaggedRows
 from services.worker.attention.native_paged import NativePagedAttention
 from services.worker.native.library import NativeLibrary
-from tests.support.attention_cases import AttentionCase, attention_spec, torch_threads
+from tests.support.attention_cases import AttentionCase, attention_spec
 from tests.support.native import LEVEL_NAMES, built_library
 
 
@@ -24,10 +24,11 @@ def attend(
     rows: RaggedRows | None = None,
     queries: torch.Tensor | None = None,
     *,
+    num_threads: int = 1,
     any_head_dim: bool = False,
 ) -> torch.Tensor:
     """Return the output of a case, or of some of its tokens."""
-    attention = NativePagedAttention(library, case.spec, case.cache, any_head_dim=any_head_dim)
+    attention = NativePagedAttention(library, case.spec, case.cache, num_threads=num_threads, any_head_dim=any_head_dim)
     plan = attention.plan(case.rows if rows is None else rows)
     return attention.attend(plan, 0, case.queries if queries is None else queries)
 
@@ -129,6 +130,5 @@ def test_a_tokens_bits_depend_on_its_context_alone(level: str, dtype: torch.dtyp
             at = int(case.rows.first_token[row]) + first
             tokens = slice(at, at + end - first)
             for number in (1, 3):
-                with torch_threads(number):
-                    out = attend(library, case, rows, case.queries[tokens])
+                out = attend(library, case, rows, case.queries[tokens], num_threads=number)
                 assert torch.equal(out, whole[tokens])

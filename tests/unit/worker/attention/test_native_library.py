@@ -141,10 +141,9 @@ from services.worker.models.spec import read_spec
 from services.worker.native.library import open_library
 
 CONTEXT, CPU = 2**16, torch.device("cpu")
-torch.set_num_threads(2)
 for num_heads, head_dim in ((16, 128), (64, 256)):
     spec = replace(read_spec(Path(sys.argv[1])), num_heads=num_heads, num_kv_heads=1, head_dim=head_dim, windows=(300,))
-    attention = NativePagedAttention(open_library(), spec, KVCache(spec, 1, 16, torch.float32, CPU))
+    attention = NativePagedAttention(open_library(), spec, KVCache(spec, 1, 16, torch.float32, CPU), num_threads=2)
     tables = np.zeros((7, CONTEXT // 16), dtype=np.int32)  # all rows share one block: only lengths matter
     plan = attention.plan(RaggedRows(np.ones(7, np.int32), np.full(7, CONTEXT - 1, np.int32), tables))
     queries = torch.ones((7, num_heads, head_dim))

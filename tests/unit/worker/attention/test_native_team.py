@@ -54,13 +54,40 @@ def test_helpers_sleep_while_there_is_no_work() -> None:
     assert facts()["cpu of 400 ms without work"] < 0.01
 
 
+def test_a_long_turn_of_the_callers_does_not_make_it_spin() -> None:
+    """It spins for 200 us at most, where its turn took 100 ms."""
+    assert facts()["cpu of a wait behind a long turn"] < 0.01
+
+
 def test_nobody_waits_for_a_helper_that_has_not_begun() -> None:
-    """It was late by 100 ms, and rests for sixteen times as long: the caller does all of the next work."""
+    """It was late by 100 ms, and rests for 30 ms: the caller does all of the next work."""
     assert facts()["the caller does all beside a helper that was late"] == 1
 
 
-def test_a_second_caller_computes_alone() -> None:
-    assert facts()["threads of a second caller"] == 1
+def test_a_helper_rests_only_if_it_lost_its_core_and_not_for_long() -> None:
+    assert facts()["a helper comes after a long turn"] == 1
+    assert facts()["a helper that was late comes again"] == 1
+
+
+def test_helpers_are_the_callers_for_a_part_alone() -> None:
+    assert facts()["threads beside a caller that waits"] == 2
+    assert facts()["threads beside a caller that shares"] == 1
+    assert facts()["does what is shared within"] == 1
+
+
+def test_only_helpers_are_woken_for_whom_there_is_work() -> None:
+    """By how often they went to sleep while there were 50 parts, between which there was a pause."""
+    assert facts()["wakes of helpers that are not wanted"] < 10
+    assert facts()["wakes of a helper for large parts"] > 10
+    assert facts()["wakes of a helper for small parts"] < 10
+
+
+def test_want_of_memory_leaves_the_helpers_to_be_had() -> None:
+    assert facts()["outlives want of memory"] == 1
+
+
+def test_a_child_of_the_process_has_helpers_of_its_own() -> None:
+    assert facts()["a child has helpers"] == 1
 
 
 def test_helpers_of_a_gentle_start_do_not_serve() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from services.worker.executor.step_threads import THREAD_WORK, StepThreads, step_work
 from services.worker.models.spec import read_spec
 from services.worker.models.weights import num_parameters
+from shared.host import count_cores
 from tests.support.attention_cases import torch_threads
 from tests.support.checkpoints import CheckpointShape
 from tests.support.native import compiler
@@ -62,6 +64,7 @@ def test_the_work_of_a_token_is_a_multiplication_for_each_parameter() -> None:
 def threads_of(monkeypatch: pytest.MonkeyPatch, num_tokens: int, **changes: Any) -> int:
     """Return the threads that the library is given for a step of a sequence of so many tokens."""
     compiler()  # else there is no library
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4})
     seen: list[int] = []
     with torch_threads(torch.get_num_threads()):  # opening sets them
         runner = open_runner(CheckpointShape(hidden_size=256, intermediate_size=640), kernels="native", **changes)
@@ -93,3 +96,31 @@ def test_a_runners_steps_take_these_threads(
     monkeypatch: pytest.MonkeyPatch, num_tokens: int, changes: dict[str, Any], expected: int
 ) -> None:
     assert threads_of(monkeypatch, num_tokens, **changes) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 3),
+        ({"num_cores": 2}, 2),
+        ({"num_cores": 64}, 3),
+        ({"num_threads": 2}, 2),
+        ({"deterministic": True}, 1),
+        ({"deterministic": True, "num_threads": 2}, 2),
+    ],
+)
+def test_torchs_operators_take_the_cores_that_a_prompt_gains_from(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    with torch_threads(torch.get_num_threads()):
+        open_runner(CheckpointShape(), kernels="torch", **({"num_threads": None} | changes)).close()
+        assert torch.get_num_threads() == expected
+
+
+@pytest.mark.parametrize(("most", "expected"), [(None, 3), (0, 3), (2, 2), (3, 3), (64, 3)])
+def test_cores_are_those_that_the_process_may_run_on(
+    monkeypatch: pytest.MonkeyPatch, most: int | None, expected: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 5, 6})
+    assert count_cores(most) == expected

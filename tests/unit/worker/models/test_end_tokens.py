@@ -17,6 +17,8 @@ from shared.errors import StartupError
 from tests.support.checkpoints import EOS, PAD, CheckpointShape, stored_checkpoint
 from tests.support.runners import load
 
+pytestmark = pytest.mark.kernels
+
 VOCAB_SIZE = 20
 ADDED = {"added_tokens": [{"id": 7, "content": "<|im_end|>", "special": True}, {"id": 30, "content": "<far>"}]}
 IM_END = {"eos_token": "<|im_end|>"}
