@@ -9,6 +9,7 @@ stands in it nests no deeper, and has no more parts, than a limit. A pipe or a d
 from __future__ import annotations
 
 import os
+import re
 import stat
 import tomllib
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ MAX_TOML_DEPTH: Final = 32
 MAX_TOML_DOTS: Final = 2**23
 """Sum of the squares of the dots in each line: so long takes `tomllib` for keys such as `a.b.c`."""
 _INT64: Final = 2**63
+_ESCAPE: Final = re.compile(rb"(\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u[^dD]|\\u[dD][0-7]|\\[^u])|\\u[dD][0-9a-fA-F]{3}")
+"""In JSON: a surrogate pair or what begins another escape, else half of a pair."""
 
 
 class TooManyPartsError(ValueError):
@@ -84,6 +87,17 @@ def parse_json(data: bytes | str, *, allow_inf_nan: bool = False, max_parts: int
     except (ValueError, RecursionError) as error:
         problem = "it is nested too deep" if "recursion" in str(error) else str(error)
         raise ValueError(f"not valid JSON: {problem}") from None
+
+
+def _parse_of_python(data: bytes, max_parts: int) -> Any:
+    """Return the value, as `parse_json`, also of what Python alone writes: see `InputFile.read_json`."""
+    try:
+        return parse_json(data, allow_inf_nan=True, max_parts=max_parts)
+    except ValueError as error:
+        if "hex escape" not in str(error):
+            raise
+    whole = _ESCAPE.sub(lambda match: match[1] or rb"\ufffd", data)
+    return parse_json(whole, allow_inf_nan=True, max_parts=max_parts)
 
 
 def _has_more_parts(data: bytes, max_parts: int) -> bool:
@@ -179,10 +193,13 @@ class InputFile:
             raise self.error("is not UTF-8 text") from None
 
     def read_json(self, *, max_parts: int = MAX_PARTS) -> Any:
-        """Return what stands in it, also numbers that are none; raises as `read_bytes`, or because it is no JSON."""
+        """Return what stands in it; raises as `read_bytes`, or because it is no JSON.
+
+        What Python writes is taken: numbers that are none, and halves of surrogate pairs, which become U+FFFD.
+        """
         data = self.read_bytes()
         try:
-            return parse_json(data, allow_inf_nan=True, max_parts=max_parts)
+            return _parse_of_python(data, max_parts)
         except ValueError as error:
             raise self.error(f"is {error}") from None
 

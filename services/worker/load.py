@@ -26,7 +26,7 @@ from services.worker.executor.first_look import RunnerSettings, first_look
 from services.worker.memory.budget import bytes_per_block, count_host_blocks
 from services.worker.modelled.executor import ModelledExecutor
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw
-from services.worker.models.spec import ModelSpec, read_spec
+from services.worker.models.spec import MIN_CONTEXT, TOO_SHORT, ModelSpec, read_spec
 from services.worker.peers.greeting import MIN_PASSWORD_BYTES, PeerIdentity, cluster_secret
 from services.worker.roles.device import GroupDevice
 from shared.addresses import host_and_port
@@ -74,9 +74,14 @@ def check_start(settings: WorkerSettings) -> ModelSpec:
         raise StartupError(said, "Give less memory instead")
     if settings.executor is ExecutorKind.TORCH and find_system(settings.system).forms_groups:
         _password(settings)
+    most_kv = settings.max_blocks * settings.block_size
+    for name, num_tokens in (("max_model_len", settings.max_model_len), ("max_blocks times block_size", most_kv)):
+        if 0 < num_tokens < MIN_CONTEXT:
+            raise StartupError(f"{name} is {num_tokens}, {TOO_SHORT}", f"Give at least {MIN_CONTEXT}")
     spec = read_spec(settings.model)
-    for what in spec.left_out:
-        get_logger().warning("end_token_left_out", what=what, meaning="no answer ends there")
+    if left_out := spec.left_out:
+        said = "no answer ends there"
+        get_logger().warning("end_tokens_left_out", count=len(left_out), first=left_out[0], meaning=said)
     return spec
 
 
@@ -151,8 +156,8 @@ def _modelled_kv(settings: WorkerSettings, spec: ModelSpec) -> tuple[int, int, H
     """Return the blocks of the modelled KV memory, the bytes of each, and the host's memory if the system swaps."""
     block_kv_bytes = bytes_per_block(spec, settings.block_size, settings.dtype)
     num_blocks = settings.memory // block_kv_bytes
-    if not num_blocks:
-        raise StartupError(f"--memory holds no KV block of {block_kv_bytes} bytes", "Give more")
+    if num_blocks * settings.block_size < MIN_CONTEXT:
+        raise StartupError(f"--memory holds no KV of two tokens in blocks of {block_kv_bytes} bytes", "Give more")
     if not _swaps(settings):
         return num_blocks, block_kv_bytes, None
     num_host_blocks = count_host_blocks(settings.host_memory, block_kv_bytes)

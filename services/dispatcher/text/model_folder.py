@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import StartupError
+from shared.model_families import DEFAULTS, family_of
 from shared.model_files import COPY_AGAIN, MAX_COUNT, read_object, special_tokens, tokenizer_file
 from shared.reading import InputFile, is_folder
 from shared.sizes import describe_number
@@ -48,6 +49,7 @@ def read_model_folder(folder: Path) -> ModelFolder:
             f"there is no model folder {folder}", "Give --model a folder with config.json and tokenizer.json"
         )
     config = read_object(folder / "config.json")
+    config = {**DEFAULTS.get(family_of(config) or "", {}), **config}
     tokenizer_json = tokenizer_file(folder).read_text()
     tokenizer_config = read_object(folder / "tokenizer_config.json", required=False)
     older = read_object(folder / "special_tokens_map.json", required=False)

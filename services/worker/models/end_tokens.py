@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Final
 
 from services.worker.models.config_json import Config
-from shared.model_files import MAX_TOKENIZER_PARTS, read_object, special_tokens, tokenizer_file
+from shared.errors import StartupError
+from shared.model_files import COPY_AGAIN, MAX_TOKENIZER_PARTS, read_object, special_tokens, tokenizer_file
 
+MAX_END_TOKENS: Final = 256
+"""That one file names; models are published with some ten."""
 _MAX_DIGITS: Final = 10
 
 
@@ -38,14 +41,19 @@ def read_end_tokens(model_dir: Path, config: Config, vocab_size: int) -> EndToke
         vocab_size: ids are below.
 
     Raises:
-        StartupError: a file is broken.
+        StartupError: a file is broken, or names more than `MAX_END_TOKENS`.
     """
     ids: set[int] = set()
     left_out: list[str] = []
     generation = read_object(model_dir / "generation_config.json", required=False)
     for name, content in (("config.json", config), ("generation_config.json", generation)):
         value = content.get("eos_token_id")
-        for entry in value if isinstance(value, list) else [value]:
+        entries = value if isinstance(value, list) else [value]
+        if len(entries) > MAX_END_TOKENS:
+            raise StartupError(
+                f"{name}: eos_token_id has {len(entries)} entries, more than {MAX_END_TOKENS}", COPY_AGAIN
+            )
+        for entry in entries:
             token_id = _as_id(entry)
             if token_id is not None and 0 <= token_id < vocab_size:
                 ids.add(token_id)

@@ -1,14 +1,14 @@
 """What differs between decoders of one family and the next, as data: the decoder itself is written once.
 
 A family that is not here is refused by name. Adding one means adding an entry and an oracle test against its reference.
-Defaults of absent fields are those of the family's configuration class in transformers.
+Defaults of absent fields: `shared/model_families.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 BiasRule = bool | str
 """True or False, or the field of config.json that says so."""
@@ -57,7 +57,7 @@ class Family:
     head_norm: bool = False
     """RMS norm over each query and key head before the rotary embedding."""
     window: Literal["none", "all", "switched"] = "none"
-    """`sliding_window`: never applied (so refused), of all layers, or of some if `use_sliding_window` says so."""
+    """`sliding_window`: not looked at, of all layers, or of some if `use_sliding_window` says so."""
     partial_rotary: bool = False
     """Whether `partial_rotary_factor` counts; else anything but 1 is refused."""
     rope_names: Mapping[str, str] = field(default_factory=dict)
@@ -71,8 +71,6 @@ class Family:
     inner_field: str = "intermediate_size"
     """Field with the MLP's width."""
     activation_field: str = "hidden_act"
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Of fields that config.json leaves out."""
     names: TensorNames = field(default_factory=TensorNames)
 
 
@@ -91,31 +89,12 @@ _OPT_NAMES = TensorNames(
 )
 
 
-def _sizes(vocabulary: int, hidden: int, inner: int, layers: int, heads: int, positions: int) -> dict[str, int]:
-    return {
-        "vocab_size": vocabulary,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "max_position_embeddings": positions,
-    }
-
-
-_QWEN = {
-    **_sizes(151_936, 4096, 22_016, 32, 32, 32_768),
-    "num_key_value_heads": 32,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
         "llama",
         "attention_bias",
         "attention_bias",
         "mlp_bias",
-        defaults=_sizes(32_000, 4096, 11_008, 32, 32, 2048),
     ),
     "MistralForCausalLM": Family(
         "mistral",
@@ -123,15 +102,8 @@ FAMILIES: dict[str, Family] = {
         output_bias=False,
         mlp_bias=False,
         window="all",
-        defaults={
-            **_sizes(32_000, 4096, 14_336, 32, 32, 131_072),
-            "num_key_value_heads": 8,
-            "sliding_window": 4096,
-        },
     ),
-    "Qwen2ForCausalLM": Family(
-        "qwen2", qkv_bias=True, output_bias=False, mlp_bias=False, window="switched", defaults=_QWEN
-    ),
+    "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, output_bias=False, mlp_bias=False, window="switched"),
     "Qwen3ForCausalLM": Family(
         "qwen3",
         "attention_bias",
@@ -139,7 +111,6 @@ FAMILIES: dict[str, Family] = {
         mlp_bias=False,
         head_norm=True,
         window="switched",
-        defaults={**_QWEN, "head_dim": 128},
     ),
     "Phi3ForCausalLM": Family(
         "phi3",
@@ -150,11 +121,6 @@ FAMILIES: dict[str, Family] = {
         partial_rotary=True,
         rope_names={"su": "longrope", "yarn": "longrope"},
         published_with_code=True,
-        defaults={
-            **_sizes(32_064, 3072, 8192, 32, 32, 4096),
-            "rms_norm_eps": 1e-5,
-            "original_max_position_embeddings": 4096,
-        },
         names=TensorNames(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
     ),
     "OPTForCausalLM": Family(
@@ -167,17 +133,6 @@ FAMILIES: dict[str, Family] = {
         learned_positions=2,
         inner_field="ffn_dim",
         activation_field="activation_function",
-        defaults={
-            "vocab_size": 50_272,
-            "hidden_size": 768,
-            "ffn_dim": 3072,
-            "num_hidden_layers": 12,
-            "num_attention_heads": 12,
-            "max_position_embeddings": 2048,
-            "activation_function": "relu",
-            "enable_bias": True,
-            "tie_word_embeddings": True,
-        },
         names=_OPT_NAMES,
     ),
 }

@@ -10,6 +10,7 @@ from pathlib import Path
 from services.worker.models.config_json import Config
 from services.worker.models.families import FAMILIES, Family
 from shared.errors import StartupError
+from shared.model_families import architectures_of
 
 SUPPORTED = ", ".join(sorted(FAMILIES))
 
@@ -42,6 +43,24 @@ _FEATURES = {
 """Field of config.json: what it means if it is set."""
 _SCALES = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale", "scale_emb", "scale_depth")
 """Fields that do nothing if they are 1."""
+_TASKS = ("Classification", "Regression", "Reward", "Embedding", "QuestionAnswering", "MultipleChoice", "Bidirectional")
+"""In names of architectures: what is computed from a decoder instead of text."""
+
+
+def refuse_tasks(config: Config) -> None:
+    """Check that config.json names no model that does something else than writing text, or one that does beside it.
+
+    Raises:
+        StartupError: it does, or `architectures` holds no names.
+    """
+    named = architectures_of(config)
+    if not all(isinstance(name, str) for name in named):
+        raise StartupError("config.json: architectures is no list of names", f"Supported are {SUPPORTED}")
+    others = [name for name in named if any(task in name for task in _TASKS)]
+    if others and not any("CausalLM" in name for name in named):
+        raise StartupError(
+            f"architecture {others[0]} writes no text, it is not supported", f"Supported are {SUPPORTED}"
+        )
 
 
 def refuse_features(config: Config, family: Family, architecture: str) -> None:

@@ -12,11 +12,12 @@ from typing import Literal
 from services.worker.models.config_json import Config, ConfigReader
 from services.worker.models.end_tokens import EndTokens, read_end_tokens
 from services.worker.models.families import FAMILIES, BiasRule, Family
-from services.worker.models.refusals import SUPPORTED, refuse_adapter, refuse_features
+from services.worker.models.refusals import SUPPORTED, refuse_adapter, refuse_features, refuse_tasks
 from services.worker.models.rope_spec import RopeSpec, Rotation, read_rotation
 from services.worker.models.windows import read_windows
 from shared.errors import StartupError
-from shared.model_files import COPY_AGAIN, read_object
+from shared.model_families import DEFAULTS, architectures_of, family_of
+from shared.model_files import read_object
 from shared.reading import is_file, is_folder
 
 __all__ = ["Activation", "ModelSpec", "RopeSpec", "check_context", "read_spec"]
@@ -38,8 +39,8 @@ MAX_LAYERS = 4096
 """Thirty times as many as the deepest that is published has."""
 LAYER_NORM_EPS = 1e-5
 """torch's own, which the OPT family does not state."""
-_CAUSAL, _BASE = "ForCausalLM", "Model"
-"""Ends of transformers' names of a model with a head, and of the same without."""
+MIN_CONTEXT = 2
+TOO_SHORT = "and a request has a token of prompt and one of output at least"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +124,11 @@ def read_spec(model_dir: Path) -> ModelSpec:
     config = read_object(model_dir / "config.json")
     architecture, family = _family(config)
     refuse_features(config, family, architecture)
-    reader = ConfigReader(config, family.defaults)
-    return _build(reader, architecture, family, read_end_tokens(model_dir, config, reader.positive("vocab_size")))
+    reader = ConfigReader(config, DEFAULTS[family.model_type])
+    spec = _build(reader, architecture, family, read_end_tokens(model_dir, config, reader.positive("vocab_size")))
+    if spec.max_positions < MIN_CONTEXT:
+        raise reader.error("max_position_embeddings", f"gives a context of {spec.max_positions}, {TOO_SHORT}")
+    return spec
 
 
 def check_context(spec: ModelSpec, max_model_len: int | None) -> None:
@@ -145,24 +149,16 @@ def check_context(spec: ModelSpec, max_model_len: int | None) -> None:
 
 
 def _family(config: Config) -> tuple[str, Family]:
-    """Return the family by `model_type`, as transformers does; only without one by `architectures`.
-
-    The latter is only looked at for what is another model after all: classifiers, towers, models of their own code.
-    """
-    named, model_type = config.get("architectures") or [], config.get("model_type")
-    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
-        raise StartupError("config.json: architectures is no list of names", f"Supported are {SUPPORTED}")
+    """Return the family, and the name of its architecture."""
+    refuse_tasks(config)
+    found = family_of(config)
     for name, family in FAMILIES.items():
-        is_named = name in named or name.removesuffix(_CAUSAL) + _BASE in named
-        if model_type == family.model_type and (is_named or not named):
+        if found == family.model_type:
             return name, family
-        if is_named and model_type is None:
-            return name, family
-        if is_named:
-            raise StartupError(f"config.json: model_type {model_type!r} does not fit {name}", COPY_AGAIN)
-    if not named and model_type is None:
+    model_type, named = config.get("model_type"), architectures_of(config)
+    if model_type is None and not named:
         raise StartupError("config.json has neither model_type nor architectures", f"Supported are {SUPPORTED}")
-    what = f"architecture {named[0]}" if named else f"model_type {model_type!r}"
+    what = f"model_type {model_type!r}" if model_type is not None else f"architecture {named[0]}"
     raise StartupError(f"{what} is not supported", f"Supported are {SUPPORTED}")
 
 

@@ -15,7 +15,7 @@ def read_windows(reader: ConfigReader, family: Family, num_layers: int, max_posi
     A window that no sequence can outgrow counts as none.
 
     Raises:
-        StartupError: config.json asks for windows that this family does not apply, or contradicts itself.
+        StartupError: config.json contradicts itself, or asks by `layer_types` for what this family does not apply.
     """
     window = _window(reader, family)
     sliding = _sliding_layers(reader, family, window, num_layers)
@@ -25,13 +25,8 @@ def read_windows(reader: ConfigReader, family: Family, num_layers: int, max_posi
 
 
 def _window(reader: ConfigReader, family: Family) -> int | None:
-    if reader.config.get("sliding_window") is None:
+    if family.window == "none" or reader.config.get("sliding_window") is None:
         return None
-    if family.window == "none":
-        raise StartupError(
-            f"sliding-window attention (sliding_window in config.json) of {family.model_type} is not supported",
-            "Choose a checkpoint with full attention",
-        )
     if family.window == "switched" and not reader.get("use_sliding_window", bool, default=False):
         return None
     return reader.positive("sliding_window")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shared.errors import ConfigError, StartupError
 from shared.reading import MAX_TOML_DEPTH, InputFile, TooManyPartsError, parse_json, parse_toml
@@ -83,7 +86,6 @@ WRONG_JSON = [
     "{",
     "\ufeff{}",
     '{"a":"\ud800"}',
-    '{"a":"\\ud800"}',
     '{"a":"\0"}',
     "{}x",
     "9" * 5000,
@@ -110,6 +112,23 @@ def test_numbers_that_are_none_are_read_from_files_only(tmp_path: Path) -> None:
     assert (str(found["a"]), found["b"], found["c"], found["d"]) == ("nan", -float("inf"), float("inf"), 2)
     with pytest.raises(ValueError, match="not valid JSON"):
         parse_json(text)
+
+
+@given(
+    st.lists(st.sampled_from(["\ud83d", "\ude00", "😀", "\u0120", "\ud7ff", "\\", "u", "d83d", '"', "\n"]), max_size=8)
+)
+def test_halves_of_surrogate_pairs_are_read_from_files_only_as_no_character(
+    tmp_path_factory: pytest.TempPathFactory, parts: list[str]
+) -> None:
+    """Oracle: Python's parser, which takes them."""
+    path = tmp_path_factory.getbasetemp() / "surrogates"
+    path.write_text(json.dumps("".join(parts)))
+    read = json.loads(path.read_text())
+    whole = "".join("\ufffd" if "\ud800" <= char <= "\udfff" else char for char in read)
+    assert file_at(path).read_json() == whole
+    if whole != read:
+        with pytest.raises(ValueError, match="not valid JSON"):
+            parse_json(path.read_text())
 
 
 def test_more_parts_than_allowed_are_not_parsed() -> None:

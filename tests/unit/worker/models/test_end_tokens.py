@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from services.worker.config import WorkerSettings
 from services.worker.load import check_start
-from services.worker.models.end_tokens import EndTokens, read_end_tokens
+from services.worker.models.end_tokens import MAX_END_TOKENS, EndTokens, read_end_tokens
 from shared.errors import StartupError
 from tests.support.checkpoints import EOS, PAD, CheckpointShape, stored_checkpoint
 from tests.support.runners import load
@@ -104,13 +104,24 @@ def test_a_broken_file_is_refused_by_name_rather_than_its_end_token_missed(tmp_p
         read(tmp_path)
 
 
+@pytest.mark.parametrize("entries", [["y" * 1000] * 9000, list(range(10**6))])
+@pytest.mark.parametrize("name", ["config", "generation_config"])
+def test_more_than_any_model_has_are_refused_in_one_sentence(tmp_path: Path, name: str, entries: list[Any]) -> None:
+    files = {} if name == "config" else {name: {"eos_token_id": entries}}
+    said = rf"{name}\.json: eos_token_id has {len(entries)} entries, more than {MAX_END_TOKENS}"
+    with pytest.raises(StartupError, match=said):
+        read(tmp_path, None if files else entries, **files)
+    assert len(read(tmp_path, entries[:MAX_END_TOKENS], generation_config={}).left_out) <= MAX_END_TOKENS
+
+
 def test_a_worker_ends_answers_there_and_says_what_it_left_out(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(stored_checkpoint(CheckpointShape())[0], tmp_path / "model"))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 5000]}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 5000, "x"]}))
     names = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**names, "eos_token": "<pad>"}))
     with capture_logs() as logs:
         spec = check_start(WorkerSettings(instance_id="w0", model=folder, memory=2**25))
     assert spec.eos_token_ids == load(folder).info.eos_token_ids == (EOS, PAD, 9)
-    (said,) = [entry for entry in logs if entry["event"] == "end_token_left_out"]
-    assert said["what"].startswith("generation_config.json: eos_token_id '5000'")
+    (said,) = [entry for entry in logs if entry["event"] == "end_tokens_left_out"]
+    assert said["count"] == 2
+    assert said["first"].startswith("generation_config.json: eos_token_id '5000'")

@@ -186,7 +186,7 @@ BROKEN: list[tuple[Callable[[Path], Any], str]] = [
     (change_config(num_hidden_layers=3), r"no tensor model\.layers\.2\."),
     (change_config(num_hidden_layers=1), r"a tensor model\.layers\.1\.\S+ that LlamaForCausalLM does not use"),
     (change_config(mlp_bias=True), r"no tensor model\.layers\.0\.mlp\.gate_proj\.bias"),
-    (change_config(architectures=["MixtralForCausalLM"]), "architecture MixtralForCausalLM is not supported"),
+    (change_config(model_type="mixtral"), "model_type 'mixtral' is not supported"),
     (change_config(quantization_config={"bits": 4}), "quantized checkpoint"),
     (change_config(rope_parameters={"rope_type": "proportional"}), "rotary embedding of type 'proportional'"),
 ]
@@ -218,6 +218,9 @@ HEADERS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda h: h["model.norm.weight"].update(shape=[1] * 4000), "has 4000 dimensions, more than 8"),
     (lambda h: h["model.norm.weight"].update(shape=[10**400, 0]), "entry of model.norm.weight is broken"),
     (lambda h: h["model.norm.weight"].update(shape=[True]), "entry of model.norm.weight is broken"),
+    (lambda h: h.update(__metadata__=[1]), "is broken: .*invalid type: sequence"),
+    (lambda h: h.update(__metadata__={"format": 1}), "is broken: .*invalid type: integer"),
+    (lambda h: h["model.norm.weight"].update(dtype="X"), "is broken: .*unknown variant"),
     (lambda h: h.update({"x": json.loads("[" * 250 + "]" * 250)}), "its header is not valid JSON: .* nested too deep"),
     (lambda h: h.update({str(index): h["lm_head.weight"] for index in range(100_001)}), "more than 100000"),
 ]
@@ -252,7 +255,10 @@ def test_missing_files_are_named(folder: Path) -> None:
     ("weight_map", "message"),
     [
         (None, "has no weight_map"),
-        ({"x": "../model.safetensors"}, "no file of the folder"),
+        *(
+            ({"x": path}, "no file of the folder")
+            for path in ("../a.safetensors", "./b/../../a.safetensors", "/a", "..")
+        ),
         ({"x": 3}, "no file of the folder"),
         ({"x": "absent.safetensors"}, "absent.safetensors is missing"),
         ({"x": "n" * 300}, "nnn is missing"),

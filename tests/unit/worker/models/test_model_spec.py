@@ -11,10 +11,12 @@ import torch
 from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from services.dispatcher.text.model_folder import read_model_folder
 from services.worker.models.families import FAMILIES
 from services.worker.models.rope import RopeTable, inverse_frequencies
 from services.worker.models.spec import ModelSpec, RopeSpec, check_context, read_spec
 from shared.errors import StartupError
+from shared.model_families import DEFAULTS
 
 MINIMAL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -83,12 +85,25 @@ OPT = {"architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 48, 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported. Supported are Llama"),
-    ({"architectures": ["X", "LlamaForSequenceClassification"]}, "architecture X is not supported"),
-    ({"architectures": "LlamaForCausalLM"}, "architectures is no list of names"),
+    ({"architectures": ["GPT2LMHeadModel"], "model_type": ...}, "architecture GPT2LMHeadModel is not supported. Supp"),
+    (
+        {"architectures": ["X", "LlamaForSequenceClassification"]},
+        "architecture LlamaForSequenceClassification writes no",
+    ),
+    *(
+        ({"architectures": named, "model_type": model_type}, f"architecture {name} writes no text")
+        for name in ("LlamaForTokenClassification", "Qwen2ForRewardModel", "LlamaForEmbedding")
+        for named, model_type in ((name, "llama"), ([name], ...))
+    ),
+    ({"architectures": [3]}, "architectures is no list of names"),
+    ({"architectures": {"LlamaForCausalLM": 1}}, "architectures is no list of names"),
+    ({"architectures": "GPT2LMHeadModel", "model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
+    ({"model_type": ["llama"]}, "model_type .'llama'. is not supported"),
+    ({"model_type": "LlamaForCausalLM"}, "model_type 'LlamaForCausalLM' is not supported"),
+    ({"max_position_embeddings": 1}, "max_position_embeddings gives a context of 1, and a request has a token of"),
     ({"architectures": ..., "model_type": ...}, "has neither model_type nor architectures"),
     ({"architectures": ..., "model_type": "gpt2"}, "model_type 'gpt2' is not supported. Supported are Llama"),
-    ({"model_type": "gemma"}, "model_type 'gemma' does not fit LlamaForCausalLM"),
+    ({"model_type": "gemma"}, "model_type 'gemma' is not supported"),
     ({"quantization_config": {"quant_method": "gptq"}}, "quantized checkpoint .quantization_config"),
     ({"num_local_experts": 8}, "mixture of experts"),
     ({"vision_config": {"depth": 2}}, "vision tower"),
@@ -107,7 +122,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"lm_head_bias": True}, "bias of the head"),
     ({"is_encoder_decoder": True}, "encoder with a decoder"),
     ({"hidden_act": "quick_gelu"}, "activation 'quick_gelu' .hidden_act. is not supported. Supported: silu"),
-    ({"sliding_window": 64}, "sliding-window attention .sliding_window in config.json. of llama is not supported"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types of llama that contradict sliding_window"),
     ({"layer_types": ["full_attention", "chunked_attention"]}, "layers of type 'chunked_attention'"),
     ({"layer_types": ["full_attention"]}, "layer_types is no list of 2 types"),
@@ -161,7 +175,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"rope_type": "longrope", "short_factor": [10**400] * 4}}, "short_factor is no list"),
     ({**PHI3, "partial_rotary_factor": 1e308}, "the rotary embedding turns"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 2, "beta_fast": -1}}, "beta_fast is -1.0, must not be negative"),
-    ({"architectures": ["x" * 10**6]}, "architecture xxx"),
+    ({"architectures": ["x" * 10**6], "model_type": ...}, "architecture xxx"),
 ]
 
 
@@ -175,6 +189,7 @@ def test_what_cannot_be_run_is_refused_by_name(tmp_path: Path, changes: dict[str
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
+        ({"sliding_window": 64}, (None, None)),
         ({**MISTRAL, "sliding_window": 64}, (64, 64)),
         ({**MISTRAL, "sliding_window": None}, (None, None)),
         ({**MISTRAL, "max_position_embeddings": 8192}, (4096, 4096)),
@@ -308,22 +323,39 @@ def test_angles_equal_the_references(tmp_path: Path, parameters: dict[str, Any])
     torch.testing.assert_close(table.sin[:, 32:], sin[0, :, 32:], rtol=0, atol=2e-5)
 
 
-def test_every_family_is_named_after_its_architecture() -> None:
+def test_every_family_is_named_after_its_architecture_and_has_defaults() -> None:
     assert all(name.lower().startswith(family.model_type) for name, family in FAMILIES.items())
+    assert sorted(DEFAULTS) == sorted(family.model_type for family in FAMILIES.values())
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_absent_fields_are_those_of_the_references_configuration(tmp_path: Path, name: str) -> None:
-    """config.json says its `model_type` and nothing else; beside it, the same with every field written out."""
+    """config.json says its `model_type` and nothing else; beside it, the same with every field written out. A
+    dispatcher, which lets ids pass, knows the same size of the vocabulary as a worker, which has an embedding."""
     model_type = FAMILIES[name].model_type
+    (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    absent = read_spec(tmp_path)
+    absent, by_dispatcher = read_spec(tmp_path), read_model_folder(tmp_path)
     written = AutoConfig.for_model(model_type).to_dict()
+    assert by_dispatcher.vocab_size == absent.vocab_size == written["vocab_size"]
+    assert by_dispatcher.max_model_len == written["max_position_embeddings"]
+    for nameless in ({"architectures": [name]}, {"architectures": name}):
+        (tmp_path / "config.json").write_text(json.dumps(nameless))
+        assert read_spec(tmp_path) == absent
+        assert read_model_folder(tmp_path) == by_dispatcher
     (tmp_path / "config.json").write_text(json.dumps({**written, "eos_token_id": None}))
     assert read_spec(tmp_path) == absent
 
 
-@pytest.mark.parametrize("architectures", [..., None, [], ["LlamaModel"], ["LlamaForCausalLM", "Other"]])
-def test_the_family_is_that_of_the_model_type(tmp_path: Path, architectures: Any) -> None:
-    assert read(tmp_path, architectures=architectures) == read(tmp_path)
+@pytest.mark.parametrize(
+    "named",
+    [
+        *(..., None, [], "", "LlamaForCausalLM", ["LlamaModel"], ["LlamaForCausalLM", "LlamaForTokenClassification"]),
+        *(["LLaMAForCausalLM"], ["YiForCausalLM"], ["MistralForCausalLM"], ["LlamaForCausalLMWithValueHead"]),
+    ],
+)
+def test_the_family_is_that_of_the_model_type(tmp_path: Path, named: Any) -> None:
+    """Oracle: transformers' classes, whose models have the same parameters whatever `architectures` names."""
+    assert read(tmp_path, architectures=named) == read(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).model_type == "llama"
     assert read(tmp_path, model_type=...) == read(tmp_path)

@@ -108,6 +108,21 @@ def in_shards(change: Callable[[dict[str, str]], object], *, keep_whole: bool = 
     return respell
 
 
+def in_subfolder(folder: Path) -> None:
+    """Split the one file into two: one is named as in a shell, the other lies in a folder of its own."""
+    here, there = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    names = {here: f"./{here}", there: f"weights/{there}"}
+    in_shards(lambda index: index.update({name: names[file] for name, file in index.items()}))(folder)
+    (folder / "weights").mkdir()
+    (folder / there).rename(folder / "weights" / there)
+
+
+def unseen_window(folder: Path) -> None:
+    """Name a window, of which the reference's model knows nothing; only its cache would drop keys by it."""
+    config(sliding_window=16)(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"use_cache": False}))
+
+
 LINEAR = {"type": "linear", "factor": 4.0}
 LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
@@ -155,9 +170,13 @@ SPELLINGS: dict[str, tuple[tuple[str, ...], Spelling]] = {
         LLAMA,
         in_shards(lambda index: index.update({n: f"{f[:10]}{3 - int(f[10])}{f[11:]}" for n, f in index.items()})),
     ),
+    "an index of paths": (LLAMA, in_subfolder),
     "no architectures": (LLAMA, config(drop=("architectures",))),
     "the base model's architecture": (LLAMA, config(architectures=["LlamaModel"])),
     "several architectures": (LLAMA, config(architectures=["LlamaForCausalLM", "LlamaForTokenClassification"])),
+    "an architecture of another name": (LLAMA, config(architectures="YiForCausalLM")),
+    "a window that the family does not apply": (LLAMA, unseen_window),
+    "half of a surrogate pair": (LLAMA, config(note="\ud83d")),
     "no context": (("llama", "qwen2", "phi3"), config(drop=("max_position_embeddings",))),
     "no type of numbers": (LLAMA, config(drop=("dtype", "torch_dtype"))),
     "the older name of the type": (LLAMA, config(drop=("dtype",), torch_dtype="float16")),

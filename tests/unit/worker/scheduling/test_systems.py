@@ -96,6 +96,16 @@ def test_a_bound_on_blocks_is_refused_where_parameters_are_dropped_for_more() ->
     check_start(settings("kunserve"))
 
 
+@pytest.mark.parametrize("executor", [ExecutorKind.TORCH, ExecutorKind.MODELLED])
+def test_a_context_of_one_token_is_refused(executor: ExecutorKind) -> None:
+    one_slot = {"max_blocks": 1, "block_size": 1}
+    for given, said in (({"max_model_len": 1}, "max_model_len"), (one_slot, "max_blocks times block_size")):
+        with pytest.raises(StartupError, match=f"{said} is 1, and a request has a token of prompt and one of output"):
+            check_start(settings("fcfs-chunked", executor=executor, **given))
+    for least in ({"max_model_len": 2}, {"max_blocks": 2, "block_size": 1}):
+        check_start(settings("fcfs-chunked", executor=executor, **least))
+
+
 @pytest.mark.parametrize(
     ("login", "reason"),
     [
