@@ -29,8 +29,7 @@ from services.dispatcher.text.token_finder import TokenFinder
 from services.dispatcher.text.token_names import TokenNames
 from shared.errors import StartupError
 from shared.messages.request import MAX_PROMPT_TOKENS
-from shared.model_files import MAX_TOKENIZER_PARTS, TOKENIZER_HINT
-from shared.reading import parse_json
+from shared.model_files import COPY_AGAIN
 
 _OPEN_CANDIDATES: Final = range(0xF0000, 0xF0400)
 """Private-use characters that may mark a placeholder; one that no message contains is taken."""
@@ -70,11 +69,12 @@ class PromptCodec:
 
     def __init__(self, folder: ModelFolder, template: ChatTemplate | None = None) -> None:
         self.tokenizer = load_tokenizer(folder.tokenizer_json)
+        _add_tokens(self.tokenizer, folder)
         self.vocab_size = folder.vocab_size or self.tokenizer.get_vocab_size(with_added_tokens=True)
         self.unknown_tokens = _tokens_from(self.tokenizer, self.vocab_size)
         """Added tokens whose ids the model does not have."""
         if self.unknown_tokens:
-            self.tokenizer = _without_tokens(folder.tokenizer_json, self.unknown_tokens)
+            self.tokenizer = _without_tokens(self.tokenizer, self.unknown_tokens)
         _mark_special(self.tokenizer, folder.special_tokens.values())
         self.has_unknown_pieces = any(i >= self.vocab_size for i in self.tokenizer.get_vocab().values())
         """The tokenizer's own vocabulary goes beyond the model; a text that needs such a piece is refused."""
@@ -206,13 +206,27 @@ class PromptCodec:
                         raise _refused_template(written[0], self.vocab_size)
 
 
-def _without_tokens(source: str, tokens: frozenset[str]) -> Tokenizer:
+def _add_tokens(tokenizer: Tokenizer, folder: ModelFolder) -> None:
+    """Add the tokens that stand beside `tokenizer.json`, as transformers does, but never under another id."""
+    own = tokenizer.get_added_tokens_decoder()
+    beside = {token_id: token for token_id, token in sorted(folder.added_tokens.items()) if token.content}
+    added = [
+        token
+        for token_id, token in beside.items()
+        if token_id not in own or (folder.added_tokens_win and repr(own[token_id]) != repr(token))
+    ]
+    if added:
+        tokenizer.add_tokens(added)
+    for token_id, token in beside.items():
+        if (its_id := tokenizer.token_to_id(token.content)) != token_id:
+            what = f"the added token {token.content[:80]!r} would have id {its_id} by tokenizer.json"
+            raise StartupError(f"{what}, and {token_id} by the files beside it", COPY_AGAIN)
+
+
+def _without_tokens(tokenizer: Tokenizer, tokens: frozenset[str]) -> Tokenizer:
     """Return the tokenizer without these added tokens: their strings are ordinary text to it."""
-    try:
-        content = parse_json(source, max_parts=MAX_TOKENIZER_PARTS)
-    except ValueError as error:
-        raise StartupError(f"tokenizer.json is {error}", TOKENIZER_HINT) from None
-    content["added_tokens"] = [token for token in content.get("added_tokens", []) if token["content"] not in tokens]
+    content = json.loads(tokenizer.to_str())
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] not in tokens]
     return load_tokenizer(json.dumps(content))
 
 
@@ -225,9 +239,9 @@ def _tokens_from(tokenizer: Tokenizer, first_id: int) -> frozenset[str]:
 def _mark_special(tokenizer: Tokenizer, names: Collection[str]) -> None:
     """Mark the tokens that the folder's files name (`eos_token` …) as special, as transformers does."""
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
-    tokenizer.add_special_tokens(
-        [name for name in names if name and tokenizer.token_to_id(name) is not None and name not in special]
-    )
+    named = [name for name in names if name and tokenizer.token_to_id(name) is not None and name not in special]
+    if named:  # for none the library takes as long
+        tokenizer.add_special_tokens(named)
 
 
 def _refused_template(token: str, vocab_size: int) -> StartupError:
