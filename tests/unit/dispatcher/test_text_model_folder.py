@@ -67,7 +67,15 @@ FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "none special in tokenizer.json": (
         NOT_SPECIAL,
-        {"tokenizer_config": {**CONFIG, "added_tokens_decoder": {"1": flags("<|im_start|>", special=True)}}},
+        {
+            "tokenizer_config": {
+                **CONFIG,
+                "added_tokens_decoder": {
+                    "1": flags("<|im_start|>", special=True),
+                    "2": flags("<|im_end|>", special=True),
+                },
+            }
+        },
     ),
     "a map beside": (PLAIN, {"special_tokens_map": {"eos_token": "<|endoftext|>", "bos_token": "<|im_start|>"}}),
     "a map beside a decoder": (
@@ -141,9 +149,7 @@ def test_ids_that_disagree_with_tokenizer_json_are_refused(tmp_path: Path, files
         PromptCodec(read_model_folder(write(tmp_path, **files)))
 
 
-@pytest.mark.parametrize(
-    "decoder", [None, [], {"x": flags("<a>", special=True)}, {"5": "<a>"}, {"5": {"content": 5}}]
-)
+@pytest.mark.parametrize("decoder", [None, [], {"x": flags("<a>", special=True)}, {"5": "<a>"}, {"5": {"content": 5}}])
 def test_added_tokens_that_are_none_are_refused(tmp_path: Path, decoder: object) -> None:
     folder = write(tmp_path, tokenizer_config={"added_tokens_decoder": decoder})
     with pytest.raises(StartupError, match=r"the added tokens in .*tokenizer_config\.json cannot be read"):

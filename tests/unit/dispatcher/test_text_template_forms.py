@@ -216,7 +216,8 @@ def test_the_log_says_at_the_start_whose_messages_are_refused(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "fails", ["{{ raise_exception('no') }}", "{{ strftime_now(1) }}", "{{ messages.guideline.text }}", "{{ 5 | dictsort }}"]
+    "fails",
+    ["{{ raise_exception('no') }}", "{{ strftime_now(1) }}", "{{ messages.guideline.text }}", "{{ 5 | dictsort }}"],
 )
 def test_the_log_says_at_the_start_of_a_template_that_takes_nothing(fails: str, tmp_path: Path) -> None:
     with capture_logs() as logs:
