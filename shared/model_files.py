@@ -42,15 +42,17 @@ def tokenizer_file(folder: Path) -> InputFile:
 
 
 def special_tokens(tokenizer_config: Mapping[str, Any], special_tokens_map: Mapping[str, Any]) -> dict[str, str]:
-    """Return the text of each special token that has a name.
+    """Return the text of each special token that has a name, as transformers does.
 
     Args:
-        tokenizer_config: contents of `tokenizer_config.json`; goes first.
-        special_tokens_map: contents of `special_tokens_map.json`, which older folders have beside it.
+        tokenizer_config: contents of `tokenizer_config.json`.
+        special_tokens_map: contents of `special_tokens_map.json`, which older folders have beside it. It goes first,
+            and is not looked at where the configuration knows the added tokens itself.
     """
     found: dict[str, str] = {}
     for name in _NAMES:
-        for content in (special_tokens_map, tokenizer_config):
+        older = {} if "added_tokens_decoder" in tokenizer_config else special_tokens_map
+        for content in (tokenizer_config, older):
             value = content.get(name)
             if isinstance(value, dict):  # an AddedToken as JSON
                 value = value.get("content")

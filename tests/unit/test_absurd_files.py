@@ -73,6 +73,7 @@ READERS: list[tuple[str, Callable[[Path], object]]] = [
     ("tokenizer.json", model(read_model_folder)),
     ("tokenizer_config.json", model(read_model_folder)),
     ("special_tokens_map.json", model(read_model_folder)),
+    ("added_tokens.json", model(read_model_folder)),
     ("chat_template.jinja", model(read_model_folder)),
     ("generation_config.json", model(read_sampling_defaults)),
 ]

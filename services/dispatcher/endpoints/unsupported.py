@@ -19,7 +19,9 @@ def _never(_value: Any) -> bool:
 
 
 def _is_empty(value: Any) -> bool:
-    return value in ([], {}, "") and not isinstance(value, bool)
+    if isinstance(value, dict):
+        return all(member is None for member in value.values())
+    return value in ([], "")
 
 
 def _is_false(value: Any) -> bool:
@@ -48,9 +50,9 @@ _COMMON: Final[dict[str, _IsNeutral]] = {
     "prompt_logprobs": _is_false,  # 0 asks for those of the prompt's own tokens
     "logits_processors": _is_empty,
     "include_stop_str_in_output": _is_false,
-    "truncate_prompt_tokens": _never,
+    "truncate_prompt_tokens": _never,  # -1 cuts to the context what would be refused
     "allowed_token_ids": _is_empty,
-    "bad_words": _is_empty,
+    "bad_words": _one_of("", [], [""]),
 }
 _TEMPLATE: Final[dict[str, _IsNeutral]] = {
     "tools": _is_empty,
@@ -104,7 +106,7 @@ def refuse_unsupported(values: Mapping[str, Any], table: Mapping[str, _IsNeutral
 
 def _refuse_formats(fields: Fields) -> None:
     form = fields.mapping("response_format")
-    if form is not None and form.values and form.text("type") != "text":
+    if form is not None and not _is_empty(form.values) and form.text("type") != "text":
         raise unsupported("response_format", "Only the response format 'text' is supported.")
     modalities = fields.values.get("modalities")
     if modalities is not None and modalities not in ([], ["text"]):

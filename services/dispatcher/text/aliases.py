@@ -26,13 +26,14 @@ class AliasedTokenizer:
     Args:
         tokenizer: under these names.
         aliases: by the token's own name.
+        alias: what each of them matches.
     """
 
-    def __init__(self, tokenizer: Tokenizer, aliases: Mapping[str, str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, aliases: Mapping[str, str], alias: re.Pattern[str]) -> None:
         self.tokenizer = tokenizer
         self.aliases = aliases
         self._own_names = {alias: token for token, alias in aliases.items()}
-        self._alias = re.compile("|".join(map(re.escape, self._own_names)) or "(?!)")
+        self._alias = alias
         added = tokenizer.get_added_tokens_decoder()
         self._ids = {token_id for token_id, token in added.items() if token.content in self._own_names}
         self._may_miss = tokenizer.normalizer is not None and any(added[token_id].normalized for token_id in self._ids)
@@ -90,7 +91,7 @@ def alias_tokens(own: Tokenizer, tokens: frozenset[str]) -> AliasedTokenizer:
     tokenizer = load_tokenizer(json.dumps(content))
     if any(tokenizer.token_to_id(alias) != own.token_to_id(token) for token, alias in aliases.items()):
         raise StartupError("tokenizer.json numbers its added tokens in a way that is not supported")
-    return AliasedTokenizer(tokenizer, aliases)
+    return AliasedTokenizer(tokenizer, aliases, re.compile(rf"<\|{secret}-[0-9]+\|>"))
 
 
 def _rename_pieces(model: dict[str, Any], aliases: Mapping[str, str]) -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken
+
 from shared.errors import StartupError
 from shared.model_families import DEFAULTS, family_of
 from shared.model_files import COPY_AGAIN, MAX_COUNT, read_object, special_tokens, tokenizer_file
@@ -32,6 +34,10 @@ class ModelFolder:
     """Where the template stands."""
     special_tokens: Mapping[str, str]
     """`bos_token`, `eos_token`, … as the chat template sees them."""
+    added_tokens: Mapping[int, AddedToken]
+    """Added tokens by id, from beside `tokenizer.json`."""
+    added_tokens_win: bool
+    """Their flags go before those in `tokenizer.json`."""
     max_model_len: int
     """The checkpoint's own context, in tokens; 0 if its configuration does not say."""
     vocab_size: int
@@ -53,30 +59,57 @@ def read_model_folder(folder: Path) -> ModelFolder:
     tokenizer_json = tokenizer_file(folder).read_text()
     tokenizer_config = read_object(folder / "tokenizer_config.json", required=False)
     older = read_object(folder / "special_tokens_map.json", required=False)
+    named = special_tokens(tokenizer_config, older)
     template, template_path = _find_template(folder, tokenizer_config)
     return ModelFolder(
         tokenizer_json=tokenizer_json,
         template=template,
         template_path=template_path,
-        special_tokens=special_tokens(tokenizer_config, older),
+        special_tokens=named,
+        added_tokens=_added_tokens(folder, tokenizer_config, named),
+        added_tokens_win="added_tokens_decoder" in tokenizer_config,
         max_model_len=_positive(config, "max_position_embeddings"),
         vocab_size=_positive(config, "vocab_size"),
     )
 
 
 def _find_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> tuple[str | None, Path | None]:
-    """Return the template as transformers finds it, the file first, then the tokenizer's configuration; and where."""
-    file = InputFile(folder / "chat_template.jinja", 4 * MAX_TEMPLATE_CHARS, hint=COPY_AGAIN)
-    if file.exists():
-        return _check_template(file.read_text(), file.path), file.path
+    """Return the template as transformers finds it, a file first, then the tokenizer's configuration; and where.
+
+    Of several by name, `default` is the one for plain chat.
+    """
+    for path in (folder / "additional_chat_templates" / "default.jinja", folder / "chat_template.jinja"):
+        file = InputFile(path, 4 * MAX_TEMPLATE_CHARS, hint=COPY_AGAIN)
+        if file.exists():
+            return _check_template(file.read_text(), path), path
     source = tokenizer_config.get("chat_template")
-    if isinstance(source, list):  # several by name; `default` is the one for plain chat
-        named = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
-        source = named.get("default")
+    if isinstance(source, list):
+        named = [item for item in source if isinstance(item, dict) and item.get("name") == "default"]
+        source = named[-1].get("template") if named else None
+    elif isinstance(source, dict):
+        source = source.get("default")
     if source is None:
         return None, None
     path = folder / "tokenizer_config.json"
     return _check_template(source, path), path
+
+
+def _added_tokens(folder: Path, tokenizer_config: Mapping[str, Any], named: Mapping[str, str]) -> dict[int, AddedToken]:
+    """Return the added tokens that the tokenizer's configuration lists, else those of the oldest folders' own file."""
+    path = folder / "tokenizer_config.json"
+    try:
+        if "added_tokens_decoder" in tokenizer_config:
+            entries = tokenizer_config["added_tokens_decoder"].items()
+            return {int(token_id): AddedToken(**entry) for token_id, entry in entries}
+        extra = tokenizer_config.get("extra_special_tokens") or tokenizer_config.get("additional_special_tokens")
+        special = {*named.values(), *(text for text in extra or () if isinstance(text, str))}
+        path = folder / "added_tokens.json"
+        return {
+            int(token_id): AddedToken(text, special=text in special, normalized=text not in special)
+            for text, token_id in read_object(path, required=False).items()
+        }
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise StartupError(f"the added tokens in {path} cannot be read ({str(error)[:200]})", COPY_AGAIN) from None
 
 
 def _check_template(source: object, path: Path) -> str:

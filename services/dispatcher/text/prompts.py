@@ -16,7 +16,6 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from os.path import commonprefix
 from typing import Any, Final
 
 from tokenizers import Tokenizer
@@ -25,20 +24,17 @@ from services.dispatcher.text.aliases import alias_tokens, load_tokenizer
 from services.dispatcher.text.detokenizer import DetokenizerTable, load_table
 from services.dispatcher.text.model_folder import ModelFolder
 from services.dispatcher.text.template import ChatTemplate, TemplateRefusalError
-from services.dispatcher.text.template_forms import in_form
+from services.dispatcher.text.template_forms import TALKS, in_form
+from services.dispatcher.text.token_finder import TokenFinder
 from services.dispatcher.text.token_names import TokenNames
 from shared.errors import StartupError
 from shared.messages.request import MAX_PROMPT_TOKENS
-from shared.model_files import MAX_TOKENIZER_PARTS, TOKENIZER_HINT
-from shared.reading import parse_json
+from shared.model_files import COPY_AGAIN
 
 _OPEN_CANDIDATES: Final = range(0xF0000, 0xF0400)
 """Private-use characters that may mark a placeholder; one that no message contains is taken."""
 
-_TRIALS: Final = tuple(
-    [{"role": role, "content": "a"} for role in roles]
-    for roles in (("user",), ("system", "user"), ("user", "assistant"), ("system", "user", "assistant", "user"))
-)
+_TRIALS: Final = tuple([{"role": role, "content": "a"} for role in roles] for roles in TALKS)
 """Conversations of which the template's own tokens are seen."""
 
 
@@ -73,11 +69,12 @@ class PromptCodec:
 
     def __init__(self, folder: ModelFolder, template: ChatTemplate | None = None) -> None:
         self.tokenizer = load_tokenizer(folder.tokenizer_json)
+        _add_tokens(self.tokenizer, folder)
         self.vocab_size = folder.vocab_size or self.tokenizer.get_vocab_size(with_added_tokens=True)
         self.unknown_tokens = _tokens_from(self.tokenizer, self.vocab_size)
         """Added tokens whose ids the model does not have."""
         if self.unknown_tokens:
-            self.tokenizer = _without_tokens(folder.tokenizer_json, self.unknown_tokens)
+            self.tokenizer = _without_tokens(self.tokenizer, self.unknown_tokens)
         _mark_special(self.tokenizer, folder.special_tokens.values())
         self.has_unknown_pieces = any(i >= self.vocab_size for i in self.tokenizer.get_vocab().values())
         """The tokenizer's own vocabulary goes beyond the model; a text that needs such a piece is refused."""
@@ -85,8 +82,8 @@ class PromptCodec:
         if template is None and folder.template is not None:
             self.template = ChatTemplate(folder.template, folder.special_tokens)
         special, by_template = _control_tokens(self.tokenizer, self.template)
-        self._control = _pattern(special | by_template)
-        self._special_only = _pattern(special)
+        self._control = TokenFinder(special | by_template)
+        self._special_only = TokenFinder(special) if by_template else self._control
         self._aliased = alias_tokens(self.tokenizer, special | by_template)
         self._check_writers()
         self.table: DetokenizerTable = load_table(self.tokenizer)
@@ -159,10 +156,9 @@ class PromptCodec:
         return [self.tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
     def _find(self, message: Mapping[str, Any]) -> bool:
-        pattern = self._pattern_for(message)
-        return pattern is not None and any(pattern.search(text) for text in _texts_of(message))
+        return any(map(self._finder_for(message).stands_in, _texts_of(message)))
 
-    def _pattern_for(self, message: Mapping[str, Any]) -> re.Pattern[str] | None:
+    def _finder_for(self, message: Mapping[str, Any]) -> TokenFinder:
         return self._special_only if message.get("role") == "assistant" else self._control
 
     def _hide(self, message: Mapping[str, Any], mark: str, hidden: list[str]) -> dict[str, Any]:
@@ -170,7 +166,7 @@ class PromptCodec:
 
         Between two parts stands one for nothing: what they make together is no control token either.
         """
-        pattern = self._pattern_for(message)
+        finder = self._finder_for(message)
 
         def place(text: str) -> str:
             hidden.append(text)
@@ -178,7 +174,7 @@ class PromptCodec:
 
         def guard(value: Any) -> Any:
             if isinstance(value, str):
-                return pattern.sub(lambda match: place(match.group()), value) if pattern is not None else value
+                return finder.replace(value, place)
             texts = [guard(part["text"]) for part in value]
             return [{**part, "text": (place("") if i else "") + texts[i]} for i, part in enumerate(value)]
 
@@ -186,11 +182,9 @@ class PromptCodec:
 
     def _name_tokens(self, rendered: str, mark: str, hidden: Sequence[str]) -> str:
         """Return the text with the secret names of what the template wrote, and in it what users wrote."""
-        if self._control is None:
-            return rendered
         parts = re.split(f"{mark}([0-9]+){mark}", rendered) if mark else [rendered]
         aliases = self._aliased.aliases
-        parts[::2] = [self._control.sub(lambda match: aliases[match.group()], part) for part in parts[::2]]
+        parts[::2] = [self._control.replace(part, aliases.__getitem__) for part in parts[::2]]
         parts[1::2] = [hidden[int(number)] for number in parts[1::2]]
         return "".join(parts)
 
@@ -212,13 +206,27 @@ class PromptCodec:
                         raise _refused_template(written[0], self.vocab_size)
 
 
-def _without_tokens(source: str, tokens: frozenset[str]) -> Tokenizer:
+def _add_tokens(tokenizer: Tokenizer, folder: ModelFolder) -> None:
+    """Add the tokens that stand beside `tokenizer.json`, as transformers does, but never under another id."""
+    own = tokenizer.get_added_tokens_decoder()
+    beside = {token_id: token for token_id, token in sorted(folder.added_tokens.items()) if token.content}
+    added = [
+        token
+        for token_id, token in beside.items()
+        if token_id not in own or (folder.added_tokens_win and repr(own[token_id]) != repr(token))
+    ]
+    if added:
+        tokenizer.add_tokens(added)
+    for token_id, token in beside.items():
+        if (its_id := tokenizer.token_to_id(token.content)) != token_id:
+            what = f"the added token {token.content[:80]!r} would have id {its_id} by tokenizer.json"
+            raise StartupError(f"{what}, and {token_id} by the files beside it", COPY_AGAIN)
+
+
+def _without_tokens(tokenizer: Tokenizer, tokens: frozenset[str]) -> Tokenizer:
     """Return the tokenizer without these added tokens: their strings are ordinary text to it."""
-    try:
-        content = parse_json(source, max_parts=MAX_TOKENIZER_PARTS)
-    except ValueError as error:
-        raise StartupError(f"tokenizer.json is {error}", TOKENIZER_HINT) from None
-    content["added_tokens"] = [token for token in content.get("added_tokens", []) if token["content"] not in tokens]
+    content = json.loads(tokenizer.to_str())
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] not in tokens]
     return load_tokenizer(json.dumps(content))
 
 
@@ -231,9 +239,9 @@ def _tokens_from(tokenizer: Tokenizer, first_id: int) -> frozenset[str]:
 def _mark_special(tokenizer: Tokenizer, names: Collection[str]) -> None:
     """Mark the tokens that the folder's files name (`eos_token` …) as special, as transformers does."""
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
-    tokenizer.add_special_tokens(
-        [name for name in names if name and tokenizer.token_to_id(name) is not None and name not in special]
-    )
+    named = [name for name in names if name and tokenizer.token_to_id(name) is not None and name not in special]
+    if named:  # for none the library takes as long
+        tokenizer.add_special_tokens(named)
 
 
 def _refused_template(token: str, vocab_size: int) -> StartupError:
@@ -258,27 +266,6 @@ def _texts_of(message: Mapping[str, Any]) -> list[str]:
     """Return the texts of a message; parts of a content together, as a template may write them."""
     values = message.values()
     return [value if isinstance(value, str) else "".join([part["text"] for part in value]) for value in values]
-
-
-def _pattern(tokens: frozenset[str]) -> re.Pattern[str] | None:
-    return re.compile(longest_of(sorted(tokens))) if tokens else None
-
-
-def longest_of(texts: Sequence[str]) -> str:
-    """Return a regular expression for the longest of these texts that stands at a place.
-
-    What some of them begin with alike is looked at once: of 250 control tokens, tried one after the other at each `<|`
-    of a long prompt, the search would hold all threads for a second.
-    """
-    prefix = commonprefix(list(texts))  # noqa: RUF071  character by character is what is meant
-    by_next: dict[str, list[str]] = {}
-    for text in texts:
-        if len(text) > len(prefix):
-            by_next.setdefault(text[len(prefix)], []).append(text[len(prefix) :])
-    found = re.escape(prefix)
-    if by_next:
-        found += f"(?:{'|'.join(longest_of(rest) for rest in by_next.values())})"
-    return found + "?" if by_next and prefix in texts else found
 
 
 def _unused_mark(messages: Sequence[Mapping[str, Any]]) -> str:

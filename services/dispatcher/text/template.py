@@ -118,9 +118,9 @@ class ChatTemplate:
         except _RaisedByTemplateError as error:
             reason = "".join(char for char in str(error.message) if char.isprintable())
             raise TemplateRefusalError(reason[:MAX_REASON_CHARS]) from None
-        except TemplateRefusalError:
+        except (TemplateRefusalError, MemoryError):
             raise
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+        except Exception as error:  # whatever a filter raises that is given what it does not expect
             raise TemplateRefusalError from error
 
     def in_form(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> list[dict[str, Any]]:
@@ -166,7 +166,9 @@ class ChatTemplate:
                 raise TemplateRefusalError(f"it makes more than {MAX_RENDERED_CHARS} characters of them")
             if time.monotonic() > end_s:
                 raise TemplateRefusalError(f"it takes more than {RENDER_LIMIT_S:g} s for them")
-        return "".join(pieces)
+        prompt = "".join(pieces)
+        prompt.encode()  # half of a surrogate pair, which Jinja can write, is no character
+        return prompt
 
 
 def _is_blank(content: str | Sequence[Mapping[str, str]]) -> bool:

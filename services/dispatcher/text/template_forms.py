@@ -15,8 +15,12 @@ from itertools import chain, combinations
 from typing import Any, Final
 
 ROLES: Final = ("system", "user", "assistant")
-_TALKS: Final = (("user",), ("user", "assistant", "user"), ("system", "user"), ("system", "user", "assistant", "user"))
-"""Conversations that are tried: not every template takes each of them."""
+TALKS: Final = tuple(
+    (*first, *rest)
+    for first in ((), ("system",))
+    for rest in (("user",), ("user", "assistant"), ("user", "assistant", "user"))
+)
+"""Conversations that are tried, by their roles: not every template takes each of them."""
 _FIRST_MARK: Final = 7_319_026_451_880_000_000
 _MARK: Final = re.compile("[0-9]{19}")
 
@@ -77,8 +81,8 @@ def _num_shown(render: Render, part_roles: frozenset[str]) -> int:
 
 def _try_talks(render: Render, part_roles: frozenset[str]) -> list[tuple[Sequence[str], frozenset[int]]]:
     """Return the conversations that the template takes, and what it leaves out of each."""
-    shapes = [tuple((role, False, int(role in part_roles)) for role in roles) for roles in _TALKS]
-    tried = [(roles, _missing(render, shape)) for roles, shape in zip(_TALKS, shapes, strict=True)]
+    shapes = [tuple((role, False, int(role in part_roles)) for role in roles) for roles in TALKS]
+    tried = [(roles, _missing(render, shape)) for roles, shape in zip(TALKS, shapes, strict=True)]
     return [(roles, missing) for roles, missing in tried if missing is not None]
 
 

@@ -93,10 +93,11 @@ def _limit_this_process() -> None:
 def _render_all(source: str, special_tokens: Mapping[str, str]) -> None:
     template = ChatTemplate(source, special_tokens)
     for length in LENGTHS:
-        roles = ("user", "assistant")
-        with suppress(TemplateRefusalError):  # it says no, which costs nothing
-            talk = [{"role": roles[index % 2], "content": _TEXT} for index in range(length)]
-            template.render(template.in_form(talk, add_generation_prompt=True))
+        talk = [{"role": ("user", "assistant")[index % 2], "content": _TEXT} for index in range(length)]
+        for said in (talk, talk[:-1]):  # a guard's template wants the assistant to have the last word
+            with suppress(TemplateRefusalError):  # it says no, which costs nothing
+                template.render(template.in_form(said, add_generation_prompt=True))
+                break
         print(length, flush=True)
 
 

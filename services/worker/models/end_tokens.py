@@ -2,6 +2,7 @@
 
     config.json, generation_config.json   eos_token_id: an id, or several
     tokenizer_config.json                 eos_token: a text, of which tokenizer.json says the id
+    special_tokens_map.json               same, in older folders
 
 Fine-tunes name theirs in any one of them, and leave their base model's in the others. An entry that is no id of the
 model cannot be sampled: it is left out, and said.
@@ -61,12 +62,12 @@ def read_end_tokens(model_dir: Path, config: Config, vocab_size: int) -> EndToke
                 left_out.append(
                     f"{name}: eos_token_id {str(entry)[:80]!r} is no id of the model (0 to {vocab_size - 1})"
                 )
-    token, token_id = _of_tokenizer(model_dir)
-    if token_id is not None and 0 <= token_id < vocab_size:
-        ids.add(token_id)
-    elif token:
-        what = "is in no vocabulary" if token_id is None else f"has id {token_id}, the model 0 to {vocab_size - 1}"
-        left_out.append(f"tokenizer_config.json: eos_token {token[:80]!r} {what}")
+    for name, token, token_id in _of_tokenizer(model_dir):
+        if token_id is not None and 0 <= token_id < vocab_size:
+            ids.add(token_id)
+        else:
+            what = "is in no vocabulary" if token_id is None else f"has id {token_id}, the model 0 to {vocab_size - 1}"
+            left_out.append(f"{name}: eos_token {token[:80]!r} {what}")
     return EndTokens(tuple(sorted(ids)), tuple(left_out))
 
 
@@ -82,23 +83,26 @@ def _read_tokenizer(model_dir: Path) -> Config:
     return content if isinstance(content, dict) else {}
 
 
-def _of_tokenizer(model_dir: Path) -> tuple[str, int | None]:
-    """Return the tokenizer's end token, "" for none, and its id: by tokenizer.json, else where older folders say it."""
+def _of_tokenizer(model_dir: Path) -> list[tuple[str, str, int | None]]:
+    """Return the tokenizer's end tokens, each with the file that names it and its id.
+
+    The id is that of tokenizer.json, else what older folders say.
+    """
     config = read_object(model_dir / "tokenizer_config.json", required=False)
-    token = special_tokens(config, read_object(model_dir / "special_tokens_map.json", required=False)).get(
-        "eos_token", ""
-    )
-    if not token:
-        return "", None
+    older = read_object(model_dir / "special_tokens_map.json", required=False)
+    files = {"special_tokens_map.json": special_tokens({}, older), "tokenizer_config.json": special_tokens(config, {})}
+    tokens = {token: name for name, named in files.items() if (token := named.get("eos_token"))}
+    if not tokens:
+        return []
     decoder = config.get("added_tokens_decoder")
     entries = decoder.items() if isinstance(decoder, dict) else ()
-    named = (id_text for id_text, entry in entries if isinstance(entry, dict) and entry.get("content") == token)
-    token_id = _as_id(_id_in(_read_tokenizer(model_dir), token))
-    if token_id is None:
-        token_id = _as_id(next(named, None))
-    if token_id is None:
-        token_id = _as_id(read_object(model_dir / "added_tokens.json", required=False).get(token))
-    return token, token_id
+    listed = {entry.get("content"): id_text for id_text, entry in entries if isinstance(entry, dict)}
+    tokenizer, added = _read_tokenizer(model_dir), read_object(model_dir / "added_tokens.json", required=False)
+    found: list[tuple[str, str, int | None]] = []
+    for token, name in tokens.items():
+        ids = (_as_id(value) for value in (_id_in(tokenizer, token), listed.get(token), added.get(token)))
+        found.append((name, token, next((token_id for token_id in ids if token_id is not None), None)))
+    return found
 
 
 def _id_in(tokenizer: Config, token: str) -> object:

@@ -20,8 +20,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from services.dispatcher.text.model_folder import read_model_folder
-from services.dispatcher.text.prompts import PromptCodec, longest_of
+from services.dispatcher.text.prompts import PromptCodec
 from services.dispatcher.text.template import ChatTemplate, TemplateRefusalError
+from services.dispatcher.text.token_finder import TokenFinder
 from shared.errors import StartupError
 from tests.support.text_models import (
     CHATML,
@@ -70,12 +71,22 @@ def test_ordinary_messages_give_transformers_ids(
 
 
 @given(
-    st.lists(st.text("<|ab>", min_size=1, max_size=6), min_size=1, max_size=8, unique=True),
-    st.text("<|ab>", max_size=60),
+    st.lists(st.text("<|ab é>", min_size=1, max_size=6), max_size=8, unique=True),
+    st.text("<|ab é>", max_size=60),
 )
-def test_the_expression_for_many_texts_finds_what_trying_the_longest_first_finds(texts: list[str], text: str) -> None:
-    longest_first = "|".join(re.escape(each) for each in sorted(texts, key=lambda each: -len(each)))
-    assert re.findall(longest_of(sorted(texts)), text) == re.findall(longest_first, text)
+def test_of_many_strings_those_are_found_that_trying_the_longest_first_finds(texts: list[str], text: str) -> None:
+    longest_first = "|".join(re.escape(each) for each in sorted(texts, key=lambda each: -len(each))) or "(?!)"
+    finder = TokenFinder(texts)
+    assert finder.replace(text, lambda found: f"[{found}]") == re.sub(longest_first, r"[\g<0>]", text)
+    assert finder.stands_in(text) == (re.search(longest_first, text) is not None)
+
+
+@pytest.mark.parametrize("names", [["z" * i for i in range(1, 1500)], ["a" * i + "b" for i in range(400)]])
+def test_control_tokens_may_begin_alike(tmp_path: Path, names: list[str]) -> None:
+    tokenizer = Tokenizer.from_str(byte_level_json())
+    tokenizer.add_special_tokens(names)
+    codec = PromptCodec(read_model_folder(write_model_folder(tmp_path, tokenizer.to_str())))
+    assert max(codec.encode_chat([{"role": "user", "content": f"a{names[-1]}z"}])) < 420
 
 
 @given(st.lists(st.lists(st.sampled_from(CONTROL), max_size=5).map("".join), min_size=1, max_size=3))
@@ -270,7 +281,17 @@ def test_a_templates_own_refusal_is_passed_on_short_and_printable() -> None:
 
 @pytest.mark.parametrize(
     "source",
-    ["{{ messages[7].content.x }}", "{{ 1 / 0 }}", "{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}"],
+    [
+        "{{ messages[7].content.x }}",
+        "{{ 1 / 0 }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ 5 | dictsort }}",
+        "{{ '{:q}'.format(1) }}",
+        "{{ cycler().next() }}",
+        "{{ '\\ud800' }}",
+        "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+    ],
 )
 def test_a_template_that_fails_or_reaches_out_of_the_sandbox_is_a_refusal_without_details(source: str) -> None:
     with pytest.raises(TemplateRefusalError) as caught:

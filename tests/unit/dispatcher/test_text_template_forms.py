@@ -32,6 +32,8 @@ ALTERNATE = (
 )
 NO_SYSTEM = "{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
 MUTE_SYSTEM = "{% if m.role != 'system' %}" + PARTS + "{% endif %}"
+GUARD = "{% if messages[-1].role != 'assistant' %}{{ raise_exception('no answer to judge') }}{% endif %}"
+INDENTED = "{{ m.content | indent(2) }}"
 NUMBERED = "{{ loop.index }}{{ m.content }}"
 
 
@@ -55,11 +57,13 @@ ALL_SHOWN = {
     "alternating": over_messages(ALTERNATE + PARTS),
     "no system": over_messages(NO_SYSTEM + PARTS),
     "numbered": over_messages(NUMBERED),
+    "indented": over_messages(INDENTED),
 }
 FORMS = {
     "texts": frozenset[str](),
     "either": frozenset[str](),
     "numbered": frozenset[str](),
+    "indented": frozenset[str](),
     "parts of users": frozenset({"user"}),
     "parts": frozenset({"system", "user", "assistant"}),
     "checked": frozenset({"system", "user", "assistant"}),
@@ -155,6 +159,15 @@ def test_a_message_that_the_template_leaves_out_is_named(
     assert caught.value.index == index
 
 
+@pytest.mark.parametrize("roles", [("user", "assistant"), ("system", "user", "assistant")])
+def test_a_guards_template_that_wants_an_answer_to_judge_is_read(roles: tuple[str, ...]) -> None:
+    only = "{% if messages | length != " + str(len(roles)) + " %}{{ raise_exception('not so') }}{% endif %}"
+    template = ChatTemplate(GUARD + only + over_messages(PARTS), {})
+    assert template.forms.part_roles == set(roles)
+    said = template.in_form(talk(*((role, "said") for role in roles)), add_generation_prompt=False)
+    assert template.render(said, add_generation_prompt=False) == "<|im_start|>said<|im_end|>\n" * len(roles)
+
+
 def test_of_an_empty_message_nothing_is_left_out() -> None:
     codec_of("mute system")[0].encode_chat(talk(("system", " "), ("system", []), ("system", ["", "\n"]), ("user", "a")))
 
@@ -203,7 +216,8 @@ def test_the_log_says_at_the_start_whose_messages_are_refused(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "fails", ["{{ raise_exception('no') }}", "{{ strftime_now(1) }}", "{{ messages.guideline.text }}"]
+    "fails",
+    ["{{ raise_exception('no') }}", "{{ strftime_now(1) }}", "{{ messages.guideline.text }}", "{{ 5 | dictsort }}"],
 )
 def test_the_log_says_at_the_start_of_a_template_that_takes_nothing(fails: str, tmp_path: Path) -> None:
     with capture_logs() as logs:

@@ -66,6 +66,12 @@ def test_what_is_no_template_is_said_by_the_one_who_compiles_it() -> None:
             ChatTemplate(source, {})
 
 
+def test_a_template_that_wants_the_assistant_to_have_the_last_word_is_tried() -> None:
+    guard = "{% if messages[-1].role == 'user' %}{{ raise_exception('no answer') }}{% endif %}"
+    slow = "{% for a in messages %}{% for b in messages %}{{ b.content }}{% endfor %}{% endfor %}"
+    assert find(guard + slow) < MAX_MESSAGES
+
+
 def test_a_template_that_refuses_the_trial_is_taken() -> None:
     assert find("{{ raise_exception('never') }}") == MAX_MESSAGES
 

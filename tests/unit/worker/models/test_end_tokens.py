@@ -47,6 +47,15 @@ def read(folder: Path, config: Any = None, **files: Any) -> EndTokens:
         (5, {"tokenizer_config": {"eos_token": {"content": "<|im_end|>"}}, "tokenizer": ADDED}, (5, 7)),
         (5, {"special_tokens_map": IM_END, "tokenizer": ADDED}, (5, 7)),
         (5, {"special_tokens_map": IM_END, "tokenizer_config": {"eos_token": None}, "tokenizer": ADDED}, (5, 7)),
+        (
+            None,
+            {
+                "special_tokens_map": IM_END,
+                "tokenizer_config": {"eos_token": "x"},
+                "tokenizer": {**ADDED, "model": {"vocab": {"x": 3}}},
+            },
+            (3, 7),
+        ),
         (None, {"tokenizer_config": {"eos_token": "x"}, "tokenizer": {"model": {"vocab": {"x": 3}}}}, (3,)),
         (
             None,
@@ -84,6 +93,11 @@ def test_every_end_token_that_a_file_names_counts(
             3,
             {"tokenizer_config": {"eos_token": "<nowhere>"}, "tokenizer": ADDED},
             "tokenizer_config.json: eos_token '<nowhere>' is in no vocabulary",
+        ),
+        (
+            3,
+            {"special_tokens_map": {"eos_token": "<nowhere>"}, "tokenizer": ADDED},
+            "special_tokens_map.json: eos_token '<nowhere>' is in no vocabulary",
         ),
     ],
 )
