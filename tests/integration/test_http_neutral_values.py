@@ -27,7 +27,7 @@ SAMPLING: Final[dict[str, list[Any]]] = {
     "logit_bias": [{}],
     "min_tokens": [0],
     "seed": [],
-    "stop": [[], ""],
+    "stop": [[]],
     "stop_token_ids": [[]],
     "ignore_eos": [False],
 }

@@ -153,7 +153,7 @@ def _max_tokens(fields: Fields) -> int | None:
 
 
 def _stops(value: Any) -> tuple[str, ...]:
-    if value is None or value == "":  # as OpenAI has it
+    if value is None:
         return ()
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list):
