@@ -20,10 +20,10 @@ from services.worker.attention.base import Fold, KeyRanges, RaggedRows, slots_at
 from services.worker.attention.merge import merge_states
 from services.worker.contract.remote import SPLIT_KEYS
 from services.worker.memory.kv_cache import KVCache
+from services.worker.memory.reserve import GROUP_TILES as TILES
+from services.worker.memory.reserve import TILE_QUERIES as QUERIES
 from services.worker.models.spec import ModelSpec
 
-QUERIES = 4
-TILES = 8
 Places = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
@@ -122,11 +122,10 @@ class FixedSplitAttention:
         positions = torch.from_numpy(rows.start[row, None] + offset).long().to(self._device)
         tables = torch.from_numpy(rows.tables[row].astype(np.int64)).to(self._device)
         last = positions[:, -1:] if end is None else positions[:, -1:].minimum(end - 1).clamp_min(0)
-        splits = tuple(
-            slots_at(tables, (first + self._key_offsets).unsqueeze(0).minimum(last), self._cache.block_size)
-            for first in range(0, int(last.max()) + 1, SPLIT_KEYS)
-        )
-        return TileGroup(tokens, positions, splits, int(positions.min()))
+        num_splits = int(last.max()) // SPLIT_KEYS + 1
+        keys = torch.arange(num_splits * SPLIT_KEYS, device=self._device).unsqueeze(0)
+        slots = slots_at(tables, keys.minimum(last), self._cache.block_size)
+        return TileGroup(tokens, positions, slots.split(SPLIT_KEYS, dim=1), int(positions.min()))
 
     def attend(self, plan: SplitPlan, layer: int, queries: torch.Tensor) -> torch.Tensor:
         """Return the attention's output [t, num_heads * head_dim]; see `Attention`."""

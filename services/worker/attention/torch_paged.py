@@ -218,7 +218,7 @@ class TorchPagedAttention:
 
     def _tail(self, num_keys: int, window: int | None) -> torch.Tensor:
         """Return a mask for a row of which `num_keys` keys are gathered; kept until a longer row comes."""
-        size = QUERY_TILE if num_keys <= LONG_KEYS else LONG_QUERY_TILE
+        size = query_tile(num_keys)
         if window is not None:
             num_keys = min(num_keys, window + size - 1)  # no tile sees more
         tail = self._tails.get((size, window))
@@ -235,6 +235,11 @@ def first_keys(rows: RaggedRows, window: int | None) -> I32:
     if window is None:
         return np.zeros(len(rows.start), dtype=np.int32)
     return np.asarray(np.maximum(rows.start + 1 - window, 0), dtype=np.int32)
+
+
+def query_tile(num_keys: int) -> int:
+    """Return the queries of a prefill chunk in one product, if so many keys are gathered."""
+    return QUERY_TILE if num_keys <= LONG_KEYS else LONG_QUERY_TILE
 
 
 def max_group_keys(spec: ModelSpec, dtype: torch.dtype) -> int:

@@ -95,7 +95,13 @@ def first_look(settings: RunnerSettings, spec: ModelSpec) -> FirstLook:
 def step_sizes(settings: RunnerSettings, spec: ModelSpec) -> StepSizes:
     """Return what the memory of a runner's steps depends on."""
     limits = (settings.max_batch_tokens, settings.max_batch_rows)
-    return StepSizes(spec, Dtype(settings.dtype).itemsize, *limits, in_pages=settings.page_bytes is not None)
+    return StepSizes(
+        spec,
+        Dtype(settings.dtype).itemsize,
+        *limits,
+        in_pages=settings.page_bytes is not None,
+        deterministic=settings.deterministic,
+    )
 
 
 def _demand(settings: RunnerSettings, spec: ModelSpec) -> Demand:

@@ -58,7 +58,7 @@ class ModelInfo:
     device: str
     dtype: str
     dry_step_s: float
-    """Seconds that the largest step took while it was measured."""
+    """Seconds that the largest step takes, by one of as many tokens that was measured."""
     kernels: str
     """What computes the forward pass: a `Kernels.name`."""
 

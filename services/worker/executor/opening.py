@@ -14,13 +14,14 @@ import numpy as np
 import torch
 
 from services.worker.attention.base import Attention
-from services.worker.attention.torch_paged import max_group_rows
+from services.worker.attention.torch_paged import max_group_rows, query_tile
 from services.worker.contract.batch import Batch, RowInit
 from services.worker.contract.executor import BatchFailedError, KvCapacity
 from services.worker.executor.first_look import RunnerSettings, step_sizes
 from services.worker.executor.kernels import Kernels
 from services.worker.executor.model_runner import ModelInfo, ModelRunner
 from services.worker.executor.step_graphs import GraphRecorder, StepGraphs, graph_sizes
+from services.worker.executor.step_threads import step_work
 from services.worker.executor.trial_batch import trial_batch
 from services.worker.memory.budget import (
     MIN_CONTEXT_TOKENS,
@@ -36,7 +37,7 @@ from services.worker.memory.host_link import is_beside
 from services.worker.memory.kv_cache import KVCache
 from services.worker.memory.measure import large_apart, peak_bytes, release_free_memory
 from services.worker.memory.model_memory import ModelMemory
-from services.worker.memory.reserve import estimated_peak, reserve_bytes, split_bytes
+from services.worker.memory.reserve import estimated_peak, reserve_bytes, split_bytes, tile_bytes
 from services.worker.models.rope import RopeTable
 from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import ModelWeights, num_parameters
@@ -87,7 +88,7 @@ class RunnerOpener:
 
     @property
     def _max_rows(self) -> int:
-        return max(self._settings.max_rows, self._settings.max_batch_rows)
+        return max(self._settings.max_rows, self._settings.max_batch_rows + 1)  # one more in the worst batch
 
     def host_attention(self, cache: KVCache) -> Attention[Any]:
         """Return an attention over keys and values of the model that lie in main memory."""
@@ -227,17 +228,14 @@ class RunnerOpener:
         for pool in runner.cache.pools():
             pool.fill_(0)  # resident before the measurement begins: KV is counted by itself
 
-        def dry_step() -> None:
-            began_s = time.perf_counter()
-            self._try(settings, runner)
-            self._dry_step_s = time.perf_counter() - began_s
-
         sizes = step_sizes(settings, spec)
-        peak = peak_bytes(self._device, dry_step)
+        peak = peak_bytes(self._device, lambda: self._try(settings, runner))
         if peak is not None and self.records_graphs:
             peak += self._graph_bytes(runner.cache, context)
         if peak is None:
             peak = estimated_peak(sizes, context)
+        elif sizes.deterministic and self._kernels.library is None:
+            peak += tile_bytes(sizes, context)
         if settings.host_memory_bytes and self._device.type == "cuda":
             peak += staged_bytes(self._demand.bytes_per_block)
         if self._kernels.library is not None:
@@ -247,22 +245,29 @@ class RunnerOpener:
         return reserve_bytes(sizes, peak, context, num_angles=num_angles)
 
     def _trial_runner(self, context: int) -> ModelRunner:
-        """Return a runner over a cache of its own for one sequence."""
-        settings, blocks = self._settings, -(-context // self._settings.block_size)
+        """Return a runner over a cache of its own, which has blocks for the tokens of one batch at most."""
+        settings = self._settings
+        blocks = -(-min(context, settings.max_batch_tokens) // settings.block_size)
         cache = KVCache(self.spec, blocks, settings.block_size, self.weights.dtype, self._device, settings.layers)
         return self.open(cache, context, 0)
 
     def _try(self, settings: RunnerSettings, runner: ModelRunner) -> None:
-        """Run the worst step that the settings allow."""
-        context = runner.info.max_model_len
+        """Run the worst step that the settings allow, and work out what it takes if whole chunks come last."""
+        began_s, context = time.perf_counter(), runner.info.max_model_len
         num_long = max_group_rows(self.spec, self.weights.dtype, context) + 1
+        tile = 1 if self._kernels.library is not None else query_tile(context)
+        batch = _worst_batch(settings, self.spec, context, num_long, tile)
+        blocks = batch.table_delta.block_id
+        np.remainder(blocks, runner.cache.num_blocks, out=blocks)
         try:
-            runner.try_step(_worst_batch(settings, self.spec.vocab_size, context, num_long))
+            runner.try_step(batch)
         except BatchFailedError as error:
             raise StartupError(
                 f"a first step of {settings.max_batch_tokens} tokens failed: {error.cause}",
                 "If it ran out of memory, lower max_batch_tokens, max_batch_rows or max_model_len",
             ) from error
+        took_s = time.perf_counter() - began_s
+        self._dry_step_s = took_s * _times_as_long(self.spec, len(runner.cache.layers), batch, context)
 
     def _graph_bytes(self, cache: KVCache, context: int) -> int:
         """Return what recorded steps keep. Smaller graphs find room in the memory of the largest."""
@@ -276,27 +281,54 @@ class RunnerOpener:
         return peak_bytes(self._device, record) or 0
 
 
-def _worst_batch(settings: RunnerSettings, vocab_size: int, context: int, num_long: int) -> Batch:
+def _times_as_long(spec: ModelSpec, num_layers: int, batch: Batch, context: int) -> float:
+    """Return how many times as long a step takes if all its chunks stand at the end of the context."""
+    num_tokens, ends = batch.num_tokens.astype(np.int64), batch.start + batch.num_tokens
+    late, tried = (
+        step_work(spec, num_layers, len(batch.tokens), int(np.dot(num_tokens, each)), len(batch.rows))
+        for each in (np.where(num_tokens > 1, context, ends), ends)
+    )
+    return late / tried
+
+
+def _worst_batch(settings: RunnerSettings, spec: ModelSpec, context: int, num_long: int, tile: int) -> Batch:
     """Return a batch that takes as much workspace as any can: decodes, and a prompt's last chunk that fills it up.
 
     Sampling sorts whole rows, penalises as many logits as it does at a time, and reports log-probabilities. All rows
-    share the same blocks, since what is computed does not matter. Only `num_long` decodes see the whole context, as
-    many as attention gathers at a time: more would take longer, not more memory.
+    share the same blocks, since what is computed does not matter.
+
+    What takes longer and no more memory is left out: few tokens see the whole context. The last `tile` of a chunk do,
+    a row of their own beside those allowed; the others stand where every window that is outgrown is just filled.
+
+    Args:
+        settings: its limits.
+        spec: the model.
+        context: most tokens of a sequence.
+        num_long: decodes that see all of it, as many as attention gathers at a time.
+        tile: tokens of a chunk that attention computes at a time.
     """
-    max_tokens, max_rows = settings.max_batch_tokens, settings.max_batch_rows
+    max_tokens, max_rows, vocab_size = settings.max_batch_tokens, settings.max_batch_rows, spec.vocab_size
     num_blocks = -(-context // settings.block_size)
     num_chunks = min(-(-max_tokens // context), max_rows)
     num_decodes = min(max_rows - num_chunks, max_tokens - num_chunks)
     chunks = np.full(num_chunks, min((max_tokens - num_decodes) // num_chunks, context), dtype=np.int32)
+    is_cut = num_chunks == 1 and chunks[0] > tile
+    if is_cut:
+        chunks = np.array([chunks[0] - tile, tile], dtype=np.int32)
     num_tokens = np.concatenate((np.ones(num_decodes, dtype=np.int32), chunks))
     start = np.asarray(context - num_tokens, dtype=np.int32)
     start[num_long : max(num_decodes, num_long)] = 0
+    if is_cut:
+        filled = max((window for window in spec.windows if window is not None and window < context), default=0)
+        start[num_decodes] = min(filled, start[num_decodes])
     sampling = SamplingParams(max_tokens=1, top_p=0.9, top_k=vocab_size - 1, repetition_penalty=1.5, logprobs=20)
-    known = np.arange(context, dtype=np.int32) % np.int32(vocab_size)
+    known, ends = np.arange(context, dtype=np.int32) % np.int32(vocab_size), (start + num_tokens).tolist()
     num_penalised = MAX_EDITS // min(context, vocab_size) + 1
     unpenalised = sampling.model_copy(update={"repetition_penalty": 1.0})
     admits = tuple(
-        RowInit(row, sampling, context, known) if row < num_penalised else RowInit(row, unpenalised, context)
-        for row in range(len(start))
+        RowInit(row, sampling, context, known[: max(end, vocab_size)])
+        if row < num_penalised
+        else RowInit(row, unpenalised, context)
+        for row, end in enumerate(ends)
     )
     return trial_batch(start, num_tokens, num_blocks, admits=admits)

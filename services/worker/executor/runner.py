@@ -145,7 +145,8 @@ def _device(name: str) -> torch.device:
         raise StartupError(f"device {name!r} is not known", "Use cpu, cuda or cuda:<index>") from error
     if device.type not in ("cpu", "cuda"):
         raise StartupError(f"device {name!r} is not supported", "Use cpu, cuda or cuda:<index>")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    index = int(name.partition(":")[2] or 0)  # torch keeps its lowest 8 bits, with a sign
+    if device.type == "cuda" and index >= torch.cuda.device_count():
         seen = f"torch sees {torch.cuda.device_count()} CUDA devices"
         if torch.version.cuda is None:
             seen = f"torch {torch.__version__} is a build without CUDA"
