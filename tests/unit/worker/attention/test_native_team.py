@@ -95,6 +95,7 @@ def test_helpers_of_a_gentle_start_do_not_serve() -> None:
     assert facts()["or have it if it brought some more"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_have_the_same_bits_with_any_number_of_threads(dtype: str) -> None:
