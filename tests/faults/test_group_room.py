@@ -33,7 +33,7 @@ MAX_TOKENS: Final = 8192
 """Of one step: all prompts at once, so that the answers begin within a few steps of each other."""
 PLACE_LIMIT_S: Final = 2.0
 """For all prompts to be there: less than a worker may stand still before it is given up."""
-FLAGS: Final = {"worker": (*SYSTEM, "--memory", "98MiB"), "planner": SYSTEM, "dispatcher": SYSTEM}
+FLAGS: Final = {"worker": (*SYSTEM, "--memory", "92MiB"), "planner": SYSTEM, "dispatcher": SYSTEM}
 """Most of it is set aside for steps of that size; the rest is a few hundred blocks for a group."""
 
 Order = list[tuple[int, int, bool]]

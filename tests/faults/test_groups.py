@@ -297,7 +297,7 @@ async def test_a_static_pipeline_forms_by_itself_and_says_what_one_worker_says_a
 ) -> None:
     """`fcfs-pp` beside a single worker of `fcfs`; a member dies while streams run, and is joined again later."""
     asks, static = load(), ("--system", "fcfs-pp")
-    flags = {"worker": (*static, "--memory", "28MiB"), "planner": static, "dispatcher": static}
+    flags = {"worker": (*static, "--memory", "22MiB"), "planner": static, "dispatcher": static}
     folders = [tmp_path / name for name in ("alone", "cluster")]
     for folder in folders:
         folder.mkdir()

@@ -39,7 +39,7 @@ BY_ITSELF: Final = {
     "SLUICE_WORKER_OVERLAP": "true",
 }
 """Dropped by hand only, and restored by the planner as soon as it can be; steps overlap in between."""
-FLAGS: Final = {"worker": (*SYSTEM, "--memory", "28MiB"), "planner": SYSTEM, "dispatcher": SYSTEM}
+FLAGS: Final = {"worker": (*SYSTEM, "--memory", "22MiB"), "planner": SYSTEM, "dispatcher": SYSTEM}
 ANSWER_S: Final = 30.0
 NOT_NOW: Final = ("no fresh view of the cluster", "a plan is being carried out")
 """Words of a planner that has not judged: somebody was late."""
