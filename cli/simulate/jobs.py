@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -128,6 +129,7 @@ class _Pool:
         here, there = self._context.Pipe(duplex=False)
         name = f"sluice-{self._jobs[index].system}"
         process = self._context.Process(target=_child, args=(there, self._jobs[index]), name=name, daemon=True)
+        resource_tracker.ensure_running()  # which unblocks the signal where `start` would do it
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process.start()  # it inherits the mask, also while it imports
