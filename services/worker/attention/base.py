@@ -87,16 +87,17 @@ class Attention(Protocol[PlanT]):
         """Prepare what all layers of a step share that fold a part of the context into states."""
 
 
-def slots_at(tables: torch.Tensor, positions: torch.Tensor, block_size: int) -> torch.Tensor:
+def slots_at(tables: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, block_size: int) -> torch.Tensor:
     """Return the cache slots of positions.
 
     Args:
         tables: [n, max_blocks] int64
-        positions: [n, m] int64, each inside its row's table
+        rows: [m, 1] int64, those of `tables` that are meant
+        positions: [m, k] int64, each inside its row's table
         block_size: token slots of a block
 
     Returns:
-        [n, m] int64, block * block_size + offset
+        [m, k] int64, block * block_size + offset
     """
-    blocks = tables.gather(1, positions.div(block_size, rounding_mode="floor"))
+    blocks = tables[rows, positions.div(block_size, rounding_mode="floor")]
     return blocks.mul_(block_size).add_(positions.remainder(block_size))

@@ -20,10 +20,10 @@ from services.worker.attention.base import Fold, KeyRanges, RaggedRows, slots_at
 from services.worker.attention.merge import merge_states
 from services.worker.contract.remote import SPLIT_KEYS
 from services.worker.memory.kv_cache import KVCache
-from services.worker.memory.reserve import GROUP_TILES as TILES
-from services.worker.memory.reserve import TILE_QUERIES as QUERIES
 from services.worker.models.spec import ModelSpec
 
+QUERIES = 4
+TILES = 8
 Places = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
@@ -35,8 +35,14 @@ class TileGroup:
     """[TILES, QUERIES] index in the batch; surplus queries repeat the tile's last one"""
     positions: torch.Tensor
     """[TILES, QUERIES] position of each query: the last key that it sees"""
-    splits: tuple[torch.Tensor, ...]
-    """each [TILES, SPLIT_KEYS] slots; past the tile's last position, that position's slot"""
+    rows: torch.Tensor
+    """[TILES, 1] each tile's row of `tables`"""
+    tables: torch.Tensor
+    """[n, max_blocks] block tables of all rows of the step"""
+    last: torch.Tensor
+    """[TILES, 1] the last position whose key a tile sees; what stands for keys past it is that one's"""
+    num_splits: int
+    """up to the last of `last`"""
     first_position: int
     """the least of `positions`"""
 
@@ -71,7 +77,8 @@ class FixedSplitAttention:
 
     def plan(self, rows: RaggedRows) -> SplitPlan:
         """Prepare what all layers of a step share."""
-        return SplitPlan(tuple(self._group(rows, row, offset) for row, offset in _tiles(rows)))
+        tables = self._tables(rows)
+        return SplitPlan(tuple(self._group(rows, tables, row, offset) for row, offset in _tiles(rows)))
 
     def plan_fold(self, ranges: KeyRanges) -> Fold:
         """Prepare what all layers of a step share that fold a part of the context into states; see `Fold`.
@@ -79,12 +86,12 @@ class FixedSplitAttention:
         With states of this class alone the bits are those of one `attend` over all ranges.
         """
         rows, device = ranges.rows, self._device
-        groups = []
+        groups, tables = [], self._tables(rows)
         for row, offset in _tiles(rows):
             first, end = (
                 torch.from_numpy(each[row, None].astype(np.int64)).to(device) for each in (ranges.first, ranges.end)
             )
-            groups.append(_FoldGroup(self._group(rows, row, offset, end), first, end))
+            groups.append(_FoldGroup(self._group(rows, tables, row, offset, end), first, end))
 
         def fold(layer: int, queries: torch.Tensor, states: torch.Tensor) -> None:
             for part in groups:
@@ -116,16 +123,19 @@ class FixedSplitAttention:
     def _pools(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._cache.keys[layer].flatten(0, 1), self._cache.values[layer].flatten(0, 1)
 
-    def _group(self, rows: RaggedRows, row: Places, offset: Places, end: torch.Tensor | None = None) -> TileGroup:
+    def _tables(self, rows: RaggedRows) -> torch.Tensor:
+        return torch.from_numpy(rows.tables).long().to(self._device)
+
+    def _group(
+        self, rows: RaggedRows, tables: torch.Tensor, row: Places, offset: Places, end: torch.Tensor | None = None
+    ) -> TileGroup:
         """Return tiles of these queries, with their keys at positions below `end` [TILES, 1]; None: all."""
         tokens = torch.from_numpy(rows.first_token[row, None] + offset).long().to(self._device)
         positions = torch.from_numpy(rows.start[row, None] + offset).long().to(self._device)
-        tables = torch.from_numpy(rows.tables[row].astype(np.int64)).to(self._device)
         last = positions[:, -1:] if end is None else positions[:, -1:].minimum(end - 1).clamp_min(0)
         num_splits = int(last.max()) // SPLIT_KEYS + 1
-        keys = torch.arange(num_splits * SPLIT_KEYS, device=self._device).unsqueeze(0)
-        slots = slots_at(tables, keys.minimum(last), self._cache.block_size)
-        return TileGroup(tokens, positions, slots.split(SPLIT_KEYS, dim=1), int(positions.min()))
+        in_tables = torch.from_numpy(row).unsqueeze(1).to(self._device)
+        return TileGroup(tokens, positions, in_tables, tables, last, num_splits, int(positions.min()))
 
     def attend(self, plan: SplitPlan, layer: int, queries: torch.Tensor) -> torch.Tensor:
         """Return the attention's output [t, num_heads * head_dim]; see `Attention`."""
@@ -167,7 +177,7 @@ class FixedSplitAttention:
         (keys, values), window, (whole, lse) = self._pools(layer), self._spec.windows[layer], before
         begin = 0 if window is None else max(group.first_position + 1 - window, 0) // SPLIT_KEYS
         last = group.positions.unsqueeze(-1)
-        for index in range(begin, len(group.splits)):
+        for index in range(begin, group.num_splits):
             position = index * SPLIT_KEYS + self._key_offsets
             seen = position <= last if window is None else (position <= last) & (position > last - window)
             there = None
@@ -176,7 +186,9 @@ class FixedSplitAttention:
                 seen &= there.unsqueeze(1)
                 if not seen.any():
                     continue
-            found, found_lse = self._attend_split(tile, group.splits[index], seen, keys, values, there)
+            # for each layer anew: kept, those of a chunk at the end of a long context outgrow all else of a step
+            slots = slots_at(group.tables, group.rows, position.minimum(group.last), self._cache.block_size)
+            found, found_lse = self._attend_split(tile, slots, seen, keys, values, there)
             whole, lse = merge_states(whole, lse, found, found_lse)
         return whole, lse
 

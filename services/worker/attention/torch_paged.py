@@ -206,14 +206,15 @@ class TorchPagedAttention:
         """Return [g, max_keys] from each row's first key on; past a row's end, any slots."""
         block_size = self._cache.block_size
         if first_key.any():
-            tables, first = self._to_device(rows.tables[group]), self._to_device(first_key).unsqueeze(1)
-            last = self._to_device(rows.num_keys[group] - 1).unsqueeze(1)
+            first, last, row = (
+                self._to_device(each).unsqueeze(1) for each in (first_key, rows.num_keys[group] - 1, group)
+            )
             positions = (first + torch.arange(max_keys, device=self._device)).minimum(last)
-            return slots_at(tables, positions, block_size)
+            return slots_at(self._to_device(rows.tables), row, positions, block_size)
         tables = self._to_device(rows.tables[group, : -(-max_keys // block_size)])
         return (tables.mul_(block_size).unsqueeze(-1) + self._offsets).flatten(1)[:, :max_keys]
 
-    def _to_device(self, values: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> torch.Tensor:
+    def _to_device(self, values: I32 | I64) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self._device)
 
     def _tail(self, num_keys: int, window: int | None) -> torch.Tensor:
@@ -247,10 +248,20 @@ def max_group_keys(spec: ModelSpec, dtype: torch.dtype) -> int:
     return max(GROUP_BYTES // (2 * spec.kv_size * dtype.itemsize), 1)
 
 
-def max_group_rows(spec: ModelSpec, dtype: torch.dtype, context: int) -> int:
-    """Return the rows of a group at most, if each has as many keys as a context of this length shows to some layer."""
-    seen = min([context, *(window for window in spec.windows if window is not None)])
-    return max_group_keys(spec, dtype) // seen
+def fullest_group(spec: ModelSpec, dtype: torch.dtype, context: int, num_rows: int) -> tuple[int, int]:
+    """Return rows and keys of each of a group that gathers as much as any, in layers with a window as in others.
+
+    Rows as long as the context may leave a group half empty where more and shorter ones fill it.
+
+    Args:
+        spec: of the model.
+        dtype: of the cache.
+        context: most keys of a row.
+        num_rows: there are at most.
+    """
+    seen, most = min([context, *(window for window in spec.windows if window is not None)]), max_group_keys(spec, dtype)
+    num_rows = min(most // seen + 1, num_rows)
+    return num_rows, min(most // max(num_rows, 1), seen)
 
 
 def group_rows(rows: I64, num_keys: np.ndarray[tuple[int, ...], np.dtype[np.int32]], max_keys: int) -> list[I64]:

@@ -100,7 +100,6 @@ def step_sizes(settings: RunnerSettings, spec: ModelSpec) -> StepSizes:
         Dtype(settings.dtype).itemsize,
         *limits,
         in_pages=settings.page_bytes is not None,
-        deterministic=settings.deterministic,
     )
 
 

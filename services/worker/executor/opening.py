@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from services.worker.attention.base import Attention
-from services.worker.attention.torch_paged import max_group_rows, query_tile
+from services.worker.attention.torch_paged import fullest_group, query_tile
 from services.worker.contract.batch import Batch, RowInit
 from services.worker.contract.executor import BatchFailedError, KvCapacity
 from services.worker.executor.first_look import RunnerSettings, step_sizes
@@ -37,7 +37,7 @@ from services.worker.memory.host_link import is_beside
 from services.worker.memory.kv_cache import KVCache
 from services.worker.memory.measure import large_apart, peak_bytes, release_free_memory
 from services.worker.memory.model_memory import ModelMemory
-from services.worker.memory.reserve import estimated_peak, reserve_bytes, split_bytes, tile_bytes
+from services.worker.memory.reserve import estimated_peak, listed_bytes, reserve_bytes, split_bytes
 from services.worker.models.rope import RopeTable
 from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import ModelWeights, num_parameters
@@ -234,12 +234,12 @@ class RunnerOpener:
             peak += self._graph_bytes(runner.cache, context)
         if peak is None:
             peak = estimated_peak(sizes, context)
-        elif sizes.deterministic and self._kernels.library is None:
-            peak += tile_bytes(sizes, context)
         if settings.host_memory_bytes and self._device.type == "cuda":
             peak += staged_bytes(self._demand.bytes_per_block)
         if self._kernels.library is not None:
             peak += split_bytes(spec, context, self._kernels.threads.most)
+        elif self._kernels.flashinfer is None and not settings.deterministic:
+            peak += listed_bytes(sizes, context)
         # of a group, whose context is another, beside those that were recorded
         num_angles = 2 if self.records_graphs and sizes.in_pages else 1
         return reserve_bytes(sizes, peak, context, num_angles=num_angles)
@@ -254,9 +254,8 @@ class RunnerOpener:
     def _try(self, settings: RunnerSettings, runner: ModelRunner) -> None:
         """Run the worst step that the settings allow, and work out what it takes if whole chunks come last."""
         began_s, context = time.perf_counter(), runner.info.max_model_len
-        num_long = max_group_rows(self.spec, self.weights.dtype, context) + 1
         tile = 1 if self._kernels.library is not None else query_tile(context)
-        batch = _worst_batch(settings, self.spec, context, num_long, tile)
+        batch = _worst_batch(settings, self.spec, self.weights.dtype, context, tile)
         blocks = batch.table_delta.block_id
         np.remainder(blocks, runner.cache.num_blocks, out=blocks)
         try:
@@ -291,20 +290,21 @@ def _times_as_long(spec: ModelSpec, num_layers: int, batch: Batch, context: int)
     return late / tried
 
 
-def _worst_batch(settings: RunnerSettings, spec: ModelSpec, context: int, num_long: int, tile: int) -> Batch:
+def _worst_batch(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype, context: int, tile: int) -> Batch:
     """Return a batch that takes as much workspace as any can: decodes, and a prompt's last chunk that fills it up.
 
     Sampling sorts whole rows, penalises as many logits as it does at a time, and reports log-probabilities. All rows
     share the same blocks, since what is computed does not matter.
 
     What takes longer and no more memory is left out: few tokens see the whole context. The last `tile` of a chunk do,
-    a row of their own beside those allowed; the others stand where every window that is outgrown is just filled.
+    a row of their own beside those allowed; the others stand where every window that is outgrown is just filled. Of
+    the decodes, one group is as full as any can be.
 
     Args:
         settings: its limits.
         spec: the model.
+        dtype: of the cache.
         context: most tokens of a sequence.
-        num_long: decodes that see all of it, as many as attention gathers at a time.
         tile: tokens of a chunk that attention computes at a time.
     """
     max_tokens, max_rows, vocab_size = settings.max_batch_tokens, settings.max_batch_rows, spec.vocab_size
@@ -317,7 +317,10 @@ def _worst_batch(settings: RunnerSettings, spec: ModelSpec, context: int, num_lo
         chunks = np.array([chunks[0] - tile, tile], dtype=np.int32)
     num_tokens = np.concatenate((np.ones(num_decodes, dtype=np.int32), chunks))
     start = np.asarray(context - num_tokens, dtype=np.int32)
-    start[num_long : max(num_decodes, num_long)] = 0
+    num_long, num_keys = fullest_group(spec, dtype, context, num_decodes)
+    start[:num_decodes] = 0
+    start[:num_long] = num_keys - 1
+    start[: min(num_long, 1)] = max(num_keys - 2, 0)  # as good as never all rows are equally long: they need a mask
     if is_cut:
         filled = max((window for window in spec.windows if window is not None and window < context), default=0)
         start[num_decodes] = min(filled, start[num_decodes])

@@ -17,8 +17,6 @@ MIN_RESERVE_BYTES: Final = 4 * 2**20
 """Least reserve; a measurement by resident memory is no finer than this."""
 GROUP_BYTES: Final = 32 * 2**20
 """Gathered keys and values of one group of decodes by torch's operators, unless a single row has more."""
-TILE_QUERIES, GROUP_TILES = 4, 8
-"""Queries of a tile, and tiles that are computed together, of attention in fixed shapes."""
 DRAW_ELEMENTS: Final = 2**20
 """Logits that are weighed and summed at a time, unless one row has more: bounds the workspace, and stays in caches."""
 WAITING_ACTIVATIONS: Final = 4
@@ -42,8 +40,6 @@ class StepSizes:
     """Of one batch."""
     in_pages: bool
     """The worker may become a stage of a group."""
-    deterministic: bool = False
-    """Attention by torch's operators has fixed shapes."""
 
 
 def estimated_peak(sizes: StepSizes, context: int) -> int:
@@ -60,8 +56,7 @@ def estimated_peak(sizes: StepSizes, context: int) -> int:
     gathered = max(min(GROUP_BYTES, sizes.max_rows * row_bytes), row_bytes)
     drawn = max(min(DRAW_ELEMENTS, sizes.max_rows * spec.vocab_size), spec.vocab_size) * (4 * 4 + 3 * 8)
     logits = sizes.max_rows * spec.vocab_size * 2 * 4
-    tiles = tile_bytes(sizes, context) if sizes.deterministic else 0
-    return sizes.max_tokens * per_token * item_bytes + logits + 3 * gathered + drawn + tiles
+    return sizes.max_tokens * per_token * item_bytes + logits + 3 * gathered + drawn + listed_bytes(sizes, context)
 
 
 def reserve_bytes(sizes: StepSizes, peak_bytes: int, context: int, *, num_angles: int = 1) -> int:
@@ -85,15 +80,13 @@ def reserve_bound(sizes: StepSizes, context: int, num_threads: int) -> int:
     return reserve_bytes(sizes, estimated_peak(sizes, context) + split_bytes(sizes.spec, context, num_threads), context)
 
 
-def tile_bytes(sizes: StepSizes, context: int) -> int:
-    """Return the most memory of a step for the slots that attention in fixed shapes lists, in bytes.
+def listed_bytes(sizes: StepSizes, context: int) -> int:
+    """Return the most memory for what attention by torch's operators lists of each row's keys: slot and mask, in bytes.
 
-    It lists those of the whole context for each group of tiles, and in a dry step few tokens see the whole context.
+    All layers of a step share it, but for those with another window. In a dry step few rows see the whole context.
     """
-    num_rows = min(sizes.max_rows, sizes.max_tokens)
-    num_tiles = (sizes.max_tokens + (TILE_QUERIES - 1) * num_rows) // TILE_QUERIES
-    num_groups = -(-num_tiles // GROUP_TILES)
-    return num_groups * GROUP_TILES * -(-context // SPLIT_KEYS) * SPLIT_KEYS * 8
+    seen = sum(min(window or context, context) for window in set(sizes.spec.windows))
+    return min(sizes.max_rows, sizes.max_tokens) * seen * (8 + sizes.item_bytes)
 
 
 def split_bytes(spec: ModelSpec, context: int, num_threads: int) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import shutil
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.worker.contract.batch import Batch, CopyOps, RowInit
+from services.worker.contract.batch import CopyOps
 from services.worker.contract.executor import BatchFailedError
 from services.worker.executor import opening as opening_module
 from services.worker.executor.runner import ModelRunner, load_runner
-from services.worker.executor.trial_batch import trial_batch
 from services.worker.memory.budget import bytes_per_block
 from services.worker.memory.kv_cache import KVCache
-from services.worker.memory.measure import large_apart, peak_bytes
 from services.worker.models.spec import read_spec
 from shared.errors import StartupError
 from shared.types import SamplingParams
@@ -156,104 +153,6 @@ def test_the_budget_holds_parameters_reserve_and_kv(runner: ModelRunner) -> None
     spent = info.param_bytes + info.reserve_bytes + info.kv_bytes
     assert 32 * MIB - info.bytes_per_block < spent <= 32 * MIB
     assert info.kv_bytes == runner.cache.num_bytes
-
-
-WIDE = CheckpointShape(vocab_size=931, hidden_size=128, intermediate_size=1024, seed=1)
-WINDOWS = {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 1}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [WIDE, replace(WIDE, family="qwen2", extra=WINDOWS)], ids=["llama", "qwen2, window"])
-@pytest.mark.parametrize(("kernels", "chunks"), [("torch", 4), ("auto", 12)])
-def test_the_reserve_covers_the_peak_of_a_full_batch(shape: CheckpointShape, kernels: str, chunks: int) -> None:
-    """A vocabulary of 931 in batches of 200 drawn rows and thousands of tokens: far above the least reserve."""
-    opened = open_runner(
-        shape,
-        memory_bytes=256 * MIB,
-        max_batch_tokens=200 + 390 * chunks,
-        max_batch_rows=200,
-        max_rows=200,
-        max_model_len=400,
-        kernels=kernels,
-    )
-    driver = Driver(opened, num_blocks=5000)
-    sampling = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, top_k=100)
-    sequences = [driver.add([5] * 390, sampling) for _ in range(200)]
-    for sequence in sequences[:-chunks]:
-        sequence.num_computed = 389
-    work = [(sequence, 1) for sequence in sequences[:-chunks]] + [(sequence, 390) for sequence in sequences[-chunks:]]
-    batch = driver.batch(work)
-    opened.run(batch)  # its KV is now resident
-
-    def again() -> None:
-        opened.run(batch)
-
-    peaks = [peak_bytes(torch.device("cpu"), again) for _ in range(3)]
-    peak = min((peak for peak in peaks if peak is not None), default=None)  # whatever else happens here only adds
-    assert peak is None or 5 * MIB < peak < opened.info.reserve_bytes
-
-
-WIDE = CheckpointShape(hidden_size=128, num_heads=2, num_kv_heads=2, head_dim=64, max_positions=12_000)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_rows", [1, 32])
-@pytest.mark.parametrize(
-    "shape", [WIDE, replace(WIDE, family="mistral", extra={"sliding_window": 3000})], ids=["whole", "window"]
-)
-@pytest.mark.parametrize(
-    "changes", [{}, {"kernels": "torch"}, {"kernels": "torch", "deterministic": True}], ids=["auto", "torch", "fixed"]
-)
-def test_the_reserve_covers_a_whole_chunk_at_the_end_of_a_long_context(
-    shape: CheckpointShape, num_rows: int, changes: dict[str, Any]
-) -> None:
-    """Beside decodes that all see as much: what is kept free was found out with few tokens there."""
-    limits = {"max_batch_tokens": 1024, "max_batch_rows": num_rows, "max_rows": num_rows, "max_model_len": 12_000}
-    peaks = []
-    for _ in range(2):  # whatever else happens here only adds
-        opened = open_runner(shape, memory_bytes=512 * MIB, **limits, **changes)
-        num_tokens = np.ones(num_rows, dtype=np.int32)
-        num_tokens[-1] = 1025 - num_rows
-        sampling = SamplingParams(max_tokens=1, top_p=0.9, logprobs=20)
-        admits = tuple(RowInit(row, sampling, 12_000) for row in range(num_rows))
-        batch = trial_batch(12_000 - num_tokens, num_tokens, 750, admits=admits)
-        for pool in opened.cache.pools():
-            pool.fill_(0)
-        with large_apart():
-            peaks.append(peak_bytes(torch.device("cpu"), lambda: opened.try_step(batch)))  # noqa: B023  called at once
-    angle_bytes = 2 * 12_000 * 64 * 4
-    peak = min((peak for peak in peaks if peak is not None), default=None)
-    assert peak is None or MIB < peak < opened.info.reserve_bytes - angle_bytes + MIB, (
-        "two measurements differ by as much"
-    )
-
-
-@pytest.mark.slow
-def test_a_long_context_is_measured_with_few_tokens_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many pairs of a query and a key as a prompt in one batch has, and a few times the context."""
-    tried: list[tuple[Batch, float]] = []
-    try_step = ModelRunner.try_step
-
-    def noting(runner: ModelRunner, batch: Batch) -> None:
-        began_s = time.perf_counter()
-        try_step(runner, batch)
-        tried.append((batch, time.perf_counter() - began_s))
-
-    monkeypatch.setattr(ModelRunner, "try_step", noting)
-    shape, max_tokens = CheckpointShape(seed=7, max_positions=100_000), 2048
-    info = open_runner(shape, memory_bytes=256 * MIB, max_batch_tokens=max_tokens).info
-    batch, took_s = tried[-1]
-    ends = batch.start + batch.num_tokens
-    assert (info.max_model_len, ends.max(), batch.num_tokens.sum()) == (100_000, 100_000, max_tokens)
-    assert np.dot(batch.num_tokens.astype(np.int64), ends) < max_tokens**2 + 50 * 100_000
-    assert info.dry_step_s > 10 * took_s, "whoever watches the steps knows what a whole chunk there would take"
-
-
-def test_without_a_way_to_measure_the_reserve_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Estimated at least as large as measured."""
-    measured = open_runner(SHAPE).info.reserve_bytes
-    monkeypatch.setattr(opening_module, "peak_bytes", lambda _device, _action: None)
-    assert measured <= open_runner(SHAPE, memory_bytes=512 * MIB).info.reserve_bytes < 320 * MIB
 
 
 @pytest.mark.slow
