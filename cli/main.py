@@ -28,6 +28,9 @@ _LACKS = {
     errno.EMFILE: CommandError(
         "not as many files may be open as are needed", "Start it where `ulimit -n` says 1024 or more", REFUSED
     ),
+    errno.ENFILE: CommandError(
+        "this machine opens no more files", "End what holds many (`lsof` tells), or raise `fs.file-max`", FAILED
+    ),
     errno.ENOSPC: CommandError("there is no room on the disk for what is written", "Free some", FAILED),
 }
 """What a command may lack wherever it is, by the error's number."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import errno
 import io
 import json
+import os
 import shlex
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -56,6 +58,19 @@ def test_help_lists_every_command_with_examples_and_exit_codes(capsys: pytest.Ca
 
 def test_without_a_command_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert output_of(capsys)[:2] == output_of(capsys, "--help")[:2]
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "words"),
+    [(errno.EMFILE, 2, "ulimit -n"), (errno.ENFILE, 1, "fs.file-max"), (errno.ENOSPC, 1, "no room on the disk")],
+)
+def test_what_a_machine_lacks_is_one_line(
+    number: int, code: int, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cli.keys.make_key", Mock(side_effect=OSError(number, os.strerror(number))))
+    found, _, err = output_of(capsys, "keys", "create", "--tenant", "me")
+    assert (found, err.count("\n")) == (code, 1)
+    assert words in err
 
 
 def test_up_has_a_flag_for_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
