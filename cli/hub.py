@@ -18,6 +18,7 @@ from typing import Any
 
 from cli.http import is_url
 from shared.errors import StartupError
+from shared.reading import is_file
 
 MODEL_ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+?)(?:@(?P<revision>[\w./-]+))?\Z")
 """`owner/name`, or `owner/name@revision`."""
@@ -73,7 +74,7 @@ def find_cached(source: HubModel) -> Path | None:
             folder = Path(_snapshot(source, local_files_only=True))
         except LocalEntryNotFoundError:
             return None
-    return folder if (folder / "config.json").is_file() else None
+    return folder if is_file(folder / "config.json") else None
 
 
 def fetch(source: HubModel, folder: Path | None, progress: Progress) -> Path:

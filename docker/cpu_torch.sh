@@ -6,14 +6,16 @@
 # What pip installs afterwards (torch>=2.9) is content with it, and brings what it needs. A torch of this version that is
 # there is left as it is, whatever its build.
 set -eu
+exec 3>&1
 wanted="$(grep '^torch==' constraints.txt)"
 [ "$(uname -s)" = Linux ] || exit 0 # elsewhere there is no build for CUDA
 if "$@" show torch 2>/dev/null | grep -q "^Version: ${wanted#torch==}\(+.*\)\{0,1\}\$"; then exit 0; fi
-"$@" install --no-deps "$wanted+cpu" 2>/dev/null && exit 0
+problem="$("$@" install --no-deps "$wanted+cpu" 2>&1 >&3)" && exit 0
 index="${TORCH_INDEX_URL:-https://download.pytorch.org/whl/cpu}"
 echo "$wanted+cpu is not at pip's own index: taking it from $index"
 "$@" install --no-deps --index-url "$index" "$wanted+cpu" || {
   echo "sluice: torch for CPUs is not to be had. Name an index that has $wanted+cpu by TORCH_INDEX_URL," \
-    "or a folder that has its wheel by PIP_FIND_LINKS" >&2
+    "or a folder that has its wheel by PIP_FIND_LINKS. pip's own index:" >&2
+  echo "$problem" >&2
   exit 1
 }

@@ -122,7 +122,7 @@ def parse_toml(text: str) -> dict[str, Any]:
         ValueError: it is no TOML within the limits; the text goes on after "it is ".
     """
     if sum(line.count(".") ** 2 for line in text.split("\n")) > MAX_TOML_DOTS:
-        raise ValueError("not valid TOML: its keys have too many parts")
+        raise ValueError("not valid TOML: a line of it has too many dots")
     try:
         document = tomllib.loads(text)
     except RecursionError:

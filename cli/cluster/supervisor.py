@@ -257,8 +257,12 @@ class Supervisor:
 
     async def _check(self, child: _Child) -> None:
         await self._spawn(child)
-        if await self._wait_end(child) == REFUSED:
+        code = await self._wait_end(child)
+        if code == REFUSED:
             raise CommandError(child.log.refusal().removeprefix("sluice: "), code=REFUSED)
+        if code > 0:  # no reason not to try
+            how = _ending(code) + _said(child, code)
+            self._show(f"what {child.spec.name} would refuse is not known: asked, it ended {how}")
 
     async def _keep(self, child: _Child) -> None:
         code: int | None = await self._wait_end(child)

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 _SIZE = re.compile(r"\s*(\d{1,20}(?:\.\d{1,9})?)\s*(?:([KMGT])(iB|B)?|B)?\s*\Z", re.ASCII | re.IGNORECASE)
 _EXPONENT: Final = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-SIZE_ALLOWED: Final = "bytes, or a number with KiB, MiB, GiB, TiB, or KB, MB, GB, TB"
+SIZE_ALLOWED: Final = "bytes, or a number with KiB, MiB, GiB, TiB, or KB, MB, GB, TB; G alone is GiB"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ listens for answers where only its role may (`shared.transport.nats_roles`).
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -124,6 +125,9 @@ def run_service_process(
         settings = load(model, name, [flag for flag in sys.argv[1:] if flag != CHECK_ONLY])
         configure(name, settings.instance_id, settings.log_level, settings.log_format)
         if CHECK_ONLY in sys.argv[1:]:
+            for number in (signal.SIGINT, signal.SIGTERM):  # nothing to end in order; the loop stands until it is done
+                asyncio.get_running_loop().remove_signal_handler(number)
+                signal.signal(number, signal.SIG_DFL)
             check(settings)
         else:
             await main(settings, ServiceProcess(BrokerRole(name), settings, stop))

@@ -8,6 +8,7 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import Field, model_validator
 
 from shared.errors import StartupError
+from shared.reading import is_file
 from shared.types import Value
 from sim.scenarios.streams import Streams
 from sim.workload.arrivals import cyclic_bursts, one_burst, poisson
@@ -45,7 +46,7 @@ class _Recorded(Value):
         """
         path = Path(self.file)
         folders = [Path()] if path.is_absolute() or traces is None else [traces, Path()]
-        found = next((folder / path for folder in folders if (folder / path).is_file()), None)
+        found = next((folder / path for folder in folders if is_file(folder / path)), None)
         if found is not None:
             trace = read_trace(found)
             return trace if self.window_s is None else trace.window(*self.window_s)

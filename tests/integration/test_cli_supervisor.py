@@ -22,6 +22,7 @@ from cli.chaos.processes import is_running
 from cli.cluster.restart import RestartParams
 from cli.cluster.run_dir import RunDir
 from cli.cluster.supervisor import ChildSpec, RunFailure, Supervisor
+from cli.exit_codes import CommandError
 from tests.support.leaks import whats_open
 from tests.support.processes import wait_until
 from tests.support.waiting import until
@@ -105,6 +106,14 @@ async def test_a_refused_start_is_final_and_its_line_is_the_childs_own(tmp_path:
     async with supervised(tmp_path, python("w", REFUSE)) as (supervisor, _):
         assert await failure_of(supervisor) == RunFailure("sluice: no such model. Use another", 2)
     assert (tmp_path / "w.log").read_text().count("sluice:") == 1
+
+
+async def test_a_check_that_crashes_is_told_and_hinders_nothing(tmp_path: Path) -> None:
+    async with supervised(tmp_path) as (supervisor, shown):
+        await supervisor.check([python("w", CRASH), python("d", "pass")])
+        assert shown == ["what w would refuse is not known: asked, it ended with exit code 1: RuntimeError: boom"]
+        with pytest.raises(CommandError, match="no such model"):
+            await supervisor.check([python("w", REFUSE)])
 
 
 async def test_a_child_that_once_served_is_restarted_although_it_refuses(tmp_path: Path) -> None:

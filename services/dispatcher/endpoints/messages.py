@@ -55,15 +55,19 @@ def _message(value: Any, path: str) -> dict[str, Any]:
     name = value.get("name")
     if name is not None and not isinstance(name, str):
         raise invalid("invalid_type", f"{path}.name", f"'{path}.name' must be a string, not {type_name(name)}.")
-    content = _content(value, role, f"{path}.content")
+    refusal = value.get("refusal") if role == "assistant" else None
+    if refusal is not None and not isinstance(refusal, str):
+        what = f"'{path}.refusal' must be a string, not {type_name(refusal)}."
+        raise invalid("invalid_type", f"{path}.refusal", what)
+    said = value.get("content")
+    if said is None and role == "assistant":
+        said = refusal or ""  # what it said instead
+    content = _content(said, f"{path}.content")
     message = {"role": "system" if role == "developer" else role, "content": content}
     return {**message, "name": name} if name else message
 
 
-def _content(message: Mapping[str, Any], role: str, path: str) -> str | list[dict[str, str]]:
-    value = message.get("content")
-    if value is None and role == "assistant":
-        value = message.get("refusal") or ""  # what it said instead
+def _content(value: Any, path: str) -> str | list[dict[str, str]]:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):

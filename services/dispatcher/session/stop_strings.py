@@ -18,9 +18,8 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._longest = max(map(len, stops), default=0)
         self._held = ""
-        self._num_spared = (
-            0  # characters at the beginning of what is held: a stop string complete by there ends nothing
-        )
+        # characters at the beginning of what is held: a stop string complete by there ends nothing
+        self._num_spared = 0
 
     def push(self, text: str, *, may_end: bool = True) -> tuple[str, bool]:
         """Return the text that may be shown now, and whether a stop string ended it.

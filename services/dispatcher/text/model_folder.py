@@ -101,8 +101,9 @@ def _added_tokens(folder: Path, tokenizer_config: Mapping[str, Any], named: Mapp
         if "added_tokens_decoder" in tokenizer_config:
             entries = tokenizer_config["added_tokens_decoder"].items()
             return {int(token_id): AddedToken(**entry) for token_id, entry in entries}
-        extra = tokenizer_config.get("extra_special_tokens") or tokenizer_config.get("additional_special_tokens")
-        special = {*named.values(), *(text for text in extra or () if isinstance(text, str))}
+        extra = tokenizer_config.get("extra_special_tokens") or tokenizer_config.get("additional_special_tokens") or ()
+        texts = extra.values() if isinstance(extra, dict) else extra
+        special = {*named.values(), *(text for text in texts if isinstance(text, str))}
         path = folder / "added_tokens.json"
         return {
             int(token_id): AddedToken(text, special=text in special, normalized=text not in special)

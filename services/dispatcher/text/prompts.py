@@ -29,7 +29,7 @@ from services.dispatcher.text.token_finder import TokenFinder
 from services.dispatcher.text.token_names import TokenNames
 from shared.errors import StartupError
 from shared.messages.request import MAX_PROMPT_TOKENS
-from shared.model_files import COPY_AGAIN
+from shared.model_files import COPY_AGAIN, TOKENIZER_HINT
 
 _OPEN_CANDIDATES: Final = range(0xF0000, 0xF0400)
 """Private-use characters that may mark a placeholder; one that no message contains is taken."""
@@ -85,10 +85,13 @@ class PromptCodec:
         self._control = TokenFinder(special | by_template)
         self._special_only = TokenFinder(special) if by_template else self._control
         self._aliased = alias_tokens(self.tokenizer, special | by_template)
+        vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise StartupError("the tokenizer's vocabulary is empty", TOKENIZER_HINT)
         self._check_writers()
         self.table: DetokenizerTable = load_table(self.tokenizer)
         self.names = TokenNames(self.tokenizer, self.table)
-        self.max_token_bytes = max(len(token.encode()) for token in self.tokenizer.get_vocab(with_added_tokens=True))
+        self.max_token_bytes = max(len(token.encode()) for token in vocabulary)
         """No token stands for more bytes of text than this."""
 
     def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -190,7 +193,10 @@ class PromptCodec:
 
     def _check_writers(self) -> None:
         """Check that what is written around every text has ids of the model."""
-        plain, whole = (set(self.tokenizer.encode("a", add_special_tokens=added).ids) for added in (False, True))
+        try:
+            plain, whole = (set(self.tokenizer.encode("", add_special_tokens=added).ids) for added in (False, True))
+        except Exception as error:  # the library raises bare Exception
+            raise StartupError(f"the tokenizer fails on every text ({str(error)[:200]})", TOKENIZER_HINT) from None
         ids = [token_id for token_id in whole - plain if token_id >= self.vocab_size]
         if ids:
             what = f"the tokenizer puts id {ids[0]} around every prompt, and the model has 0 to {self.vocab_size - 1}"

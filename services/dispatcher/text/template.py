@@ -31,6 +31,8 @@ RENDER_LIMIT_S: Final = 10.0
 """Seconds after which a template is stopped, at its next piece of text."""
 MAX_SHAPES: Final = 64
 """Kinds of conversations of which it is kept what the template leaves out."""
+MAX_SHAPE_MESSAGES: Final = 256
+"""Of longer ones it is found out each time."""
 
 
 class TemplateRefusalError(ValueError):
@@ -134,7 +136,8 @@ class ChatTemplate:
             TemplateRefusalError: the template would leave one of them out.
         """
         formed = [in_form(message, self.forms.part_roles) for message in messages]
-        left_out = self._left_out(shape_of(formed), add_generation_prompt) if len(formed) <= self.max_messages else ()
+        find = self._left_out if len(formed) <= MAX_SHAPE_MESSAGES else self._find_left_out
+        left_out = find(shape_of(formed), add_generation_prompt) if len(formed) <= self.max_messages else ()
         for index in sorted(left_out):
             if not _is_blank(formed[index]["content"]):
                 role = formed[index]["role"]

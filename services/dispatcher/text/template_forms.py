@@ -22,7 +22,8 @@ TALKS: Final = tuple(
 )
 """Conversations that are tried, by their roles: not every template takes each of them."""
 _FIRST_MARK: Final = 7_319_026_451_880_000_000
-_MARK: Final = re.compile("[0-9]{19}")
+_MARK_DIGITS: Final = len(str(_FIRST_MARK))
+_DIGITS: Final = re.compile(f"[0-9]{{{_MARK_DIGITS},}}")
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str | None]
 """Makes the prompt of a conversation; None if the template does not take it."""
@@ -100,8 +101,11 @@ def _missing(render: Render, shape: Shape) -> frozenset[int] | None:
     prompt = render(messages)
     if prompt is None:
         return None
-    seen = set(_MARK.findall(prompt))  # most of them at once; others stand behind digits of the template's own
-    return frozenset(i for i, own in enumerate(marks) if not all(mark in seen or mark in prompt for mark in own))
+    left = {mark for own in marks for mark in own}
+    for run in _DIGITS.finditer(prompt):  # a mark may stand between digits of the template's own
+        digits = run.group()
+        left.difference_update(digits[i : i + _MARK_DIGITS] for i in range(len(digits) - _MARK_DIGITS + 1))
+    return frozenset(i for i, own in enumerate(marks) if not left.isdisjoint(own))
 
 
 def _parts(texts: Sequence[str]) -> list[dict[str, str]]:

@@ -94,11 +94,11 @@ def first_look(settings: RunnerSettings, spec: ModelSpec) -> FirstLook:
 
 def step_sizes(settings: RunnerSettings, spec: ModelSpec) -> StepSizes:
     """Return what the memory of a runner's steps depends on."""
-    limits = (settings.max_batch_tokens, settings.max_batch_rows)
     return StepSizes(
         spec,
         Dtype(settings.dtype).itemsize,
-        *limits,
+        max_tokens=settings.max_batch_tokens,
+        max_rows=settings.max_batch_rows,
         in_pages=settings.page_bytes is not None,
     )
 

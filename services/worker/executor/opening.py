@@ -230,19 +230,25 @@ class RunnerOpener:
 
         sizes = step_sizes(settings, spec)
         peak = peak_bytes(self._device, lambda: self._try(settings, runner))
-        if peak is not None and self.records_graphs:
-            peak += self._graph_bytes(runner.cache, context)
         if peak is None:
             peak = estimated_peak(sizes, context)
+        elif self._lists_keys:
+            peak += listed_bytes(sizes, context)
+        elif self.records_graphs:
+            peak += self._graph_bytes(runner.cache, context)
         if settings.host_memory_bytes and self._device.type == "cuda":
             peak += staged_bytes(self._demand.bytes_per_block)
         if self._kernels.library is not None:
             peak += split_bytes(spec, context, self._kernels.threads.most)
-        elif self._kernels.flashinfer is None and not settings.deterministic:
-            peak += listed_bytes(sizes, context)
         # of a group, whose context is another, beside those that were recorded
         num_angles = 2 if self.records_graphs and sizes.in_pages else 1
         return reserve_bytes(sizes, peak, context, num_angles=num_angles)
+
+    @property
+    def _lists_keys(self) -> bool:
+        """Whether attention is by torch's operators, and not in fixed shapes."""
+        kernels = self._kernels
+        return kernels.library is None and kernels.flashinfer is None and not self._settings.deterministic
 
     def _trial_runner(self, context: int) -> ModelRunner:
         """Return a runner over a cache of its own, which has blocks for the tokens of one batch at most."""

@@ -96,7 +96,8 @@ def _of_tokenizer(model_dir: Path) -> list[tuple[str, str, int | None]]:
         return []
     decoder = config.get("added_tokens_decoder")
     entries = decoder.items() if isinstance(decoder, dict) else ()
-    listed = {entry.get("content"): id_text for id_text, entry in entries if isinstance(entry, dict)}
+    objects = ((id_text, entry) for id_text, entry in entries if isinstance(entry, dict))
+    listed = {entry["content"]: id_text for id_text, entry in objects if isinstance(entry.get("content"), str)}
     tokenizer, added = _read_tokenizer(model_dir), read_object(model_dir / "added_tokens.json", required=False)
     found: list[tuple[str, str, int | None]] = []
     for token, name in tokens.items():

@@ -90,12 +90,7 @@ _OPT_NAMES = TensorNames(
 
 
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(
-        "llama",
-        "attention_bias",
-        "attention_bias",
-        "mlp_bias",
-    ),
+    "LlamaForCausalLM": Family("llama", "attention_bias", "attention_bias", "mlp_bias"),
     "MistralForCausalLM": Family(
         "mistral",
         qkv_bias=False,

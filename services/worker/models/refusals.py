@@ -11,6 +11,7 @@ from services.worker.models.config_json import Config
 from services.worker.models.families import FAMILIES, Family
 from shared.errors import StartupError
 from shared.model_families import architectures_of
+from shared.reading import is_file
 
 SUPPORTED = ", ".join(sorted(FAMILIES))
 
@@ -97,7 +98,7 @@ def refuse_adapter(model_dir: Path) -> None:
     Raises:
         StartupError: it holds a LoRA adapter.
     """
-    if (model_dir / "adapter_config.json").is_file():
+    if is_file(model_dir / "adapter_config.json"):
         raise StartupError(
             f"{model_dir} holds a LoRA adapter, which is not supported",
             "Merge it into its base model and save the result",

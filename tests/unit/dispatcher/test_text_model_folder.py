@@ -53,6 +53,17 @@ FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
         PLAIN,
         {"added_tokens": {"<|turn|>": TURN}, "tokenizer_config": {**CONFIG, "extra_special_tokens": ["<|turn|>"]}},
     ),
+    "special by an object": (
+        PLAIN,
+        {
+            "added_tokens": {"<|turn|>": TURN},
+            "tokenizer_config": {**CONFIG, "extra_special_tokens": {"turn_token": "<|turn|>"}},
+        },
+    ),
+    "special by additional_special_tokens": (
+        PLAIN,
+        {"added_tokens": {"<|turn|>": TURN}, "tokenizer_config": {**CONFIG, "additional_special_tokens": ["<|turn|>"]}},
+    ),
     "special in the decoder only": (
         with_turn(),
         {"tokenizer_config": {**CONFIG, "added_tokens_decoder": {str(TURN): flags("<|turn|>", special=True)}}},

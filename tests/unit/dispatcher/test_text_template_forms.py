@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from services.dispatcher.build import load_text
 from services.dispatcher.endpoints.messages import count_chars, parse_messages
+from services.dispatcher.http.errors import ApiError
 from services.dispatcher.text.model_folder import read_model_folder
 from services.dispatcher.text.prompts import PromptCodec
 from services.dispatcher.text.template import ChatTemplate, TemplateRefusalError
@@ -206,6 +207,11 @@ def test_an_assistants_refusal_is_what_it_said_and_an_empty_name_is_none() -> No
     }
     assert parse_messages([said]) == [{"role": "assistant", "content": "I will not"}]
     assert count_chars(talk(("user", ["ab", "c"]))) == len("user") + 3
+    for refusal in (5, False, ["x"], [{"type": "text", "text": "x"}]):
+        with pytest.raises(ApiError) as refused:
+            parse_messages([{"role": "assistant", "refusal": refusal}])
+        assert refused.value.param == "messages.0.refusal"
+    assert parse_messages([{"role": "user", "content": "a", "refusal": 5}]) == [{"role": "user", "content": "a"}]
 
 
 def test_the_log_says_at_the_start_whose_messages_are_refused(tmp_path: Path) -> None:

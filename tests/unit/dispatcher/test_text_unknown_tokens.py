@@ -128,7 +128,12 @@ def test_a_text_on_which_the_tokenizer_fails_is_refused(tmp_path: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     content: dict[str, Any] = json.loads(tokenizer.to_str())
     content["decoder"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    codec = codec_of(tmp_path, json.dumps(content), 2, None)
-    assert codec.encode_text("ab") == [0, 1]
-    with pytest.raises(UntokenizableError, match="the tokenizer fails on it"):
-        codec.encode_text("abc")
+    for first in "ac":  # no text of ours is one of the tokenizer's
+        content["model"]["vocab"] = {first: 0, "b": 1}
+        codec = codec_of(tmp_path, json.dumps(content), 2, None)
+        assert codec.encode_text(f"{first}b") == [0, 1]
+        with pytest.raises(UntokenizableError, match="the tokenizer fails on it"):
+            codec.encode_text("abc")
+    content["model"]["vocab"] = {}
+    with pytest.raises(StartupError, match="the tokenizer's vocabulary is empty"):
+        codec_of(tmp_path, json.dumps(content), 2, None)

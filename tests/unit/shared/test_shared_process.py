@@ -101,6 +101,23 @@ def test_how_a_service_ends_is_its_exit_code_and_one_line_if_it_was_refused(
     assert run(body) == ended
 
 
+def test_an_interrupt_ends_a_check_that_stands() -> None:
+    body = (
+        "from shared.process.config import ServiceSettings\n"
+        "from shared.process.service_process import run_service_process\n"
+        "def check(settings):\n"
+        "    print('checking', flush=True)\n"
+        "    time.sleep(60)\n"
+        "sys.argv[1:] = ['--check-only']\n"
+        "run_service_process('planner', ServiceSettings, None, check)"
+    )
+    process = start(body)
+    assert first_line(process) == "checking"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30) == ("", "")
+    assert process.returncode == -signal.SIGINT
+
+
 def test_a_crash_is_logged_with_its_traceback_and_exit_code_1() -> None:
     code, out, err = run('configure("probe", "p0")' + SERVICE.format('raise KeyError("lost")'))
     assert (code, out) == (1, "")

@@ -99,8 +99,13 @@ def _take_and_let_go() -> None:
     ],
     ids=str,
 )
-def test_the_memory_that_a_refusal_names_suffices(shape: CheckpointShape, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("is_measured", [True, False], ids=["measured", "estimated"])
+def test_the_memory_that_a_refusal_names_suffices(
+    shape: CheckpointShape, changes: dict[str, Any], is_measured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both what is named before anything is read, which bounds what is measured, and what is named after measuring."""
+    if not is_measured:
+        monkeypatch.setattr("services.worker.executor.opening.peak_bytes", lambda _device, action: action())
     limits = {"max_batch_tokens": 1024, "max_batch_rows": 64, **changes}
     folder = stored_checkpoint(shape)[0]
 

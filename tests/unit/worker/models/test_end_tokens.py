@@ -63,6 +63,14 @@ def read(folder: Path, config: Any = None, **files: Any) -> EndTokens:
             (1,),
         ),
         (5, {"tokenizer_config": {**IM_END, "added_tokens_decoder": {"11": {"content": "<|im_end|>"}}}}, (5, 11)),
+        (
+            5,
+            {
+                "tokenizer_config": {**IM_END, "added_tokens_decoder": {"9": {"content": []}, "8": {}, "7": []}},
+                "tokenizer": ADDED,
+            },
+            (5, 7),
+        ),
         (5, {"tokenizer_config": IM_END, "tokenizer": {}, "added_tokens": {"<|im_end|>": 12}}, (5, 12)),
         (5, {"tokenizer_config": {"eos_token": ""}, "tokenizer": ADDED}, (5,)),
         (5, {"tokenizer_config": {"eos_token": 3}, "tokenizer": ADDED}, (5,)),
