@@ -76,10 +76,12 @@ class EngineHarness:
         self.draw = TokenDraw.of_vocabulary(self.engine.config.vocab_size, ())
         self.kv = self.empty_kv(self.engine.blocks.num_usable)
         self.engine.blocks.on_lost = self.lose
+        if self.engine.swapping is not None:
+            self.engine.swapping.host.on_lost = self.kv.poison_host
 
     def empty_kv(self, num_blocks: int) -> StagedKv:
         config, swapping = self.engine.config, self.engine.swapping
-        num_host_blocks = 0 if swapping is None else swapping.host.num_blocks
+        num_host_blocks = 0 if swapping is None else swapping.host.num_usable
         return StagedKv(self.num_stages, num_blocks, config.block_size, self.draw, num_host_blocks)
 
     def change_executor(self, num_blocks: int) -> None:
@@ -217,7 +219,7 @@ class EngineHarness:
         assert self.engine.blocks.num_free == self.engine.blocks.num_usable
         assert self.engine.log.num_used_chunks == 0
         if self.engine.swapping is not None:
-            assert self.engine.swapping.host.num_free == self.engine.swapping.host.num_blocks
+            assert self.engine.swapping.host.num_free == self.engine.swapping.host.num_usable
 
     def settle(self) -> None:
         self.record(self.engine.registry.take_events())

@@ -81,6 +81,10 @@ class StagedKv:
         for part in self.parts:
             part.poison(ids)
 
+    def poison_host(self, ids: I32) -> None:
+        for part in self.parts:
+            part.poison_host(ids)
+
     def begin_copy(self, copy: HostCopy) -> None:
         for part in self.parts:
             part.begin_copy(copy)

@@ -1,27 +1,28 @@
-"""Blocks of host memory: which rows keep KV in them, which copies still need them, which are free."""
+"""Blocks of host memory: which rows refer to them, which copies still need them, what they hold, which are free.
+
+Copies of the KV of full blocks have the names of these blocks (`prefix.py`), so a run of tokens lies there once: rows
+that begin alike refer to the same blocks, and what comes to the host again finds what is there from before. A block
+that no row refers to and no copy needs is free, and keeps its contents until it is handed out, the oldest last.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from services.worker.blocks.free_blocks import FreeBlocks
-from services.worker.contract.arrays import I32
+from services.worker.blocks.block_pool import BlockPool
+from services.worker.blocks.prefix import RunName
+from services.worker.contract.arrays import I32, Bool
 
 
-class HostBlocks:
-    """A bounded pool. A block is free when no row keeps it and no copy is under way that reads or fills it."""
+class HostBlocks(BlockPool):
+    """A bounded pool, and the blocks that rows keep in it."""
 
     def __init__(self, num_blocks: int) -> None:
         """Begin with ids 0 to num_blocks - 1 free; the smallest is handed out first."""
-        self.num_blocks = num_blocks
-        self._free = FreeBlocks(num_blocks)
-        self._uses: I32 = np.zeros(num_blocks, dtype=np.int32)
+        super().__init__(num_blocks)
         self._kept: dict[int, I32] = {}
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that can be handed out."""
-        return len(self._free)
 
     @property
     def rows(self) -> list[int]:
@@ -32,45 +33,38 @@ class HostBlocks:
         """Return [n]: the blocks that a row keeps, in sequence order."""
         return self._kept[row]
 
-    def keep(self, row: int, count: int) -> I32:
-        """Give a row that keeps nothing `count` free blocks, which the caller knows to be there; return them."""
+    def keep(self, row: int, names: Sequence[RunName], num_blocks: int) -> tuple[I32, Bool]:
+        """Let a row that keeps nothing refer to as many blocks, which the caller knows to be free or to be there.
+
+        Args:
+            row: whose KV it is.
+            names: of its full blocks, the first ones.
+            num_blocks: of all of its KV; what goes beyond the names is not full.
+
+        Returns:
+            [num_blocks] the blocks, and whether each has yet to be filled.
+        """
         assert row not in self._kept, f"row {row} keeps host blocks already"
-        assert count <= self.num_free, f"{count} host blocks are wanted, {self.num_free} are free"
-        ids, _ = self._free.take(count)
+        found = [self.index.get(name) for name in names]
+        is_new = np.array([block is None for block in found] + [True] * (num_blocks - len(found)), dtype=np.bool_)
+        ids = np.zeros(num_blocks, dtype=np.int32)
+        ids[~is_new] = [block for block in found if block is not None]
+        self._refer(ids[~is_new])  # before others are handed out, which could be these
+        ids[is_new] = self._take(int(np.count_nonzero(is_new)))
         self._kept[row] = ids
-        self._uses[ids] += 1
-        return ids
+        return ids, is_new
 
     def forget(self, row: int) -> None:
-        """Take the blocks from a row, if it keeps any; those that no copy needs become free."""
+        """Take the blocks from a row, if it keeps any; those that nobody else needs become free."""
         ids = self._kept.pop(row, None)
         if ids is not None:
             self._let_go(ids)
 
-    def hold(self, ids: I32) -> None:
-        """Begin a copy that needs blocks which a row keeps."""
-        assert (self._uses[ids] == 1).all(), "a host block is in one copy at a time, and some row keeps it"
-        self._uses[ids] += 1
-
-    def unhold(self, ids: I32) -> None:
-        """End a copy."""
-        self._let_go(ids)
-
-    def _let_go(self, ids: I32) -> None:
-        self._uses[ids] -= 1
-        self._free.put_blank(ids[self._uses[ids] == 0][::-1])
-
-    def check_invariants(self, held: list[I32]) -> None:
-        """Check that every block is free or in use, and every use is counted.
-
-        Args:
-            held: blocks of each copy that is under way.
-        """
-        uses = np.zeros(self.num_blocks, dtype=np.int32)
-        for ids in (*self._kept.values(), *held):
-            uses[ids] += 1
-        assert (uses == self._uses).all(), "uses of host blocks differ from what rows and copies need"
+    def check_invariants(self) -> None:
+        """Check that every block is free or in use, and every reference is counted."""
         kept = np.concatenate([np.zeros(0, dtype=np.int32), *self._kept.values()])
-        assert np.unique(kept).size == kept.size, "two rows keep one host block"
-        free = np.bincount(self._free.blank_ids, minlength=self.num_blocks)
-        assert (free + (uses > 0) == 1).all(), "a host block must be free xor in use"
+        references = np.bincount(kept, minlength=self.refcount.size)
+        assert (references == self.refcount).all(), "references to host blocks differ from what rows keep"
+        for row, ids in self._kept.items():
+            assert np.unique(ids).size == ids.size, f"row {row} keeps a host block twice"
+        self.check_pool()

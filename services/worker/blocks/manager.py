@@ -74,14 +74,25 @@ class BlockManager(BlockPool):
             np.concatenate([*(ids for _, ids in first), delta.block_id]),
         )
 
-    def take_for(self, row: int, count: int) -> I32:
-        """Give a row that holds nothing `count` free blocks ahead of its next step, and return them."""
+    def take_for(self, row: int, shared: I32, count: int) -> I32:
+        """Give a row that holds nothing blocks ahead of its next step: full ones to share, then free ones.
+
+        Args:
+            row: is known to its executor.
+            shared: in sequence order; held by somebody, pinned, or free and named.
+            count: of free ones, besides those of them that are shared.
+
+        Returns:
+            [count] the free ones.
+        """
         assert not self.held[row], f"row {row} holds blocks already"
-        ids = self._take(count)
-        self.block_table[row, :count] = ids
-        self.held[row] = count
+        self._refer(shared)
+        taken = self._take(count)
+        ids = np.concatenate([shared, taken])
+        self.block_table[row, : ids.size] = ids
+        self.held[row] = ids.size
         self._ahead.append((row, ids))
-        return ids
+        return taken
 
     def share(self, row: int, ids: I32, partial: int | None, owner: Hashable) -> None:
         """Let a row that holds nothing refer to full blocks, and copy one more that is not full.

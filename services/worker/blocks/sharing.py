@@ -17,12 +17,13 @@ from typing import Final
 import numpy as np
 
 from services.worker.blocks.forks import Forks
+from services.worker.blocks.host_blocks import HostBlocks
 from services.worker.blocks.manager import BlockManager
 from services.worker.blocks.prefix import RunName, following_names, root_name
 from services.worker.blocks.remote_kv import RemoteKv, RemoteSpan, tail_begin
 from services.worker.contract.arrays import EMPTY_I32, I32
 from services.worker.contract.kept_kv import KeptKv
-from services.worker.scheduling.view import NOTHING_CACHED, CachedPrefix
+from services.worker.scheduling.view import NOTHING_CACHED, NOTHING_ON_HOST, CachedPrefix, OnHost
 from services.worker.sequences.assemble import known_tokens
 from services.worker.sequences.table import SequenceTable, Status
 from services.worker.sequences.token_log import TokenLog
@@ -57,12 +58,21 @@ class _Match:
 class Sharing:
     """Names, claims and forks of all rows. Answers policies as their `BlockFacts`; only the engine changes it."""
 
-    def __init__(self, table: SequenceTable, blocks: BlockManager, log: TokenLog, *, prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        table: SequenceTable,
+        blocks: BlockManager,
+        log: TokenLog,
+        host: HostBlocks | None = None,
+        *,
+        prefix_caching: bool,
+    ) -> None:
         self.forks = Forks(table)
         self.prefix_caching = prefix_caching
         self._table = table
         self._blocks = blocks
         self._log = log
+        self._host = host
         self._chains: dict[int, _Chain] = {}
         self._claims: dict[RunName, int] = {}
         self._unsettled: dict[int, _Chain] = {}
@@ -71,6 +81,11 @@ class Sharing:
         """Of blocks whose KV is on its way."""
         self._remote: RemoteKv | None = None
         """Which of it can be attended where it lies."""
+
+    @property
+    def block_size(self) -> int:
+        """Token slots of a block."""
+        return self._blocks.block_size
 
     # What policies ask
 
@@ -90,14 +105,24 @@ class Sharing:
         num_shared = self._blocks.in_use(np.array(match.ids, dtype=np.int32)) if match.ids else 0
         return CachedPrefix(match.num_tokens, num_shared, following)
 
+    def on_host(self, row: int) -> OnHost:
+        """Return what of a running row's KV is in host memory already, by the names of its full blocks."""
+        if self._host is None or not len(self._host.index):
+            return NOTHING_ON_HOST
+        found = (self._host.index.get(name) for name in self.names_of(row))
+        ids = np.array([block for block in found if block is not None], dtype=np.int32)
+        return OnHost(int(ids.size), self._host.in_use(ids)) if ids.size else NOTHING_ON_HOST
+
     # Rows come, run and go
 
     def add(self, row: int, salt: str, parent: int | None) -> None:
         """Take in a new row, which may fork another one."""
         if parent is not None:
             self.forks.add(row, parent)
+        # a name of its own for what others are not to share
+        salt = salt if self.prefix_caching else f"{self._table.order[row]} {salt}"
+        self._chains[row] = chain = _Chain([root_name(salt)])
         if self.prefix_caching:
-            self._chains[row] = chain = _Chain([root_name(salt)])
             if parent is not None:
                 num_full = int(self._table.num_prompt[row]) // self._blocks.block_size
                 chain.names += self._chains[parent].names[1 : num_full + 1]
@@ -155,6 +180,17 @@ class Sharing:
                 found.setdefault(name, block)
         return KeptKv(tuple(found), np.array(list(found.values()), dtype=np.int32))
 
+    def names_of(self, row: int) -> list[RunName]:
+        """Return the names of a row's full blocks that are computed, whether others may share them or not."""
+        num_full = int(self._table.num_computed[row]) // self._blocks.block_size
+        self._make_names(row, self._chains[row], num_full)
+        return self._chains[row].names[1 : num_full + 1]
+
+    def here(self, row: int) -> list[int]:
+        """Return device blocks that hold the first of the full blocks whose KV a row has on the host."""
+        num_full = int(self._table.host_tokens[row]) // self._blocks.block_size
+        return self._blocks.index.find(self._chains[row].names[1 : num_full + 1]) if self.prefix_caching else []
+
     # KV that is on its way
 
     @property
@@ -206,8 +242,8 @@ class Sharing:
             is_sound: the contents may be used again; those of a row that failed may not.
         """
         self.forks.let_go(row)
-        chain = self._chains.get(row)
-        if chain is not None:
+        if self.prefix_caching:
+            chain = self._chains[row]
             num_full = int(self._table.num_computed[row]) // self._blocks.block_size
             if is_sound:
                 self._make_names(row, chain, num_full)
@@ -226,7 +262,7 @@ class Sharing:
     def check_invariants(self) -> None:
         """Check claims, names and forks; raises AssertionError naming the law that is broken."""
         self.forks.check_invariants()
-        assert len(self._chains) == self._table.num_sequences * self.prefix_caching, "each sequence has its names"
+        assert len(self._chains) == self._table.num_sequences, "each sequence has its names"
         claimed = {name: row for row, chain in self._unsettled.items() for name in chain.names[chain.num_settled + 1 :]}
         assert self._claims.keys() <= claimed.keys(), "a claim that nobody works on"
         for name, row in self._claims.items():

@@ -3,10 +3,11 @@
     running ──leave──► preempted, SWAPPING ──copy done──► preempted
     preempted ──come_back──► running, SWAPPING ──copy done──► running
 
-A copy runs beside the steps. Until it is done its device blocks are pinned and its host blocks held, whatever becomes
+Block by block: what is on the other side already, by its name, is not copied; where that is all of it, the row has no
+copy to wait for. A copy runs beside the steps. Until it is done its blocks are pinned on both sides, whatever becomes
 of the row: so a cancel in the middle is safe, and memory is free only when nobody reads or fills it any more. The row
-itself has the bit SWAPPING meanwhile, so nobody schedules it. It keeps its host blocks until its KV is on the device
-again, or it ends.
+itself has the bit SWAPPING meanwhile, so nobody schedules it. It refers to its host blocks until its KV is on the
+device again, or it ends; full ones keep their contents beyond that.
 
 Source: vLLM (Kwon et al., 2023, section 4.5) for swapping whole sequences; InferCept (Abhyankar et al., 2024) for
 copies beside the steps.
@@ -14,12 +15,15 @@ copies beside the steps.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from services.worker.blocks.host_blocks import HostBlocks
 from services.worker.blocks.manager import BlockManager
+from services.worker.blocks.prefix import RunName
+from services.worker.contract.arrays import I32
 from services.worker.contract.executor import HostCopy, HostMemory
 from services.worker.scheduling.view import HostView
 from services.worker.sequences.table import Hold, SequenceTable, Status
@@ -33,7 +37,7 @@ class EndedCopy:
     """None: the row has ended meanwhile."""
     to_host: bool
     num_tokens: int
-    """Tokens whose KV it carried."""
+    """Tokens of the row whose KV is there now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,8 @@ class _Move:
     copy: HostCopy
     row: int
     num_tokens: int
+    names: tuple[RunName, ...]
+    """Of the full blocks among those that it fills, the first ones of the copy; none for one to the device."""
     num_freed: int
     """Device blocks that become free when it is done."""
 
@@ -80,35 +86,58 @@ class Swapping:
             block_copy_s=self._memory.block_copy_s,
         )
 
-    def leave(self, row: int) -> int:
-        """Begin to copy a running row's KV to the host; return its bytes. The caller then takes its blocks, pinned."""
+    def leave(self, row: int, names: Sequence[RunName]) -> int:
+        """Begin to copy a running row's KV to the host; return the bytes. The caller then takes its blocks, pinned.
+
+        Args:
+            row: has computed something.
+            names: of its full blocks.
+        """
         table, blocks = self._table, self._blocks
         num_tokens = int(table.num_computed[row])
-        device = blocks.block_table[row, : -(-num_tokens // blocks.block_size)].copy()
-        num_freed = int(np.count_nonzero((blocks.refcount[device] == 1) & (blocks.pins[device] == 0)))
-        host = self.host.keep(row, device.size)
+        num_blocks = -(-num_tokens // blocks.block_size)
+        host, is_new = self.host.keep(row, names, num_blocks)
         table.host_tokens[row] = num_tokens
-        self._begin(row, HostCopy(self._next_copy_id, device, host, to_host=True), num_tokens, num_freed)
-        return int(device.size) * self._memory.block_kv_bytes
+        device: I32 = blocks.block_table[row, :num_blocks][is_new]
+        num_freed = int(np.count_nonzero((blocks.refcount[device] == 1) & (blocks.pins[device] == 0)))
+        filled = tuple(name for name, new in zip(names, is_new.tolist(), strict=False) if new)
+        return self._begin(row, device, host[is_new], num_tokens, to_host=True, names=filled, num_freed=num_freed)
 
-    def come_back(self, row: int) -> int:
-        """Give a row, which is a running one now, blocks for its KV and begin to copy it there; return its bytes."""
-        num_tokens, host = int(self._table.host_tokens[row]), self.host.blocks_of(row)
-        device = self._blocks.take_for(row, int(host.size))
-        self._begin(row, HostCopy(self._next_copy_id, device, host, to_host=False), num_tokens, 0)
-        return int(device.size) * self._memory.block_kv_bytes
+    def come_back(self, row: int, here: Sequence[int]) -> int:
+        """Give a row, which is a running one now, blocks for its KV and begin to copy it there; return the bytes.
+
+        Args:
+            row: has KV on the host.
+            here: device blocks that hold the first of its full blocks; they are shared.
+        """
+        host = self.host.blocks_of(row)
+        shared = np.array(here, dtype=np.int32)
+        device = self._blocks.take_for(row, shared, int(host.size - shared.size))
+        num_tokens = int(self._table.host_tokens[row])
+        return self._begin(row, device, host[shared.size :], num_tokens, to_host=False)
+
+    @property
+    def num_moves(self) -> int:
+        """Copies under way."""
+        return len(self._moves)
+
+    def is_moving(self, row: int) -> bool:
+        """Return whether a copy of the row's KV is under way."""
+        return row in self._move_of
 
     def take_copies(self) -> list[HostCopy]:
         """Return the copies that have begun since the last call, for the executor."""
         begun, self._begun = self._begun, []
         return begun
 
-    def land(self, copy_id: int) -> EndedCopy:
+    def land(self, copy_id: int, *, done: bool) -> EndedCopy:
         """End a copy, done or failed: its blocks are let go, and its row may be scheduled again."""
         move = self._moves.pop(copy_id)
         self.num_leaving_blocks -= move.num_freed
+        for name, block in zip(move.names, move.copy.host.tolist(), strict=False) if done else ():
+            self.host.index.add(name, block)
         self._blocks.unpin(("host copy", copy_id))
-        self.host.unhold(move.copy.host)
+        self.host.unpin(("host copy", copy_id))
         if self._move_of.get(move.row) != copy_id:
             return EndedCopy(None, move.copy.to_host, move.num_tokens)
         del self._move_of[move.row]
@@ -123,22 +152,37 @@ class Swapping:
         self._arriving.pop(row, None)
         self._table.host_tokens[row] = 0
 
-    def _begin(self, row: int, copy: HostCopy, num_tokens: int, num_freed: int) -> None:
-        self._blocks.pin(copy.device, ("host copy", copy.copy_id))
-        self.host.hold(copy.host)
-        self._moves[copy.copy_id] = _Move(copy, row, num_tokens, num_freed)
+    def _begin(  # noqa: PLR0913  what a copy is
+        self,
+        row: int,
+        device: I32,
+        host: I32,
+        num_tokens: int,
+        *,
+        to_host: bool,
+        names: tuple[RunName, ...] = (),
+        num_freed: int = 0,
+    ) -> int:
+        """Begin a copy, if there is anything to copy; return its bytes."""
+        if not device.size:
+            return 0
+        copy = HostCopy(self._next_copy_id, device, host, to_host)
+        self._blocks.pin(device, ("host copy", copy.copy_id))
+        self.host.pin(host, ("host copy", copy.copy_id))
+        self._moves[copy.copy_id] = _Move(copy, row, num_tokens, names, num_freed)
         self.num_leaving_blocks += num_freed
         self._move_of[row] = copy.copy_id
-        if not copy.to_host:
+        if not to_host:
             self._arriving[row] = None
         self._table.hold[row] |= Hold.SWAPPING
         self._begun.append(copy)
         self._next_copy_id += 1
+        return int(device.size) * self._memory.block_kv_bytes
 
     def check_invariants(self) -> None:
         """Check that rows, host blocks and copies agree; raises AssertionError naming the law that is broken."""
         table = self._table
-        self.host.check_invariants([move.copy.host for move in self._moves.values()])
+        self.host.check_invariants()
         swapping = np.flatnonzero(table.hold & Hold.SWAPPING).tolist()
         assert sorted(self._move_of) == swapping, "the bit SWAPPING and the copies under way differ"
         assert all(self._moves[copy_id].row == row for row, copy_id in self._move_of.items()), "a copy of another row"

@@ -46,6 +46,8 @@ from shared.types import FinishReason
 # arrays without a dimension: an operation of a short array with one takes half as long as with a scalar
 _RUNNING = np.array(Status.RUNNING, dtype=np.uint8)
 _ONE = np.array(1, dtype=np.int32)
+_MAX_LOOKS = 8
+"""Of the scheduler in one step."""
 
 
 class Engine:
@@ -79,7 +81,13 @@ class Engine:
         self.retry = RetryQueue()
         self.totals = Totals()
         self.swapping = None if host is None else Swapping(self.table, self.blocks, host)
-        self.sharing = Sharing(self.table, self.blocks, self.log, prefix_caching=config.prefix_caching)
+        self.sharing = Sharing(
+            self.table,
+            self.blocks,
+            self.log,
+            None if self.swapping is None else self.swapping.host,
+            prefix_caching=config.prefix_caching,
+        )
         self.registry = SequenceRegistry(config, self.table, self.sharing, self.blocks, self.log)
         self._transitions = Transitions(
             table=self.table,
@@ -130,12 +138,20 @@ class Engine:
         if self.config.overlaps and self.flights:
             ahead = rows_ahead(self.table, self.flights, self.limits, self.blocks.num_free)
             return None if ahead is None else self._launch(ahead, np.ones(ahead.size, dtype=np.int32))
-        view = self._viewing.view(now_s, self.limits)
-        if not (view.running.size or view.waiting.size or view.preempted.size or view.extensible.size):
-            return None
-        output = self._scheduler.schedule(view)
-        rows, num_tokens = self._commit(output)
-        return self._launch(rows, num_tokens) if rows.size else None
+        for _ in range(_MAX_LOOKS):
+            view = self._viewing.view(now_s, self.limits)
+            if not (view.running.size or view.waiting.size or view.preempted.size or view.extensible.size):
+                return None
+            output = self._scheduler.schedule(view)
+            rows, num_tokens = self._commit(output)
+            if rows.size:
+                return self._launch(rows, num_tokens)
+            # who went to the host or came back without anything to copy has changed what can run at once
+            if not (output.preempt.size or output.resume.size) or self.flights or self.swapping is None:
+                return None
+            if self.swapping.num_moves:
+                return None
+        raise AssertionError("the scheduler sends rows to the host and back again, and lets nobody run")
 
     def absorb(self, batch: Batch, output: BatchOutput, now_s: float) -> StepEvents:
         """Take in what the oldest batch in flight produced.

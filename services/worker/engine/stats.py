@@ -79,8 +79,8 @@ def take_stats(engine: Engine, pace: StepPace = StepPace.STEPPING) -> EngineStat
         num_queued_for_memory=count_queued_for_memory(engine),
         max_waiting=most_waiting(engine),
         num_coming_blocks=engine.sharing.num_coming,
-        num_host_blocks=0 if host is None else host.num_blocks,
-        num_used_host_blocks=0 if host is None else host.num_blocks - host.num_free,
+        num_host_blocks=0 if host is None else host.num_usable,
+        num_used_host_blocks=0 if host is None else host.num_used,
         totals=replace(engine.totals),
     )
 

@@ -80,7 +80,7 @@ class Transitions:
         if how == _SWAP and table.num_computed[row]:
             assert self.swapping is not None, "there is no host memory to swap to"
             self.totals.num_swap_outs += 1
-            self.totals.swapped_out_bytes += self.swapping.leave(row)
+            self.totals.swapped_out_bytes += self.swapping.leave(row, self.sharing.names_of(row))
         else:
             self._lost_tokens[row] = int(table.num_computed[row])
         self.retry.discard(row)
@@ -93,27 +93,30 @@ class Transitions:
         assert self.swapping is not None, "there is no host memory to bring anything back from"
         assert not self.table.hold[row], "the scheduler chose a row that is held"
         assert self.table.host_tokens[row], f"row {row} has no KV on the host"
+        here = self.sharing.here(row)
         self.table.admit(row)
+        self.table.num_computed[row] = len(here) * self.sharing.block_size
         self.totals.num_swap_ins += 1
-        self.totals.swapped_in_bytes += self.swapping.come_back(row)
+        self.totals.swapped_in_bytes += self.swapping.come_back(row, here)
+        if not self.swapping.is_moving(row):
+            self._is_back(row)
 
     def copied(self, copy_id: int, *, done: bool) -> None:
         """Take in the end of a copy to the host or back."""
         assert self.swapping is not None, "no copy was handed out"
-        landed = self.swapping.land(copy_id)
+        landed = self.swapping.land(copy_id, done=done)
         row = landed.row
         if not done:
             self.totals.num_failed_copies += 1
         if row is None or (landed.to_host and done):
             return
-        self.swapping.forget(row)
         if done:
-            self.table.num_computed[row] = landed.num_tokens
-            self.sharing.forks.review()
-        if not landed.to_host and (not done or self.table.hold[row] & Hold.PAUSED):
+            self._is_back(row)
+            return
+        self.swapping.forget(row)
+        if not landed.to_host:
             self.preempt(row)
-        if not done:
-            self._lost_tokens[row] = landed.num_tokens
+        self._lost_tokens[row] = landed.num_tokens
 
     def forget_executor(self) -> None:
         """Take the device blocks from all running rows: the executor is another one now, which knows no row."""
@@ -142,6 +145,14 @@ class Transitions:
         if self.table.at_executor[row]:
             self._drops.append(row)
         self.totals.num_finished += 1
+
+    def _is_back(self, row: int) -> None:
+        assert self.swapping is not None, "nothing was on the host"
+        self.table.num_computed[row] = self.table.host_tokens[row]
+        self.swapping.forget(row)
+        self.sharing.forks.review()
+        if self.table.hold[row] & Hold.PAUSED:
+            self.preempt(row)
 
     def _count_prompt(self, row: int, num_cached: int) -> None:
         num_prompt = int(self.table.num_prompt[row])

@@ -183,12 +183,11 @@ class ShadowKv:
             self.poison(copy.device)
 
     def end_copy(self, copy: HostCopy) -> None:
-        """Copy the slots, as the source is now. What was brought back is garbage on the host from then on."""
+        """Copy the slots, as the source is now."""
         if copy.to_host:
             self._host_slots[copy.host] = self._slots[copy.device]
         else:
             self._slots[copy.device] = self._host_slots[copy.host]
-            self._host_slots[copy.host] = np.uint64(_POISON)
 
     def take_from(self, other: ShadowKv, source: I32, target: I32) -> None:
         """Copy blocks [n] of another memory into blocks [n] of this one; the layers need not be the same ones."""
@@ -235,6 +234,10 @@ class ShadowKv:
     def poison(self, ids: I32) -> None:
         """Fill blocks with garbage: they are free, or lost their memory."""
         self._slots[ids] = np.uint64(_POISON) + ids[:, None].astype(np.uint64)
+
+    def poison_host(self, ids: I32) -> None:
+        """Fill blocks of host memory with garbage: nobody may read them any more."""
+        self._host_slots[ids] = np.uint64(_POISON)
 
     def take_in(self, batch: Batch) -> None:
         """Apply what comes before a step: rows that go and come, copies, changes of block tables."""

@@ -122,7 +122,7 @@ class KeptRunning:
         if not enough.size or not (lacks_place or num_blocks > 0):
             return
         victims = victims[: int(enough[0]) + 1]
-        swaps = np.array([self._swaps(int(self.computed[self.rows == row][0])) for row in victims.tolist()])
+        swaps = np.array([self._swaps(row, int(self.computed[self.rows == row][0])) for row in victims.tolist()])
         self.dropped = np.concatenate([victims[~swaps], self.dropped])
         self.swapped = np.concatenate([victims[swaps], self.swapped])
         self.free_blocks += int(self._blocks.freeable(victims[~swaps]).sum())
@@ -138,7 +138,10 @@ class KeptRunning:
     def _swap_from(self, kept: int) -> None:
         """Send rows to the host, the last one first, until `kept` are left or one is better computed again."""
         count = 0
-        while count < self.rows.size - kept and self._swaps(int(self.computed[-1 - count]), count):
+        while count < self.rows.size - kept:
+            last = -1 - count
+            if not self._swaps(int(self.rows[last]), int(self.computed[last]), count):
+                break
             count += 1
         if count:
             self.coming_blocks += int(self.freeable()[-count:].sum())
@@ -146,10 +149,12 @@ class KeptRunning:
             self.swapped = np.concatenate([self.rows[stay:], self.swapped])
             self._keep(np.arange(self.rows.size) < stay)
 
-    def _swaps(self, num_tokens: int, num_gone: int = 0) -> bool:
+    def _swaps(self, row: int, num_tokens: int, num_gone: int = 0) -> bool:
         """Return whether a row with so many tokens goes to the host, after the last `num_gone` rows have gone."""
+        if self._leaving is None:
+            return False
         others = int(self.computed[: self.rows.size - num_gone].sum()) - num_tokens
-        return self._leaving is not None and self._leaving.swaps(num_tokens, others)
+        return self._leaving.swaps(num_tokens, others, self._blocks.on_host(row))
 
     def _drop_from(self, kept: int) -> None:
         freed = int(self.freeable()[kept:].sum())

@@ -98,6 +98,18 @@ class CachedPrefix:
 NOTHING_CACHED = CachedPrefix()
 
 
+@hot_dataclass(frozen=True, slots=True)
+class OnHost:
+    """What of a running row's KV is in host memory already, from before or by others, and need not be copied there."""
+
+    num_blocks: int = 0
+    num_kept_blocks: int = 0
+    """Those of them that other rows keep: they cost none of `HostView.free_blocks`."""
+
+
+NOTHING_ON_HOST = OnHost()
+
+
 class BlockFacts(Protocol):
     """What a policy may ask about blocks. It costs more than reading a column, so ask only about rows in question."""
 
@@ -109,6 +121,9 @@ class BlockFacts(Protocol):
 
     def cached(self, row: int) -> CachedPrefix:
         """Return what a waiting or preempted row would find. The answer holds for this step."""
+
+    def on_host(self, row: int) -> OnHost:
+        """Return what of a running row's KV is in host memory already; asked only where there is such memory."""
 
 
 @dataclass(frozen=True, slots=True)

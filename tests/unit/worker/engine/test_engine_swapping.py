@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.blocks.host_blocks import HostBlocks
+from services.worker.contract.arrays import I32
 from services.worker.engine.stats import take_stats
+from services.worker.scheduling.view import PreemptHow
 from services.worker.sequences.table import Hold, Status
 from shared.types import FinishReason
 from tests.support.engine_builders import new_sequence, per_token
@@ -92,7 +94,7 @@ def test_a_cancel_in_the_middle_of_a_copy_keeps_its_blocks_until_it_is_done(*, t
     swapping = harness.engine.swapping
     assert swapping is not None
     assert (harness.engine.blocks.pins[copy.device] == 1).all()
-    assert swapping.host.num_free == swapping.host.num_blocks - copy.host.size
+    assert swapping.host.num_free == swapping.host.num_usable - copy.host.size
     harness.add(new_sequence(7, num_prompt=4, max_tokens=3))  # it may get the row, and has nothing to do with the copy
     harness.land_copy()
     harness.finish()
@@ -168,31 +170,171 @@ def test_peaks_and_stalls_are_counted() -> None:
     assert stats.totals.stalled_s == pytest.approx(away_s, abs=0.101)
 
 
+def sent(harness: EngineHarness) -> list[tuple[bool, int]]:
+    """Run to the end; return of each copy whether it went to the host, and its blocks."""
+    copies: list[tuple[bool, int]] = []
+    while harness.engine.table.num_sequences:
+        harness.fill()
+        harness.check_going_on()
+        copies += [(copy.to_host, int(copy.host.size)) for copy in harness.host_copies]
+        if harness.flights:
+            harness.land()
+        harness.land_copies()
+    harness.judge()
+    harness.check_empty()
+    return copies
+
+
+def preempt(harness: EngineHarness, row: int) -> list[int]:
+    """Send a running row to the host, and return the device blocks that are copied, in sequence order."""
+    engine = harness.engine
+    table = engine.blocks.block_table[row, : engine.table.held_blocks[row]].tolist()
+    engine._transitions.preempt(row, PreemptHow.SWAP)
+    copies = engine.take_copies()
+    for copy in copies:
+        harness.kv.begin_copy(copy)
+        harness.host_copies.append(copy)
+    harness.settle()
+    return [table.index(block) for copy in copies for block in copy.device.tolist()]
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_who_goes_again_is_copied_as_far_as_it_has_grown(*, prefix_caching: bool) -> None:
+    """Blocks of 4: 14 tokens are three full ones and a rest, 22 later ones five and a rest."""
+    harness = make_harness(num_blocks=30, prefix_caching=prefix_caching, num_host_blocks=20)
+    row = harness.add(new_sequence(0, num_prompt=14, max_tokens=30))
+    harness.step()
+    assert preempt(harness, row) == [0, 1, 2, 3]
+    harness.land_copies()
+    for _ in range(9):
+        harness.step()
+    assert harness.engine.table.num_computed[row] == 22
+    assert preempt(harness, row) == [3, 4, 5], "the rest of before is a full block now"
+    assert sent(harness)[0] == (True, 3)
+    assert harness.engine.totals.swapped_out_bytes == 7 * 1024
+
+
+def test_what_is_still_on_the_device_is_not_brought_back() -> None:
+    harness = make_harness(num_blocks=30, num_host_blocks=20)
+    row = harness.add(new_sequence(0, num_prompt=14, max_tokens=30))
+    harness.step()
+    preempt(harness, row)
+    assert sent(harness) == [(True, 4), (False, 1)], "the full blocks are in the prefix cache"
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_rows_that_begin_alike_keep_one_copy(*, prefix_caching: bool) -> None:
+    """Twelve tokens in common, three blocks; where rows share nothing on the device they share nothing there."""
+    harness = make_harness(num_blocks=30, prefix_caching=prefix_caching, num_host_blocks=20)
+    common = list(range(5, 17))
+    rows = [harness.add(new_sequence(i, prompt=[*common, 50 + i], max_tokens=8)) for i in range(2)]
+    while min(harness.engine.table.num_computed[rows]) < 13:
+        harness.step()
+    held = [int(count) for count in harness.engine.table.held_blocks[rows]]
+    first = preempt(harness, rows[0])
+    harness.land_copies()
+    second = preempt(harness, rows[1])
+    host = harness.engine.swapping.host if harness.engine.swapping is not None else None
+    assert host is not None
+    if prefix_caching:
+        assert (first, second) == (list(range(held[0])), list(range(3, held[1])))
+        assert host.num_used == sum(held) - 3
+    else:
+        assert (first, second) == (list(range(held[0])), list(range(held[1])))
+        assert host.num_used == sum(held)
+    sent(harness)
+
+
+def test_nothing_to_copy_is_done_at_once() -> None:
+    """A row of full blocks alone that has been there before."""
+    harness = make_harness(num_blocks=30, num_host_blocks=20)
+    row = harness.add(new_sequence(0, num_prompt=16, max_tokens=8))
+    harness.step()
+    table = harness.engine.table
+    assert preempt(harness, row) == [0, 1, 2, 3]
+    harness.land_copies()
+    harness.engine._transitions.bring_back(row)  # all of it is in the prefix cache
+    assert (table.status[row], table.num_computed[row], harness.host_copies) == (Status.RUNNING, 16, [])
+    assert preempt(harness, row) == []
+    assert (table.status[row], table.host_tokens[row], int(table.hold[row])) == (Status.PREEMPTED, 16, 0)
+    assert sent(harness) == []
+
+
+def test_a_copy_that_fails_is_found_by_nobody() -> None:
+    harness = make_harness(num_blocks=30, num_host_blocks=20)
+    row = harness.add(new_sequence(0, num_prompt=14, max_tokens=8))
+    harness.step()
+    preempt(harness, row)
+    harness.land_copy(done=False)
+    harness.step()
+    assert preempt(harness, row) == [0, 1, 2, 3]
+    sent(harness)
+
+
+class Model:
+    """Host blocks as sets of ids: what rows refer to, what copies pin, and what is known to be where."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = np.random.default_rng(seed)
+        self.pool = HostBlocks(12)
+        self.pool.on_lost = self.lose
+        self.contents: dict[int, bytes] = {}
+        self.kept: dict[int, set[int]] = {}
+        self.copies: dict[int, tuple[set[int], dict[bytes, int]]] = {}
+
+    @property
+    def in_use(self) -> set[int]:
+        return {block for ids in (*self.kept.values(), *(ids for ids, _ in self.copies.values())) for block in ids}
+
+    def lose(self, ids: I32) -> None:
+        for block in ids.tolist():
+            self.contents.pop(block, None)
+
+    def keep(self, row: int) -> None:
+        count = int(self.random.integers(1, 5))
+        if count > self.pool.num_free:
+            return
+        chosen = self.random.choice(8, size=count - row % 2, replace=False)
+        names = [b"%d" % name for name in sorted(chosen.tolist())]
+        in_use, known = self.in_use, set(self.contents.values())
+        ids, is_new = self.pool.keep(row, names, count)
+        self.kept[row], new = set(ids.tolist()), ids[is_new].tolist()
+        assert len(self.kept[row]) == count
+        assert not in_use & set(new), "a block is given out twice"
+        assert [name in known for name in names] == (~is_new)[: len(names)].tolist()
+        assert [self.contents[block] for block in ids[~is_new].tolist()] == [name for name in names if name in known]
+        if new:
+            self.pool.pin(ids[is_new], row)
+            self.copies[row] = set(new), dict(zip((name for name in names if name not in known), new, strict=False))
+
+    def end_copy(self) -> None:
+        ended = int(self.random.choice(sorted(self.copies)))
+        _, filled = self.copies.pop(ended)
+        for name, block in filled.items() if self.random.random() < 0.8 else ():
+            self.pool.index.add(name, block)
+            if self.pool.index.get(name) == block:
+                self.contents[block] = name
+        self.pool.unpin(ended)
+
+    def forget(self) -> None:
+        gone = int(self.random.choice(sorted(self.kept)))
+        self.pool.forget(gone)
+        del self.kept[gone]
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**32 - 1))
 def test_host_blocks_equal_sets_of_ids(seed: int) -> None:
-    """Rows keep blocks and copies hold them; a block is free when neither does, and never given out twice."""
-    random = np.random.default_rng(seed)
-    pool, kept, copies = HostBlocks(12), {}, {}  # type: tuple[HostBlocks, dict[int, set[int]], dict[int, set[int]]]
-    for row in range(80):
-        in_use = {block for ids in (*kept.values(), *copies.values()) for block in ids}
-        assert pool.num_free == 12 - len(in_use)
-        kind = random.random()
+    """A block is free when no row and no copy needs it; what is named lies there once, and is found."""
+    model = Model(seed)
+    for row in range(120):
+        kind = model.random.random()
         if kind < 0.5:
-            count = int(random.integers(1, 5))
-            if count <= pool.num_free:
-                ids = pool.keep(row, count)
-                assert not in_use & set(ids.tolist())
-                kept[row] = set(ids.tolist())
-                if random.random() < 0.7:
-                    pool.hold(ids)
-                    copies[row] = set(ids.tolist())
-        elif kind < 0.75 and kept:
-            gone = int(random.choice(sorted(kept)))
-            pool.forget(gone)
-            del kept[gone]
-        elif copies:
-            done = int(random.choice(sorted(copies)))
-            pool.unhold(np.array(sorted(copies.pop(done)), dtype=np.int32))
-        pool.check_invariants([np.array(sorted(ids), dtype=np.int32) for ids in copies.values()])
-    pool.forget(999)  # who keeps nothing has nothing to forget
+            model.keep(row)
+        elif kind < 0.75 and model.kept:
+            model.forget()
+        elif model.copies:
+            model.end_copy()
+        assert model.pool.num_free == 12 - len(model.in_use)
+        model.pool.check_invariants()
+    model.pool.forget(999)  # who keeps nothing has nothing to forget
