@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import re
 import subprocess
 import sys
 from dataclasses import replace
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,6 +62,22 @@ def test_a_peak_does_not_depend_on_holes_that_others_left() -> None:
     if not peaks:
         pytest.skip("this system does not tell a process its peak")
     assert 15 * MIB < min(peaks) <= max(peaks) < 17 * MIB, peaks
+
+
+def test_pages_of_files_that_the_system_takes_meanwhile_do_not_hide_a_peak(tmp_path: Path) -> None:
+    size = 32 * MIB
+    (tmp_path / "mapped").write_bytes(bytes(size))
+    with (tmp_path / "mapped").open("rb") as file, mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) as mapped:
+        assert sum(mapped[:: mmap.PAGESIZE]) == 0  # now they are resident
+
+        def take() -> None:
+            mapped.madvise(mmap.MADV_DONTNEED)
+            torch.ones(16 * MIB, dtype=torch.uint8)
+
+        peak = peak_bytes(torch.device("cpu"), take)
+    if peak is None:
+        pytest.skip("this system does not tell a process its peak")
+    assert 15 * MIB < peak < 50 * MIB
 
 
 def _peaks() -> list[int | None]:
