@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -76,8 +77,6 @@ class EngineHarness:
         self.draw = TokenDraw.of_vocabulary(self.engine.config.vocab_size, ())
         self.kv = self.empty_kv(self.engine.blocks.num_usable)
         self.engine.blocks.on_lost = self.lose
-        if self.engine.swapping is not None:
-            self.engine.swapping.host.on_lost = self.kv.poison_host
 
     def empty_kv(self, num_blocks: int) -> StagedKv:
         config, swapping = self.engine.config, self.engine.swapping
@@ -218,8 +217,7 @@ class EngineHarness:
         """Check that everything was given back."""
         assert self.engine.blocks.num_free == self.engine.blocks.num_usable
         assert self.engine.log.num_used_chunks == 0
-        if self.engine.swapping is not None:
-            assert self.engine.swapping.host.num_free == self.engine.swapping.host.num_usable
+        assert self.engine.swapping is None or not self.engine.swapping.host.num_used
 
     def settle(self) -> None:
         self.record(self.engine.registry.take_events())
@@ -304,4 +302,7 @@ def make_harness(
 ) -> EngineHarness:
     """Drive an engine of `make_engine`; as many stages and batches in flight as lanes, unless told otherwise."""
     made = make_engine(scheduler, num_lanes=num_lanes, **engine)
-    return EngineHarness(made, depth=depth or num_lanes, num_stages=num_stages or num_lanes)
+    harness = EngineHarness(made, depth=depth or num_lanes, num_stages=num_stages or num_lanes)
+    if made.swapping is not None:
+        made.swapping.host.on_lost = partial(harness.kv.poison, on_host=True)
+    return harness

@@ -10,12 +10,10 @@ from services.worker.scheduling.registry import make_scheduler
 from services.worker.scheduling.view import (
     I32,
     NOTHING_CACHED,
-    NOTHING_ON_HOST,
     CachedPrefix,
     Columns,
     HostView,
     Limits,
-    OnHost,
     PreemptHow,
     SchedulerOutput,
     SchedulerView,
@@ -33,16 +31,12 @@ class StatedBlocks:
 
     free_by_row: I32
     cached_by_row: dict[int, CachedPrefix] = field(default_factory=dict)
-    on_host_by_row: dict[int, OnHost] = field(default_factory=dict)
 
     def freeable(self, rows: I32) -> I32:
         return self.free_by_row[rows]
 
     def cached(self, row: int) -> CachedPrefix:
         return self.cached_by_row.get(row, NOTHING_CACHED)
-
-    def on_host(self, row: int) -> OnHost:
-        return self.on_host_by_row.get(row, NOTHING_ON_HOST)
 
 
 def decoding(context: int, *, held: int | None = None, block_size: int = 4) -> Row:

@@ -77,13 +77,9 @@ class StagedKv:
         for part in self.parts:
             part.grow(num_blocks)
 
-    def poison(self, ids: I32) -> None:
+    def poison(self, ids: I32, *, on_host: bool = False) -> None:
         for part in self.parts:
-            part.poison(ids)
-
-    def poison_host(self, ids: I32) -> None:
-        for part in self.parts:
-            part.poison_host(ids)
+            part.poison(ids, on_host=on_host)
 
     def begin_copy(self, copy: HostCopy) -> None:
         for part in self.parts:

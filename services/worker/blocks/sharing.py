@@ -1,6 +1,6 @@
 """Which KV a sequence need not compute: blocks of sequences that began alike, and the prompt of the one that it forks.
 
-Names (`prefix.py`) of a row's full blocks are made when the row is added, for its known tokens, and when it gives its
+Names (`row_names.py`) of a row's full blocks are made when it is added, for its known tokens, and when it gives its
 blocks up, for its outputs; so a step of decodes costs nothing here. A block gets its name once a step that computed it
 has succeeded. Between its admission and that moment a row *claims* the names of its blocks: others that lack the same
 block can wait for it instead of computing it too. For a block whose KV is on its way from another worker everybody
@@ -17,16 +17,14 @@ from typing import Final
 import numpy as np
 
 from services.worker.blocks.forks import Forks
-from services.worker.blocks.host_blocks import HostBlocks
 from services.worker.blocks.manager import BlockManager
-from services.worker.blocks.prefix import RunName, following_names, root_name
+from services.worker.blocks.prefix import RunName
 from services.worker.blocks.remote_kv import RemoteKv, RemoteSpan, tail_begin
+from services.worker.blocks.row_names import RowNames
 from services.worker.contract.arrays import EMPTY_I32, I32
 from services.worker.contract.kept_kv import KeptKv
-from services.worker.scheduling.view import NOTHING_CACHED, NOTHING_ON_HOST, CachedPrefix, OnHost
-from services.worker.sequences.assemble import known_tokens
+from services.worker.scheduling.view import NOTHING_CACHED, CachedPrefix
 from services.worker.sequences.table import SequenceTable, Status
-from services.worker.sequences.token_log import TokenLog
 
 _COMING: Final = "KV that is on its way"
 """Owner of the pins."""
@@ -34,10 +32,8 @@ _COMING: Final = "KV that is on its way"
 
 @dataclass(slots=True)
 class _Chain:
-    """What is known of a row's full blocks."""
+    """What has become of the names of a row's full blocks."""
 
-    names: list[RunName]
-    """The root, then one name per full block, as far as they have been made."""
     num_settled: int = 0
     """Leading blocks of the row's table that are shared or have been named (or whose name another block had)."""
     num_claimed: int = 0
@@ -58,21 +54,12 @@ class _Match:
 class Sharing:
     """Names, claims and forks of all rows. Answers policies as their `BlockFacts`; only the engine changes it."""
 
-    def __init__(
-        self,
-        table: SequenceTable,
-        blocks: BlockManager,
-        log: TokenLog,
-        host: HostBlocks | None = None,
-        *,
-        prefix_caching: bool,
-    ) -> None:
+    def __init__(self, table: SequenceTable, blocks: BlockManager, names: RowNames) -> None:
         self.forks = Forks(table)
-        self.prefix_caching = prefix_caching
+        self.prefix_caching = names.are_shared
         self._table = table
         self._blocks = blocks
-        self._log = log
-        self._host = host
+        self._names = names
         self._chains: dict[int, _Chain] = {}
         self._claims: dict[RunName, int] = {}
         self._unsettled: dict[int, _Chain] = {}
@@ -81,11 +68,6 @@ class Sharing:
         """Of blocks whose KV is on its way."""
         self._remote: RemoteKv | None = None
         """Which of it can be attended where it lies."""
-
-    @property
-    def block_size(self) -> int:
-        """Token slots of a block."""
-        return self._blocks.block_size
 
     # What policies ask
 
@@ -97,7 +79,7 @@ class Sharing:
         """Return what a waiting or preempted row would share if it were admitted now."""
         match, following = self._match(row), None
         if self.prefix_caching and match.partial is None and len(match.ids) < self._num_shareable(row):
-            following = self._chains[row].names[len(match.ids) + 1]
+            following = self._names.of(row, len(match.ids) + 1)[-1]
             if following in self._claims or following in self._coming:
                 return CachedPrefix(match.num_tokens, 0, following, is_coming=True)
         if not match.num_tokens and following is None:
@@ -105,28 +87,16 @@ class Sharing:
         num_shared = self._blocks.in_use(np.array(match.ids, dtype=np.int32)) if match.ids else 0
         return CachedPrefix(match.num_tokens, num_shared, following)
 
-    def on_host(self, row: int) -> OnHost:
-        """Return what of a running row's KV is in host memory already, by the names of its full blocks."""
-        if self._host is None or not len(self._host.index):
-            return NOTHING_ON_HOST
-        found = (self._host.index.get(name) for name in self.names_of(row))
-        ids = np.array([block for block in found if block is not None], dtype=np.int32)
-        return OnHost(int(ids.size), self._host.in_use(ids)) if ids.size else NOTHING_ON_HOST
-
     # Rows come, run and go
 
     def add(self, row: int, salt: str, parent: int | None) -> None:
         """Take in a new row, which may fork another one."""
         if parent is not None:
             self.forks.add(row, parent)
-        # a name of its own for what others are not to share
-        salt = salt if self.prefix_caching else f"{self._table.order[row]} {salt}"
-        self._chains[row] = chain = _Chain([root_name(salt)])
+        self._names.add(row, salt, parent)
         if self.prefix_caching:
-            if parent is not None:
-                num_full = int(self._table.num_prompt[row]) // self._blocks.block_size
-                chain.names += self._chains[parent].names[1 : num_full + 1]
-            self._make_names(row, chain, int(self._table.num_known[row]) // self._blocks.block_size)
+            self._chains[row] = _Chain()
+            self._names.of(row, int(self._table.num_known[row]) // self._blocks.block_size)
 
     def admit(self, rows: list[int], owner: Hashable, leaving: I32) -> list[int]:
         """Give rows that are admitted what they can share.
@@ -161,7 +131,7 @@ class Sharing:
         tails: dict[RunName, None] = {}
         ends: set[RunName] = set()
         for row in rows if self.prefix_caching else ():
-            names = self._chains[row].names[1:]
+            names = self._names.made(row)
             ids = self._blocks.index.find(names)
             found.update(zip(names, ids, strict=False))
             tails |= dict.fromkeys(names[tail_begin(len(ids), self._blocks.block_size) : len(ids)])
@@ -174,22 +144,10 @@ class Sharing:
         found: dict[RunName, int] = {}
         for row in rows if self.prefix_caching else ():
             num_full = int(self._table.num_computed[row]) // self._blocks.block_size
-            self._make_names(row, self._chains[row], num_full)
-            names = self._chains[row].names[1 : num_full + 1]
-            for name, block in zip(names, self._blocks.block_table[row, :num_full].tolist(), strict=True):
+            blocks = self._blocks.block_table[row, :num_full].tolist()
+            for name, block in zip(self._names.of(row, num_full), blocks, strict=True):
                 found.setdefault(name, block)
         return KeptKv(tuple(found), np.array(list(found.values()), dtype=np.int32))
-
-    def names_of(self, row: int) -> list[RunName]:
-        """Return the names of a row's full blocks that are computed, whether others may share them or not."""
-        num_full = int(self._table.num_computed[row]) // self._blocks.block_size
-        self._make_names(row, self._chains[row], num_full)
-        return self._chains[row].names[1 : num_full + 1]
-
-    def here(self, row: int) -> list[int]:
-        """Return device blocks that hold the first of the full blocks whose KV a row has on the host."""
-        num_full = int(self._table.host_tokens[row]) // self._blocks.block_size
-        return self._blocks.index.find(self._chains[row].names[1 : num_full + 1]) if self.prefix_caching else []
 
     # KV that is on its way
 
@@ -246,7 +204,6 @@ class Sharing:
             chain = self._chains[row]
             num_full = int(self._table.num_computed[row]) // self._blocks.block_size
             if is_sound:
-                self._make_names(row, chain, num_full)
                 self._settle(row, chain, num_full)
             else:
                 self._blocks.index.forget(self._blocks.block_table[row, : self._blocks.held[row]])
@@ -257,17 +214,16 @@ class Sharing:
     def forget(self, row: int) -> None:
         """Forget a row that ends; its blocks are released."""
         self.forks.forget(row)
+        self._names.forget(row)
         self._chains.pop(row, None)
 
     def check_invariants(self) -> None:
         """Check claims, names and forks; raises AssertionError naming the law that is broken."""
         self.forks.check_invariants()
-        assert len(self._chains) == self._table.num_sequences, "each sequence has its names"
-        claimed = {name: row for row, chain in self._unsettled.items() for name in chain.names[chain.num_settled + 1 :]}
-        assert self._claims.keys() <= claimed.keys(), "a claim that nobody works on"
+        assert len(self._names) == self._table.num_sequences, "each sequence has its names"
         for name, row in self._claims.items():
-            open_names = self._unsettled[row].names[self._unsettled[row].num_settled + 1 :]
-            assert name in open_names, "a claim without a claimant"
+            assert row in self._unsettled, "a claim that nobody works on"
+            assert name in self._names.made(row)[self._unsettled[row].num_settled :], "a claim without a claimant"
         for row, chain in self._chains.items():
             is_open = chain.num_claimed > chain.num_settled
             assert (row in self._unsettled) == is_open, "claims differ from what is open"
@@ -282,8 +238,7 @@ class Sharing:
     def _match(self, row: int, leaving: I32 = EMPTY_I32) -> _Match:
         found = _Match()
         if self.prefix_caching:
-            names = self._chains[row].names
-            shareable = names[1 : self._num_shareable(row) + 1]
+            shareable = self._names.of(row, self._num_shareable(row))
             ids = self._blocks.index.find(shareable)
             if self._remote is not None:
                 ids = self._remote.extend(shareable, ids, self._blocks.index)
@@ -305,27 +260,19 @@ class Sharing:
                 return _Match(ids[:num_usable], None, num_usable * self._blocks.block_size)
         return _Match(ids[:num_full], ids[num_full] if rest else None, num_tokens)
 
-    def _make_names(self, row: int, chain: _Chain, num_full: int) -> None:
-        """Name the row's first full blocks; their tokens are known."""
-        size, made = self._blocks.block_size, len(chain.names) - 1
-        if num_full > made:
-            tokens = known_tokens(self._table, self._log, row, made * size, (num_full - made) * size)
-            chain.names += following_names(chain.names[-1], tokens, size)
-
     def _claim(self, row: int, chain: _Chain, num_shared: int) -> None:
         chain.num_settled = num_shared
         num_full = int(self._table.num_known[row]) // self._blocks.block_size
-        self._make_names(row, chain, num_full)
         if num_full > num_shared:
             chain.num_claimed = num_full
             self._unsettled[row] = chain
-            for name in chain.names[num_shared + 1 : num_full + 1]:
+            for name in self._names.of(row, num_full)[num_shared:]:
                 self._claims.setdefault(name, row)
 
     def _settle(self, row: int, chain: _Chain, num_full: int) -> None:
         """Give the row's first blocks, which are computed, their names."""
         begin = chain.num_settled
-        names = chain.names[begin + 1 : num_full + 1]
+        names = self._names.of(row, num_full)[begin:]
         for name, block in zip(names, self._blocks.block_table[row, begin:num_full].tolist(), strict=True):
             self._blocks.index.add(name, block)
             if self._claims.get(name) == row:
@@ -335,7 +282,7 @@ class Sharing:
             self._drop_claims(row, chain)
 
     def _drop_claims(self, row: int, chain: _Chain) -> None:
-        for name in chain.names[chain.num_settled + 1 : chain.num_claimed + 1]:
+        for name in self._names.of(row, chain.num_claimed)[chain.num_settled :]:
             if self._claims.get(name) == row:
                 del self._claims[name]
         chain.num_claimed = 0

@@ -15,7 +15,6 @@ copies beside the steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,9 +22,10 @@ import numpy as np
 from services.worker.blocks.host_blocks import HostBlocks
 from services.worker.blocks.manager import BlockManager
 from services.worker.blocks.prefix import RunName
-from services.worker.contract.arrays import I32
+from services.worker.blocks.row_names import RowNames
+from services.worker.contract.arrays import EMPTY_I32, I32
 from services.worker.contract.executor import HostCopy, HostMemory
-from services.worker.scheduling.view import HostView
+from services.worker.scheduling.view import NOTHING_ON_HOST, HostView, OnHost
 from services.worker.sequences.table import Hold, SequenceTable, Status
 
 
@@ -47,19 +47,20 @@ class _Move:
     copy: HostCopy
     row: int
     num_tokens: int
-    names: tuple[RunName, ...]
-    """Of the full blocks among those that it fills, the first ones of the copy; none for one to the device."""
-    num_freed: int
+    names: tuple[RunName, ...] = ()
+    """Of the full blocks on the host that it fills, the first ones of the copy."""
+    num_freed: int = 0
     """Device blocks that become free when it is done."""
 
 
 class Swapping:
     """Host blocks, and the copies under way. The engine owns it; nobody else changes it."""
 
-    def __init__(self, table: SequenceTable, blocks: BlockManager, memory: HostMemory) -> None:
+    def __init__(self, table: SequenceTable, blocks: BlockManager, names: RowNames, memory: HostMemory) -> None:
         self.host = HostBlocks(memory.num_blocks)
         self._table = table
         self._blocks = blocks
+        self._names = names
         self._memory = memory
         self._moves: dict[int, _Move] = {}
         self._move_of: dict[int, int] = {}
@@ -84,37 +85,37 @@ class Swapping:
             num_leaving=sum(int(move.copy.device.size) for move in self._moves.values() if move.copy.to_host),
             arriving=np.fromiter(self._arriving, dtype=np.int32, count=len(self._arriving)),
             block_copy_s=self._memory.block_copy_s,
+            on_host=self._on_host,
         )
 
-    def leave(self, row: int, names: Sequence[RunName]) -> int:
-        """Begin to copy a running row's KV to the host; return the bytes. The caller then takes its blocks, pinned.
-
-        Args:
-            row: has computed something.
-            names: of its full blocks.
-        """
+    def leave(self, row: int) -> int:
+        """Begin to copy a running row's KV to the host; return the bytes. The caller then takes its blocks, pinned."""
         table, blocks = self._table, self._blocks
         num_tokens = int(table.num_computed[row])
+        names = self._names.of(row, num_tokens // blocks.block_size)
         num_blocks = -(-num_tokens // blocks.block_size)
         host, is_new = self.host.keep(row, names, num_blocks)
         table.host_tokens[row] = num_tokens
         device: I32 = blocks.block_table[row, :num_blocks][is_new]
         num_freed = int(np.count_nonzero((blocks.refcount[device] == 1) & (blocks.pins[device] == 0)))
         filled = tuple(name for name, new in zip(names, is_new.tolist(), strict=False) if new)
-        return self._begin(row, device, host[is_new], num_tokens, to_host=True, names=filled, num_freed=num_freed)
+        copy = HostCopy(self._next_copy_id, device, host[is_new], to_host=True)
+        return self._begin(_Move(copy, row, num_tokens, filled, num_freed))
 
-    def come_back(self, row: int, here: Sequence[int]) -> int:
+    def come_back(self, row: int) -> int:
         """Give a row, which is a running one now, blocks for its KV and begin to copy it there; return the bytes.
 
-        Args:
-            row: has KV on the host.
-            here: device blocks that hold the first of its full blocks; they are shared.
+        The first of its full blocks that the device has still are shared: their tokens are computed at once.
         """
-        host = self.host.blocks_of(row)
-        shared = np.array(here, dtype=np.int32)
-        device = self._blocks.take_for(row, shared, int(host.size - shared.size))
-        num_tokens = int(self._table.host_tokens[row])
-        return self._begin(row, device, host[shared.size :], num_tokens, to_host=False)
+        table, blocks, host = self._table, self._blocks, self.host.blocks_of(row)
+        num_tokens, shared = int(table.host_tokens[row]), EMPTY_I32
+        if self._names.are_shared:
+            names = self._names.of(row, num_tokens // blocks.block_size)
+            shared = np.array(blocks.index.find(names), dtype=np.int32)
+        table.num_computed[row] = shared.size * blocks.block_size
+        device = blocks.take_for(row, shared, int(host.size - shared.size))
+        copy = HostCopy(self._next_copy_id, device, host[shared.size :], to_host=False)
+        return self._begin(_Move(copy, row, num_tokens))
 
     @property
     def num_moves(self) -> int:
@@ -152,32 +153,30 @@ class Swapping:
         self._arriving.pop(row, None)
         self._table.host_tokens[row] = 0
 
-    def _begin(  # noqa: PLR0913  what a copy is
-        self,
-        row: int,
-        device: I32,
-        host: I32,
-        num_tokens: int,
-        *,
-        to_host: bool,
-        names: tuple[RunName, ...] = (),
-        num_freed: int = 0,
-    ) -> int:
+    def _on_host(self, row: int) -> OnHost:
+        if not len(self.host.index):
+            return NOTHING_ON_HOST
+        names = self._names.of(row, int(self._table.num_computed[row]) // self._blocks.block_size)
+        found = (self.host.index.get(name) for name in names)
+        ids = np.array([block for block in found if block is not None], dtype=np.int32)
+        return OnHost(int(ids.size), self.host.in_use(ids)) if ids.size else NOTHING_ON_HOST
+
+    def _begin(self, move: _Move) -> int:
         """Begin a copy, if there is anything to copy; return its bytes."""
-        if not device.size:
+        copy, row = move.copy, move.row
+        if not copy.device.size:
             return 0
-        copy = HostCopy(self._next_copy_id, device, host, to_host)
-        self._blocks.pin(device, ("host copy", copy.copy_id))
-        self.host.pin(host, ("host copy", copy.copy_id))
-        self._moves[copy.copy_id] = _Move(copy, row, num_tokens, names, num_freed)
-        self.num_leaving_blocks += num_freed
+        self._blocks.pin(copy.device, ("host copy", copy.copy_id))
+        self.host.pin(copy.host, ("host copy", copy.copy_id))
+        self._moves[copy.copy_id] = move
+        self.num_leaving_blocks += move.num_freed
         self._move_of[row] = copy.copy_id
-        if not to_host:
+        if not copy.to_host:
             self._arriving[row] = None
         self._table.hold[row] |= Hold.SWAPPING
         self._begun.append(copy)
         self._next_copy_id += 1
-        return int(device.size) * self._memory.block_kv_bytes
+        return int(copy.device.size) * self._memory.block_kv_bytes
 
     def check_invariants(self) -> None:
         """Check that rows, host blocks and copies agree; raises AssertionError naming the law that is broken."""

@@ -17,6 +17,7 @@ import numpy as np
 from services.worker.blocks.compaction import with_moves
 from services.worker.blocks.manager import BlockManager
 from services.worker.blocks.remote_kv import RemoteSpan
+from services.worker.blocks.row_names import RowNames
 from services.worker.blocks.sharing import Sharing
 from services.worker.blocks.swapping import Swapping
 from services.worker.contract.arrays import I32, Bool, Rows
@@ -80,14 +81,9 @@ class Engine:
         self.flights = Flights(self.table)
         self.retry = RetryQueue()
         self.totals = Totals()
-        self.swapping = None if host is None else Swapping(self.table, self.blocks, host)
-        self.sharing = Sharing(
-            self.table,
-            self.blocks,
-            self.log,
-            None if self.swapping is None else self.swapping.host,
-            prefix_caching=config.prefix_caching,
-        )
+        names = RowNames(self.table, self.log, config.block_size, are_shared=config.prefix_caching)
+        self.swapping = None if host is None else Swapping(self.table, self.blocks, names, host)
+        self.sharing = Sharing(self.table, self.blocks, names)
         self.registry = SequenceRegistry(config, self.table, self.sharing, self.blocks, self.log)
         self._transitions = Transitions(
             table=self.table,

@@ -80,7 +80,7 @@ class Transitions:
         if how == _SWAP and table.num_computed[row]:
             assert self.swapping is not None, "there is no host memory to swap to"
             self.totals.num_swap_outs += 1
-            self.totals.swapped_out_bytes += self.swapping.leave(row, self.sharing.names_of(row))
+            self.totals.swapped_out_bytes += self.swapping.leave(row)
         else:
             self._lost_tokens[row] = int(table.num_computed[row])
         self.retry.discard(row)
@@ -93,11 +93,9 @@ class Transitions:
         assert self.swapping is not None, "there is no host memory to bring anything back from"
         assert not self.table.hold[row], "the scheduler chose a row that is held"
         assert self.table.host_tokens[row], f"row {row} has no KV on the host"
-        here = self.sharing.here(row)
         self.table.admit(row)
-        self.table.num_computed[row] = len(here) * self.sharing.block_size
         self.totals.num_swap_ins += 1
-        self.totals.swapped_in_bytes += self.swapping.come_back(row, here)
+        self.totals.swapped_in_bytes += self.swapping.come_back(row)
         if not self.swapping.is_moving(row):
             self._is_back(row)
 

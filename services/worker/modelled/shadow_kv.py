@@ -231,13 +231,10 @@ class ShadowKv:
         self._slots = np.concatenate([self._slots, np.zeros((num_blocks - known, self.block_size), dtype=np.uint64)])
         self.poison(np.arange(known, num_blocks, dtype=np.int32))
 
-    def poison(self, ids: I32) -> None:
+    def poison(self, ids: I32, *, on_host: bool = False) -> None:
         """Fill blocks with garbage: they are free, or lost their memory."""
-        self._slots[ids] = np.uint64(_POISON) + ids[:, None].astype(np.uint64)
-
-    def poison_host(self, ids: I32) -> None:
-        """Fill blocks of host memory with garbage: nobody may read them any more."""
-        self._host_slots[ids] = np.uint64(_POISON)
+        slots = self._host_slots if on_host else self._slots
+        slots[ids] = np.uint64(_POISON) + ids[:, None].astype(np.uint64)
 
     def take_in(self, batch: Batch) -> None:
         """Apply what comes before a step: rows that go and come, copies, changes of block tables."""

@@ -151,10 +151,11 @@ class KeptRunning:
 
     def _swaps(self, row: int, num_tokens: int, num_gone: int = 0) -> bool:
         """Return whether a row with so many tokens goes to the host, after the last `num_gone` rows have gone."""
-        if self._leaving is None:
+        host = self._view.host
+        if self._leaving is None or host is None:
             return False
         others = int(self.computed[: self.rows.size - num_gone].sum()) - num_tokens
-        return self._leaving.swaps(num_tokens, others, self._blocks.on_host(row))
+        return self._leaving.swaps(num_tokens, others, host.on_host(row))
 
     def _drop_from(self, kept: int) -> None:
         freed = int(self.freeable()[kept:].sum())

@@ -5,6 +5,7 @@ A policy is deterministic in its inputs; it may keep private state (moving avera
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
@@ -122,9 +123,6 @@ class BlockFacts(Protocol):
     def cached(self, row: int) -> CachedPrefix:
         """Return what a waiting or preempted row would find. The answer holds for this step."""
 
-    def on_host(self, row: int) -> OnHost:
-        """Return what of a running row's KV is in host memory already; asked only where there is such memory."""
-
 
 @dataclass(frozen=True, slots=True)
 class HostView:
@@ -140,6 +138,8 @@ class HostView:
     """Rows whose KV is being brought back: they hold their blocks and go on soon; not in `SchedulerView.running`."""
     block_copy_s: float
     """One block over the host link, in one direction."""
+    on_host: Callable[[int], OnHost] = lambda _: NOTHING_ON_HOST
+    """What of a running row's KV is there already. It costs more than reading a column."""
 
 
 @hot_dataclass(frozen=True, slots=True)
