@@ -66,9 +66,10 @@ class UnrulyScheduler:
         how = np.full(victims.size, PreemptHow.RECOMPUTE, dtype=np.uint8)
         for i, row in enumerate(victims.tolist()):
             num_blocks = -(-int(view.columns.num_computed[row]) // view.block_size)
-            if 0 < num_blocks <= left and self._random.random() < 0.7:
+            num_taken = num_blocks - (0 if view.host is None else view.host.on_host(row).num_kept_blocks)
+            if num_blocks and num_taken <= left and view.host is not None and self._random.random() < 0.7:
                 how[i] = PreemptHow.SWAP
-                left -= num_blocks
+                left -= num_taken
         return how
 
     def _begin(self, view: SchedulerView, row: int, *, counts_shared: bool) -> tuple[int, int]:

@@ -152,6 +152,13 @@ class BlockPool:
         self.index.move(source, target)
         return target
 
+    def drop_contents(self, ids: I32) -> None:
+        """Let nobody else find what some named blocks hold; who refers to them goes on doing so."""
+        free = ids[(self.refcount[ids] == 0) & (self.pins[ids] == 0)]
+        self._free_blocks.take_out(free)
+        self.index.forget(ids)
+        self._free(free)
+
     def check_pool(self) -> None:
         """Check the conservation laws: every usable block is free or in use, and every pin is counted."""
         self._pins.check_invariants()

@@ -2,7 +2,7 @@
 
 Copies of the KV of full blocks have the names of these blocks (`prefix.py`), so a run of tokens lies there once: rows
 that begin alike refer to the same blocks, and what comes to the host again finds what is there from before. A block
-that no row refers to and no copy needs is free, and keeps its contents until it is handed out, the oldest last.
+that no row refers to and no copy needs is free, and keeps its contents until it is handed out, the oldest first.
 """
 
 from __future__ import annotations
@@ -53,6 +53,28 @@ class HostBlocks(BlockPool):
         ids[is_new] = self._take(int(np.count_nonzero(is_new)))
         self._kept[row] = ids
         return ids, is_new
+
+    def name(self, names: Sequence[RunName], ids: I32, row: int | None) -> None:
+        """Name blocks that a copy has filled, which pins them.
+
+        Args:
+            names: of the first of them; the others are not full.
+            ids: [n]
+            row: keeps them, or None if nobody does; of what is there twice it keeps the older one.
+        """
+        for name, block in zip(names, ids.tolist(), strict=False):
+            older = self.index.get(name)
+            if older is None:
+                self.index.add(name, block)
+            elif row is not None:
+                self._refer(np.array([older], dtype=np.int32))
+                self._let_go(np.array([block], dtype=np.int32))
+                self._kept[row][self._kept[row] == block] = older
+
+    def find(self, names: Sequence[RunName]) -> I32:
+        """Return [n] the blocks of those of the names that have one."""
+        found = (self.index.get(name) for name in names)
+        return np.array([block for block in found if block is not None], dtype=np.int32)
 
     def forget(self, row: int) -> None:
         """Take the blocks from a row, if it keeps any; those that nobody else needs become free."""

@@ -15,7 +15,7 @@ copies beside the steps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -37,7 +37,7 @@ class EndedCopy:
     """None: the row has ended meanwhile."""
     to_host: bool
     num_tokens: int
-    """Tokens of the row whose KV is there now."""
+    """Tokens of the row whose KV was to be there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +117,6 @@ class Swapping:
         copy = HostCopy(self._next_copy_id, device, host[shared.size :], to_host=False)
         return self._begin(_Move(copy, row, num_tokens))
 
-    @property
-    def num_moves(self) -> int:
-        """Copies under way."""
-        return len(self._moves)
-
     def is_moving(self, row: int) -> bool:
         """Return whether a copy of the row's KV is under way."""
         return row in self._move_of
@@ -135,19 +130,37 @@ class Swapping:
         """End a copy, done or failed: its blocks are let go, and its row may be scheduled again."""
         move = self._moves.pop(copy_id)
         self.num_leaving_blocks -= move.num_freed
-        for name, block in zip(move.names, move.copy.host.tolist(), strict=False) if done else ():
-            self.host.index.add(name, block)
+        is_here = self._move_of.get(move.row) == copy_id
+        if done:
+            self.host.name(move.names, move.copy.host, move.row if is_here else None)
+        elif not move.copy.to_host:
+            self._drop(move.copy.host)  # they may be why
         self._blocks.unpin(("host copy", copy_id))
         self.host.unpin(("host copy", copy_id))
-        if self._move_of.get(move.row) != copy_id:
+        if not is_here:
             return EndedCopy(None, move.copy.to_host, move.num_tokens)
         del self._move_of[move.row]
         self._arriving.pop(move.row, None)
         self._table.hold[move.row] &= ~Hold.SWAPPING
         return EndedCopy(move.row, move.copy.to_host, move.num_tokens)
 
+    def end(self, row: int, *, is_sound: bool) -> None:
+        """Give up the KV that a row has on the host, since it ends.
+
+        Args:
+            row: ends.
+            is_sound: others may use what it has computed.
+        """
+        if not (is_sound and self._names.are_shared):
+            names = self._names.made(row)
+            self._drop(self.host.find(names))
+            for copy_id, move in self._moves.items():
+                if not set(names).isdisjoint(move.names):
+                    self._moves[copy_id] = replace(move, names=())
+        self.forget(row)
+
     def forget(self, row: int) -> None:
-        """Give up the KV that a row has on the host: it is back, it was lost, or the row ends."""
+        """Give up the KV that a row has on the host: it is back, or it was lost."""
         self.host.forget(row)
         self._move_of.pop(row, None)
         self._arriving.pop(row, None)
@@ -157,9 +170,11 @@ class Swapping:
         if not len(self.host.index):
             return NOTHING_ON_HOST
         names = self._names.of(row, int(self._table.num_computed[row]) // self._blocks.block_size)
-        found = (self.host.index.get(name) for name in names)
-        ids = np.array([block for block in found if block is not None], dtype=np.int32)
+        ids = self.host.find(names)
         return OnHost(int(ids.size), self.host.in_use(ids)) if ids.size else NOTHING_ON_HOST
+
+    def _drop(self, ids: I32) -> None:
+        self.host.drop_contents(ids[self.host.index.is_named[ids]])
 
     def _begin(self, move: _Move) -> int:
         """Begin a copy, if there is anything to copy; return its bytes."""

@@ -47,8 +47,6 @@ from shared.types import FinishReason
 # arrays without a dimension: an operation of a short array with one takes half as long as with a scalar
 _RUNNING = np.array(Status.RUNNING, dtype=np.uint8)
 _ONE = np.array(1, dtype=np.int32)
-_MAX_LOOKS = 8
-"""Of the scheduler in one step."""
 
 
 class Engine:
@@ -134,7 +132,7 @@ class Engine:
         if self.config.overlaps and self.flights:
             ahead = rows_ahead(self.table, self.flights, self.limits, self.blocks.num_free)
             return None if ahead is None else self._launch(ahead, np.ones(ahead.size, dtype=np.int32))
-        for _ in range(_MAX_LOOKS):
+        for _ in range(2 * self.table.num_rows):
             view = self._viewing.view(now_s, self.limits)
             if not (view.running.size or view.waiting.size or view.preempted.size or view.extensible.size):
                 return None
@@ -142,11 +140,10 @@ class Engine:
             rows, num_tokens = self._commit(output)
             if rows.size:
                 return self._launch(rows, num_tokens)
-            # who went to the host or came back without anything to copy has changed what can run at once
-            if not (output.preempt.size or output.resume.size) or self.flights or self.swapping is None:
+            moved = np.concatenate([output.preempt, output.resume])
+            if (self.table.hold[moved] & Hold.SWAPPING).all():
                 return None
-            if self.swapping.num_moves:
-                return None
+            # who went to the host or came back without anything to copy has changed at once what can run
         raise AssertionError("the scheduler sends rows to the host and back again, and lets nobody run")
 
     def absorb(self, batch: Batch, output: BatchOutput, now_s: float) -> StepEvents:

@@ -39,7 +39,7 @@ class SequenceRegistry:
         """Rows in flight that have ended, and are forgotten when their last batch comes back."""
         self.before_add: Callable[[NewSequence], None] = lambda new: None
         """Called with each sequence that is to be taken in."""
-        self.on_end: Callable[[int], None] = lambda row: None
+        self.on_end: Callable[[int, bool], None] = lambda _row, _is_sound: None
         """Called with each row that ends, just before it is free."""
         self._config = config
         self._table = table
@@ -230,10 +230,10 @@ class SequenceRegistry:
     def _free(self, row: int, *, is_sound: bool) -> None:
         table, num_output = self._table, int(self._table.num_output[row])
         self._sharing.release(row, is_sound=is_sound)
+        self.on_end(row, is_sound)
         self._sharing.forget(row)
         self._log.clear(row, num_output)
         self.stops.clear(row)
-        self.on_end(row)
         table.free(row)
 
     def _take_over(self, row: int, generated: I32) -> None:

@@ -133,11 +133,11 @@ class Transitions:
         said |= {i: replace(said.get(i, RowExtra(i)), cached_tokens=count) for i, count in cached.items() if count}
         return tuple(said[i] for i in sorted(said))
 
-    def ended(self, row: int) -> None:
-        """Forget a row that ends, just before it is free."""
+    def ended(self, row: int, is_sound: bool) -> None:  # noqa: FBT001  called by the registry
+        """Forget a row that ends, just before it is free; others may use what it has computed if that is sound."""
         self.retry.discard(row)
         if self.swapping is not None:
-            self.swapping.forget(row)
+            self.swapping.end(row, is_sound=is_sound)
         self._lost_tokens.pop(row, None)
         self._cached_tokens.pop(row, None)
         if self.table.at_executor[row]:

@@ -2,8 +2,8 @@
 
 They stand in the policy's order: when blocks run out the last ones go, as many as needed and no more; the first never
 does. Where there is host memory, a row that goes is copied there if that wastes less than computing it again
-(`recompute_or_swap.py`). Such a row frees its blocks only when the copy is done, so it is sent one step before the
-blocks run out; a row that lacks one meanwhile sits that step out.
+(`recompute_or_swap.py`). Such a row frees what the host has not yet only when the copy is done, so it is sent one step
+before the blocks run out; a row that lacks one meanwhile sits that step out.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class KeptRunning:
     def _swaps(self, row: int, num_tokens: int, num_gone: int = 0) -> bool:
         """Return whether a row with so many tokens goes to the host, after the last `num_gone` rows have gone."""
         host = self._view.host
-        if self._leaving is None or host is None:
+        if self._leaving is None or host is None or self._view.cost is None:
             return False
         others = int(self.computed[: self.rows.size - num_gone].sum()) - num_tokens
         return self._leaving.swaps(num_tokens, others, host.on_host(row))

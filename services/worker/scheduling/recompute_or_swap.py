@@ -48,7 +48,8 @@ class Leaving:
         num_out, num_taken = num_blocks - there.num_blocks, num_blocks - there.num_kept_blocks
         if self._cost is None or not num_blocks or num_taken > self._free_blocks:
             return False
-        swap_s = (self._num_queued + num_out + num_blocks) * self._block_copy_s
+        queued = self._num_queued if num_out else 0
+        swap_s = (queued + num_out + num_blocks) * self._block_copy_s
         if swap_s * num_tokens > self._cost.chunk_s(0, num_tokens) * (num_tokens + num_other_tokens):
             return False
         self._free_blocks -= num_taken

@@ -32,7 +32,7 @@ class PreemptHow(IntEnum):
     """What happens to a preempted sequence's KV."""
 
     RECOMPUTE = 0  # freed now; prefilled again (prompt and outputs) when the sequence resumes
-    SWAP = 1  # copied to host memory beside the steps, freed when the copy is done; copied back before it resumes
+    SWAP = 1  # copied to host memory beside the steps, freed when it is there; copied back before it resumes
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class OnHost:
 
     num_blocks: int = 0
     num_kept_blocks: int = 0
-    """Those of them that other rows keep: they cost none of `HostView.free_blocks`."""
+    """Those of them that other rows or copies need: they cost none of `HostView.free_blocks`."""
 
 
 NOTHING_ON_HOST = OnHost()
@@ -205,10 +205,10 @@ class Scheduler(Protocol):
 
         Rows come from the queues and from `view.extensible`. The answer must fit: the blocks that `rows` need beyond
         those they hold, and `resume` for its tokens in host memory, less those that `preempt` frees, are at most
-        `view.free_blocks`. Preemption by SWAP frees nothing yet and takes as many of `view.host.free_blocks`. A row
-        that is admitted begins behind what `view.blocks.cached` finds. If any running row fits, or can be made to by
-        preemption, `rows` is not empty, unless copies are under way or begin that will make room, or, with several
-        lanes, batches are in flight.
+        `view.free_blocks`. Preemption by SWAP counts as if it freed nothing yet, and takes at most as many of
+        `view.host.free_blocks`. A row that is admitted begins behind what `view.blocks.cached` finds. If any running
+        row fits, or can be made to by preemption, `rows` is not empty, unless copies are under way or begin that will
+        make room, or, with several lanes, batches are in flight.
 
         Where steps overlap it is not asked while all who run decode, nobody waits who could run, and blocks suffice:
         then all go on (`engine/going_ahead.py`).

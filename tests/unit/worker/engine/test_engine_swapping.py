@@ -271,6 +271,89 @@ def test_a_copy_that_fails_is_found_by_nobody() -> None:
     sent(harness)
 
 
+def test_two_that_leave_together_keep_one_copy_once_both_have_landed() -> None:
+    harness = make_harness(num_blocks=30, num_host_blocks=20)
+    rows = [harness.add(new_sequence(i, prompt=[*range(5, 17), 50 + i], max_tokens=8)) for i in range(2)]
+    while min(harness.engine.table.num_computed[rows]) < 13:
+        harness.step()
+    preempt(harness, rows[0])
+    assert preempt(harness, rows[1])[:3] == [0, 1, 2]
+    swapping = harness.engine.swapping
+    assert swapping is not None
+    held = swapping.host.num_used
+    harness.land_copy(1)
+    harness.land_copy(0)
+    assert swapping.host.num_used == held - 3
+    sent(harness)
+
+
+def test_who_ends_with_an_error_leaves_nothing_on_the_host() -> None:
+    """Nor does what another one was copying of the same blocks."""
+    harness = make_harness(num_blocks=30, num_host_blocks=20)
+    rows = [harness.add(new_sequence(i, prompt=[*range(5, 17), 50 + i], max_tokens=30)) for i in range(2)]
+    swapping = harness.engine.swapping
+    assert swapping is not None
+    while min(harness.engine.table.num_computed[rows]) < 13:
+        harness.step()
+    preempt(harness, rows[0])
+    harness.land_copies()
+    assert len(swapping.host.index) == 3
+    while harness.engine.table.status[rows[0]] != Status.RUNNING or harness.host_copies:
+        harness.step()
+    for _ in range(30):
+        if harness.stories[1000].finish is FinishReason.ERROR:
+            break
+        batch = harness.submitted()
+        guilty = rows[0] in batch.rows.tolist()
+        harness.land("bad luck" if guilty else None, blamed=(rows[0],) if guilty else ())
+    assert harness.stories[1000].finish is FinishReason.ERROR
+    assert len(swapping.host.index) == 0
+    assert preempt(harness, rows[1])[:3] == [0, 1, 2]
+    sent(harness)
+
+
+def test_what_a_failed_copy_back_came_from_is_copied_anew() -> None:
+    harness = make_harness(num_blocks=30, prefix_caching=False, num_host_blocks=20)
+    row = harness.add(new_sequence(0, num_prompt=14, max_tokens=8))
+    harness.step()
+    preempt(harness, row)
+    harness.land_copies()
+    while not harness.host_copies:
+        harness.submit()
+    harness.land_copy(done=False)
+    harness.step()
+    assert preempt(harness, row) == [0, 1, 2, 3]
+    sent(harness)
+
+
+def test_without_prefix_caching_names_end_with_the_sequence() -> None:
+    harness = make_harness(num_blocks=30, prefix_caching=False, num_host_blocks=20)
+    for name, cancels in ((0, False), (1, True)):
+        row = harness.add(new_sequence(name, num_prompt=14, max_tokens=8))
+        harness.step()
+        preempt(harness, row)
+        swapping = harness.engine.swapping
+        assert swapping is not None
+        if cancels:
+            harness.cancel(harness.stories[1000 + name])
+        harness.land_copies()
+        assert len(swapping.host.index) == (0 if cancels else 3)
+        sent(harness)
+        assert len(swapping.host.index) == 0
+
+
+def test_the_policy_is_asked_again_if_who_comes_back_is_there_at_once() -> None:
+    """Nothing else runs, and no copy ends: nobody would wake the loop."""
+    harness = make_harness(num_blocks=30, num_host_blocks=20)
+    row = harness.add(new_sequence(0, num_prompt=16, max_tokens=8))
+    harness.step()
+    preempt(harness, row)
+    harness.land_copies()
+    assert harness.submitted().rows.tolist() == [row]
+    assert not harness.host_copies
+    harness.finish()
+
+
 class Model:
     """Host blocks as sets of ids: what rows refer to, what copies pin, and what is known to be where."""
 

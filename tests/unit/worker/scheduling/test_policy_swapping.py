@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.scheduling.recompute_or_swap import Leaving
-from services.worker.scheduling.view import HostView, PreemptHow
+from services.worker.scheduling.view import HostView, OnHost, PreemptHow
 from tests.support.engine_builders import per_token
 from tests.support.engine_views import (
     chosen,
@@ -51,6 +51,18 @@ def test_the_wait_for_the_link_counts() -> None:
     """Blocks of 1 ms, alone: 0.1 s to recompute, 2 · 25 ms to swap, so up to 50 blocks may be ahead of it."""
     assert leaving(0.001, num_queued=49).swaps(100, 0)
     assert not leaving(0.001, num_queued=51).swaps(100, 0)
+
+
+def test_what_is_there_already_takes_neither_memory_nor_the_link() -> None:
+    """Of 25 blocks 20 are on the host, 15 of them for others too: 5 go out, 10 are taken, 25 come back."""
+    there = OnHost(num_blocks=20, num_kept_blocks=15)
+    assert leaving(0.99 * 0.1 / 30).swaps(100, 0, there)
+    assert not leaving(1.01 * 0.1 / 30).swaps(100, 0, there)
+    assert leaving(0.0, free_blocks=10).swaps(100, 0, there)
+    assert not leaving(0.0, free_blocks=9).swaps(100, 0, there)
+    assert leaving(0.001, num_queued=70).swaps(100, 0, there)
+    assert not leaving(0.001, num_queued=71).swaps(100, 0, there)
+    assert leaving(0.001, num_queued=1000).swaps(100, 0, OnHost(25, 25)), "who has nothing to send waits for no link"
 
 
 def test_rows_sent_before_take_memory_and_the_link() -> None:
