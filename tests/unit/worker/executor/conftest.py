@@ -1,9 +1,11 @@
-"""Models in pages that are closed when a test ends."""
+"""Models in pages that are closed when a test ends, and processes in which nothing was computed before."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
+from multiprocessing import get_context
 
 import pytest
 
@@ -24,3 +26,10 @@ def model_of() -> Iterator[ModelOf]:
             return model
 
         yield opening
+
+
+@pytest.fixture
+def fresh_process() -> Iterator[ProcessPoolExecutor]:
+    """One that measures memory as a worker that starts does: no holes in the heap, no buffers that others left."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        yield pool

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +29,9 @@ WIDE = CheckpointShape(vocab_size=931, hidden_size=128, intermediate_size=1024, 
 WINDOWS = {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 1}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [WIDE, replace(WIDE, family="qwen2", extra=WINDOWS)], ids=["llama", "qwen2, window"])
-@pytest.mark.parametrize(("kernels", "chunks"), [("torch", 4), ("auto", 12)])
-def test_the_reserve_covers_the_peak_of_a_full_batch(shape: CheckpointShape, kernels: str, chunks: int) -> None:
-    """A vocabulary of 931 in batches of 200 drawn rows and thousands of tokens: far above the least reserve."""
-    opened = open_runner(
-        shape,
-        memory_bytes=256 * MIB,
-        max_batch_tokens=200 + 390 * chunks,
-        max_batch_rows=200,
-        max_rows=200,
-        max_model_len=400,
-        kernels=kernels,
-    )
+def _reserve_and_peaks_of_full_batches(folder: Path, kernels: str, chunks: int) -> tuple[int, list[int | None]]:
+    limits = {"max_batch_tokens": 200 + 390 * chunks, "max_batch_rows": 200, "max_rows": 200, "max_model_len": 400}
+    opened = load(folder, memory_bytes=256 * MIB, kernels=kernels, **limits)
     driver = Driver(opened, num_blocks=5000)
     sampling = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, top_k=100)
     sequences = [driver.add([5] * 390, sampling) for _ in range(200)]
@@ -57,12 +44,28 @@ def test_the_reserve_covers_the_peak_of_a_full_batch(shape: CheckpointShape, ker
     def again() -> None:
         opened.run(batch)
 
-    peaks = [peak_bytes(torch.device("cpu"), again) for _ in range(3)]
+    return opened.info.reserve_bytes, [peak_bytes(torch.device("cpu"), again) for _ in range(3)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [WIDE, replace(WIDE, family="qwen2", extra=WINDOWS)], ids=["llama", "qwen2, window"])
+@pytest.mark.parametrize(("kernels", "chunks"), [("torch", 4), ("auto", 12)])
+def test_the_reserve_covers_the_peak_of_a_full_batch(
+    shape: CheckpointShape, kernels: str, chunks: int, fresh_process: ProcessPoolExecutor
+) -> None:
+    """A vocabulary of 931 in batches of 200 drawn rows and thousands of tokens: far above the least reserve."""
+    folder, _ = stored_checkpoint(shape)
+    reserve, peaks = fresh_process.submit(_reserve_and_peaks_of_full_batches, folder, kernels, chunks).result()
     peak = min((peak for peak in peaks if peak is not None), default=None)  # whatever else happens here only adds
-    assert peak is None or 5 * MIB < peak < opened.info.reserve_bytes
+    assert peak is None or 5 * MIB < peak < reserve
 
 
 LONG = CheckpointShape(hidden_size=128, num_heads=2, num_kv_heads=2, head_dim=64, max_positions=12_000)
+
+
+def _reserves_and_peaks(folder: Path, num_rows: int, changes: dict[str, Any]) -> list[tuple[int, int | None]]:
+    # four decodes of 8 000 tokens fill a group of torch's attention, two of the longest do not
+    return [_reserve_and_peak(folder, num_rows, end, changes) for end in (12_000, 8_000)]
 
 
 def _reserve_and_peak(folder: Path, num_rows: int, end: int, changes: dict[str, Any]) -> tuple[int, int | None]:
@@ -81,13 +84,6 @@ def _reserve_and_peak(folder: Path, num_rows: int, end: int, changes: dict[str, 
     return opened.info.reserve_bytes - 2 * 12_000 * 64 * 4, peak
 
 
-@pytest.fixture(scope="module")
-def fresh_process() -> Iterator[ProcessPoolExecutor]:
-    """One whose heap has no holes: large tensors would be put into them, and stay resident."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        yield pool
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("num_rows", [1, 32])
 @pytest.mark.parametrize(
@@ -101,8 +97,7 @@ def test_the_reserve_covers_a_whole_chunk_in_a_long_context(
 ) -> None:
     """What is kept free was found out with few tokens there."""
     folder, _ = stored_checkpoint(shape)
-    for end in (12_000, 8_000):  # four such decodes fill a group of torch's attention, two of the longest do not
-        reserve, peak = fresh_process.submit(_reserve_and_peak, folder, num_rows, end, changes).result()
+    for reserve, peak in fresh_process.submit(_reserves_and_peaks, folder, num_rows, changes).result():
         assert peak is None or MIB < peak < reserve + MIB, "two measurements differ by as much"
 
 
