@@ -5,8 +5,8 @@ The two are compared by what they waste: memory that is occupied while nobody ma
     recompute:  t_compute · (own + others)           everybody in the batch waits while the KV is computed again
     swap:       (t_queue + t_out + t_back) · own     the sequence's own memory is blocked while it is copied
 
-A token-second costs the same in both, so the smaller product wins. The queue is what the link has yet to carry; out
-goes what the host has not yet.
+A token-second costs the same in both, so the smaller product wins. Out goes what the host has not yet; the queue is
+what the link has yet to carry, for who sends anything.
 
 Source: InferCept (Abhyankar et al., 2024), the comparison of the waste of discarding, preserving and swapping (its
 section 4). Deviations: preserving is no choice here, since the memory is needed now; copies run beside the steps, so
