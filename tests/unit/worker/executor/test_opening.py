@@ -98,7 +98,7 @@ def test_the_reserve_covers_a_whole_chunk_in_a_long_context(
     """What is kept free was found out with few tokens there."""
     folder, _ = stored_checkpoint(shape)
     for reserve, peak in fresh_process.submit(_reserves_and_peaks, folder, num_rows, changes).result():
-        assert peak is None or MIB < peak < reserve + MIB, "two measurements differ by as much"
+        assert peak is None or MIB < peak < reserve + 3 * MIB, "two measurements differ by as much"
 
 
 @pytest.mark.slow
