@@ -75,8 +75,8 @@ class SimWorkerParams:
     """Smallest id that is drawn."""
     kv_bytes_per_token: int = 196_608
     """Keys and values of one token in all layers, for the host link; Qwen2.5-14B in 16 bits unless told otherwise."""
-    host_memory_bytes: int = 64 * 2**30
-    """Host memory for KV of preempted sequences, where the system swaps."""
+    host_memory_bytes: int | None = None
+    """Host memory for KV of preempted sequences; None: 64 GiB where the system swaps, else none."""
     host_link_bytes_per_s: float = 25e9
     """Between device and host, each way: PCIe 4.0 x16 unless told otherwise."""
     cluster: str = "default"
@@ -97,11 +97,14 @@ class SimWorkerParams:
     """See `ModelledDeviceParams`."""
 
     def host_memory(self) -> HostMemory | None:
-        """Return the memory to which the system swaps, None if it does not."""
-        if find_system(self.system).preemption is not Preemption.SWAP:
+        """Return the memory for KV that leaves the device, None if there is none."""
+        num_bytes = self.host_memory_bytes
+        if num_bytes is None:
+            num_bytes = 64 * 2**30 if find_system(self.system).preemption is Preemption.SWAP else 0
+        if not num_bytes:
             return None
         block_kv_bytes = self.kv_bytes_per_token * self.block_size
-        num_blocks = self.host_memory_bytes // block_kv_bytes
+        num_blocks = num_bytes // block_kv_bytes
         return HostMemory(num_blocks, block_kv_bytes, block_kv_bytes / self.host_link_bytes_per_s)
 
 
@@ -197,6 +200,7 @@ class SimWorker:
                 self.draw,
                 params.failure,
                 params.remap_s,
+                params.host_memory(),
                 params.host_link_bytes_per_s,
             ),
             network,
@@ -207,7 +211,10 @@ class SimWorker:
     def _take_device(self, kv: ShadowKv) -> ModelledExecutor:
         """Compute with the whole model over this memory."""
         self.kv = kv
-        self.device = StickyExecutor(self.params.cost, kv, failure=self.params.failure, overlaps=self.params.overlaps)
+        params = self.params
+        self.device = StickyExecutor(
+            params.cost, kv, host=params.host_memory(), failure=params.failure, overlaps=params.overlaps
+        )
         return self.device
 
     def _open_device(self) -> Executor:
@@ -241,16 +248,23 @@ class SimWorker:
         led = [] if self.groups is None else self.groups.pipelines
         return led if self.pipeline is None else [self.pipeline]
 
-    def _engine_maker(self) -> EngineMaker | None:
-        """Return what makes another engine than the live one, or the same with another scheduler; None: as live."""
+    def _engine_maker(self) -> EngineMaker:
+        """Return what makes the live engine or another one, or either with another scheduler."""
         params = self.params
-        make: EngineMaker = self._unlimited if find_system(params.system).memory is Memory.UNLIMITED else _bounded
+        make: EngineMaker = self._unlimited if find_system(params.system).memory is Memory.UNLIMITED else Engine
         if params.scheduler is None:
-            return None if make is _bounded else make
+            return make
         other = make_scheduler(params.scheduler)
-        return lambda config, _, num_blocks, cost: make(config, other, num_blocks, cost)
+        return lambda config, _, num_blocks, host, cost: make(config, other, num_blocks, host, cost)
 
-    def _unlimited(self, config: EngineConfig, scheduler: Scheduler, num_blocks: int, cost: CostEstimate) -> Engine:
+    def _unlimited(
+        self,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        num_blocks: int,
+        _host: HostMemory | None,
+        cost: CostEstimate,
+    ) -> Engine:
         assert self.kv is not None, "a pipeline's memory is bounded"
         return UnlimitedEngine(config, scheduler, num_blocks, cost, on_grow=self.kv.grow)
 
@@ -272,6 +286,3 @@ class SimWorker:
         await self.service.stop()
         await self._tasks.close()
 
-
-def _bounded(config: EngineConfig, scheduler: Scheduler, num_blocks: int, cost: CostEstimate) -> Engine:
-    return Engine(config, scheduler, num_blocks, cost=cost)

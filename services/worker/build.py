@@ -36,7 +36,7 @@ from shared.host import process_facts
 from shared.ids import Incarnation, WorkerId
 from shared.process.tasks import TaskOwner
 from shared.subjects import Subjects
-from shared.systems import Preemption, System, find_system
+from shared.systems import find_system
 from shared.transport.bus import Bus, ServiceInfo
 from shared.version import VERSION
 
@@ -62,8 +62,8 @@ class ServedModel:
     kernels: str = "modelled"
 
 
-EngineMaker = Callable[[EngineConfig, Scheduler, int, CostEstimate], Engine]
-"""(limits, scheduler, KV blocks, cost of a step) -> an engine."""
+EngineMaker = Callable[[EngineConfig, Scheduler, int, HostMemory | None, CostEstimate], Engine]
+"""(limits, scheduler, KV blocks, memory for what leaves them, cost of a step) -> an engine."""
 
 
 def _max_failures(max_batch_rows: int) -> int:
@@ -258,17 +258,7 @@ def _engine(
     )
     system = find_system(settings.system)
     scheduler, num_blocks = make_scheduler(system.scheduler), _num_blocks(settings, capacity)
-    if make_engine is not None:
-        return make_engine(config, scheduler, num_blocks, model.cost)
-    return Engine(config, scheduler, num_blocks, _host(system, capacity), model.cost)
-
-
-def _host(system: System, capacity: KvCapacity) -> HostMemory | None:
-    """Return the host memory that the system swaps to."""
-    if system.preemption is not Preemption.SWAP:
-        return None
-    assert capacity.host is not None, f"system '{system.name}' needs an executor with host memory"
-    return capacity.host
+    return (make_engine or Engine)(config, scheduler, num_blocks, capacity.host, model.cost)
 
 
 def _info(settings: WorkerSettings, facts: WorkerFacts) -> ServiceInfo:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from services.worker.contract.executor import HostMemory
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.executor.parameter_load import ParameterLoad
 from services.worker.kv_moves.kv_table import KvOffer
@@ -46,6 +47,8 @@ class ModelledDeviceParams:
     """Makes steps fail."""
     remap_s: float = 0.005
     """Time of a change of page tables (5 ms: KunServe v2, section 4.1)."""
+    host: HostMemory | None = None
+    """For KV that leaves the device; None: there is none."""
     load_bytes_per_s: float = 25e9
     """At which parameters come from the host: PCIe 4.0 x16 unless told otherwise."""
 
@@ -181,7 +184,10 @@ class ModelledGroupDevice:
         num_blocks = self.num_blocks(layers)
         if not num_blocks:
             raise GroupFailedError(f"layers {layers} leave no memory for KV")
-        offer = KvOffer(held, network.kept_aside, num_blocks, group, kept, network.link_bytes_per_s, step_s)
+        offer = KvOffer(
+            *(held, network.kept_aside, num_blocks, group, kept, network.link_bytes_per_s, step_s),
+            num_host_blocks=self._num_host_blocks,
+        )
         before = Estate(offer, self._kv, 2 * self._params.facts.block_bytes, self._params.cost)
         self.layers = self.resident = layers
         self._loading = None
@@ -190,6 +196,7 @@ class ModelledGroupDevice:
             StageCost(self._params.cost, layers, num_layers),
             self._kv,
             failure=self._params.failure if place.index == 0 else None,
+            host=self._params.host,
         )
         met = await network.meet(place, stage, before, on_end)
         self._place = place
@@ -214,7 +221,11 @@ class ModelledGroupDevice:
     def _share(self, ahead: ShadowKv | None, parting: Parting) -> Share:
         whole = self._shadow_kv(self.whole_blocks, 1) if ahead is None else ahead
         ahead_blocks = 0 if ahead is None else self._num_ahead
-        offer = KvOffer(self.layers, self._network.kept_aside, whole.num_blocks, ahead_blocks=ahead_blocks)
+        offer = KvOffer(
+            *(self.layers, self._network.kept_aside, whole.num_blocks),
+            ahead_blocks=ahead_blocks,
+            num_host_blocks=self._num_host_blocks,
+        )
         return Share(offer, self._kv, whole, 2 * self._params.facts.block_bytes, parting)
 
     def blocks_ahead(self, layers: LayerRange, num_blocks: int) -> int:
@@ -248,6 +259,10 @@ class ModelledGroupDevice:
         self._leave()
 
     @property
+    def _num_host_blocks(self) -> int:
+        return 0 if self._params.host is None else self._params.host.num_blocks
+
+    @property
     def _recent_step_s(self) -> float:
         leads = self._place is not None and not self._place.index
         return self.pipelines[-1].recent_step_s if leads else self.executor.recent_step_s
@@ -268,7 +283,10 @@ class ModelledGroupDevice:
                 self._network.close(place.key)
 
     def _shadow_kv(self, num_blocks: int, weight: int) -> ShadowKv:
-        return ShadowKv(num_blocks, self._params.block_size, self._params.draw, weight=weight)
+        num_host_blocks = self._num_host_blocks
+        return ShadowKv(
+            *(num_blocks, self._params.block_size, self._params.draw), weight=weight, num_host_blocks=num_host_blocks
+        )
 
 
 def _now_s() -> float:

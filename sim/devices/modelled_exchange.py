@@ -114,7 +114,7 @@ class Exchange:
         """That go from one stage to another."""
         self.is_live = table.is_live
         """Some of it is attended where it lies."""
-        unsent = [sum(self._leaving(lot, i) * len(lot.ids) for lot in table.lots) for i in range(len(before))]
+        unsent = [sum(self._leaving(lot, i) * _on_device(lot) for lot in table.lots) for i in range(len(before))]
         self.num_blocks = max(self._room(unsent), sum(len(lot.ids) for lot in table.lots))
         """Blocks with memory at the beginning, those that wait for KV among them."""
         self.steps = tuple(self._steps(unsent))
@@ -195,7 +195,7 @@ class Exchange:
     def _steps(self, unsent: list[int]) -> Iterator[_Step]:
         for at_s, piece in self._schedule():
             for holder in piece.lot.sources:
-                unsent[holder] -= len(piece) * self._leaving(piece.lot, holder)
+                unsent[holder] -= _on_device(piece.lot, piece.first, piece.end) * self._leaving(piece.lot, holder)
             yield _Step(at_s, piece, max(self._room(unsent), self.num_blocks))
 
     def _pieces(self, lot: KvLot) -> Iterator[_Piece]:
@@ -226,6 +226,11 @@ class Exchange:
             stage.capacity.num_blocks - ceil(left / (len(stage.layers) * before.pair_bytes))
             for stage, before, left in zip(self._stages, self._before, unsent, strict=True)
         )
+
+
+def _on_device(lot: KvLot, first: int = 0, end: int | None = None) -> int:
+    """Return how many blocks [first, end) of a lot take device memory at its sources."""
+    return int(np.count_nonzero(lot.ids[first:end] >= 0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from services.worker.contract.batch import Batch
+from services.worker.contract.executor import KvCapacity
 from services.worker.engine.gate import GateClosedError
 from services.worker.engine.loop import ExecutorBrokenError
 from services.worker.engine.stats import take_stats
@@ -98,7 +99,7 @@ async def test_a_sequence_that_cannot_run_expires_by_itself() -> None:
         new = live.add(new_sequence(0, max_tokens=20, expires_s=2.5))
         async with live.gate.exclusive():
             live.engine.leave_executor(asyncio.get_running_loop().time())
-            live.engine.enter_executor(0, 1)
+            live.engine.enter_executor(KvCapacity(0, live.engine.config.block_size), 1)
         await asyncio.sleep(4)
         assert (live.ended_s[new.stream], live.ends[new.stream]) == (2.5, FinishReason.CANCELLED)
         assert len(live.loop._flight) == 0

@@ -118,7 +118,7 @@ def lived(runs: Iterable[Chaos], **adds: int) -> Counter[str]:
 @pytest.mark.slow
 def test_the_random_operations_reach_every_kind_of_event() -> None:
     """Else the test above could pass because it does nothing."""
-    cases = (*((seed, True) for seed in range(6)), (0, False), (1, False))
+    cases = (*((seed, True) for seed in range(13)), (0, False), (1, False))
     counts = lived(chaotic_run("chunked", 2, seed, prefix_caching=prefix_caching) for seed, prefix_caching in cases)
     wanted = (
         *("fork", "fork waits", "guilty", "bad luck", "cancel", "cancel in flight", "pin", "preempted"),
@@ -146,8 +146,11 @@ def test_the_random_operations_let_stages_run_apart_and_steps_fail_on_all_of_the
 @pytest.mark.slow
 def test_the_random_operations_reach_every_kind_of_copy() -> None:
     """Some of them with a step in flight beside them: else the copies would prove little."""
-    counts = lived(chaotic_run("chunked", 2, seed, num_host_blocks=20) for seed in range(8))
-    assert {"out", "back", "copy fails", "cancel in copy"} <= set(counts)
+    counts = lived(chaotic_run("chunked", 2, seed, num_host_blocks=20) for seed in range(12))
+    assert {"out", "back", "copy fails", "cancel in copy", "limit in flight", "limit held", "shrink held"} <= set(counts)
+    assert counts["carried"] > 100
+    assert counts["carried from the host"] > 5
+    assert counts["moved"] > 10
     assert counts["came back"] > 20
     assert counts["preempted"] - counts["swapped out"] > 20, "some were computed again"
 

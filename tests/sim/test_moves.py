@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from services.worker.contract.executor import KvCapacity
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.engine.engine import Engine
 from services.worker.engine.stats import take_stats
@@ -187,9 +188,9 @@ async def test_a_group_that_parts_says_what_went_between_its_workers(
     """Nothing was copied ahead, so of every block that goes along half of the layers does."""
     enter, num_kept = Engine.enter_executor, list[int]()
 
-    def note(self: Engine, num_blocks: int, lanes: int, kept: KeptKv = NOTHING_KEPT, *rest: Any, **more: Any) -> None:
+    def note(self: Engine, has: KvCapacity, lanes: int, kept: KeptKv = NOTHING_KEPT, *rest: Any, **more: Any) -> None:
         num_kept.append(len(kept))
-        enter(self, num_blocks, lanes, kept, *rest, **more)
+        enter(self, has, lanes, kept, *rest, **more)
 
     watch = await Watch.begin(room)
     await load_beside(room, is_ahead=False)

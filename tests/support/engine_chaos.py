@@ -97,13 +97,10 @@ class Chaos:
 
     def run(self, num_operations: int, adds: float = 20) -> None:
         operations: list[Callable[[], None]] = [self.add, self.step, self.land, self.cancel]
-        operations += [self.grow, self.pin]
-        weights = np.array([adds, 30, 30, 4, 1, 3], dtype=float)
+        operations += [self.grow, self.pin, self.limit, self.shrink, self.restore]
+        weights = np.array([adds, 30, 30, 4, 1, 3, 6, 3, 4], dtype=float)
         if self.harness.engine.swapping is not None:
             operations, weights = [*operations, self.copy, self.pause], np.append(weights, [25, 3])
-        else:
-            operations += [self.limit, self.shrink, self.restore]
-            weights = np.append(weights, [6, 3, 4])
         if self.harness.num_stages > 1:
             operations, weights = [*operations, self.advance], np.append(weights, 30)
         for index in self.random.choice(len(operations), size=num_operations, p=weights / weights.sum()):
@@ -256,14 +253,21 @@ class Chaos:
         blocks = self.harness.engine.blocks
         if self._can_change():
             self.counts["shrink held" if blocks.num_used else "shrink free"] += 1
-            self.harness.change_executor(int(self.random.integers(1, self.num_blocks)))
+            self._change(int(self.random.integers(1, self.num_blocks)))
 
     def restore(self) -> None:
         if self._can_change() and self.harness.engine.blocks.num_usable < self.num_blocks:
-            self.harness.change_executor(self.num_blocks)
+            self._change(self.num_blocks)
+
+    def _change(self, num_blocks: int) -> None:
+        """Go on with another executor, to which some of the KV goes along, and whose host may have no memory."""
+        num_carried, num_host_blocks = (int(self.random.choice([0, 5, most, most])) for most in (num_blocks, 30))
+        kept = self.harness.change_executor(num_blocks, num_carried, num_host_blocks)
+        self.counts["carried"] += int((kept.ids >= 0).sum())
+        self.counts["carried from the host"] += int((kept.ids < 0).sum())
 
     def _can_change(self) -> bool:
-        return not (self.harness.flights or self.harness.pinned) and self.harness.engine.swapping is None
+        return not (self.harness.flights or self.harness.pinned or self.harness.host_copies)
 
     def limit(self) -> None:
         """Limit the block ids to about what is in use, or to less, which is refused; or lift the limit."""

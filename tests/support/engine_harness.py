@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from services.worker.contract.arrays import I32
 from services.worker.contract.batch import OWN_SAMPLE, Batch, BatchOutput
-from services.worker.contract.executor import BatchFailedError, HostCopy
+from services.worker.contract.executor import BatchFailedError, HostCopy, HostMemory, KvCapacity
+from services.worker.contract.kept_kv import KeptKv
 from services.worker.engine.engine import Engine
 from services.worker.engine.invariants import check_engine
 from services.worker.modelled.shadow_kv import TokenDraw, expected_outputs
@@ -75,22 +76,45 @@ class EngineHarness:
     def __post_init__(self) -> None:
         # EOS may be said: the engine has to end there
         self.draw = TokenDraw.of_vocabulary(self.engine.config.vocab_size, ())
-        self.kv = self.empty_kv(self.engine.blocks.num_usable)
+        swapping = self.engine.swapping
+        self.kv = self.empty_kv(self.engine.blocks.num_usable, 0 if swapping is None else swapping.host.num_usable)
         self.engine.blocks.on_lost = self.lose
+        self.watch_host()
 
-    def empty_kv(self, num_blocks: int) -> StagedKv:
-        config, swapping = self.engine.config, self.engine.swapping
-        num_host_blocks = 0 if swapping is None else swapping.host.num_usable
+    def empty_kv(self, num_blocks: int, num_host_blocks: int) -> StagedKv:
+        config = self.engine.config
         return StagedKv(self.num_stages, num_blocks, config.block_size, self.draw, num_host_blocks)
 
-    def change_executor(self, num_blocks: int) -> None:
-        """Go on with another executor of so many blocks, all of them empty; nothing is in flight or pinned."""
-        config, blocks = self.engine.config, self.engine.blocks
-        self.engine.leave_executor(self.now_s)
-        self.kv = self.empty_kv(max(num_blocks, blocks.refcount.size))
+    def change_executor(self, num_blocks: int, num_carried: int = 0, num_host_blocks: int = 0) -> KeptKv:
+        """Go on with another executor of so many blocks; nothing is in flight or pinned.
+
+        Args:
+            num_blocks: that it has.
+            num_carried: at most so many blocks come along, those first that the engine names first; others are empty.
+            num_host_blocks: of the host memory that it has, if the engine knows of any.
+
+        Returns:
+            What came along, by the ids of before.
+        """
+        engine, config, before = self.engine, self.engine.config, self.kv
+        kept = engine.leave_executor(self.now_s)
+        kept = kept.only(range(min(len(kept), num_carried, num_blocks)))
+        host = HostMemory(num_host_blocks, 1024, 0.0) if num_host_blocks and engine.swapping is not None else None
+        self.kv = self.empty_kv(max(num_blocks, engine.blocks.refcount.size), num_host_blocks)
         self.contents.clear()
-        self.engine.enter_executor(num_blocks, config.num_lanes, overlaps=config.overlaps)
+        ids = np.arange(len(kept), dtype=np.int32)
+        there = KeptKv(kept.names, ids)
+        capacity = KvCapacity(num_blocks, config.block_size, host)
+        engine.enter_executor(capacity, config.num_lanes, there, overlaps=config.overlaps)
+        self.kv.take_from(before, kept.ids, ids)  # now that what the blocks held before is lost
+        self.watch_host()
         self.settle()
+        return kept
+
+    def watch_host(self) -> None:
+        """Let host blocks that nobody may read hold garbage."""
+        if self.engine.swapping is not None:
+            self.engine.swapping.host.on_lost = partial(self.kv.poison, on_host=True)
 
     def add(self, new: NewSequence) -> int:
         """Have a sequence taken in; return its row."""
@@ -302,7 +326,4 @@ def make_harness(
 ) -> EngineHarness:
     """Drive an engine of `make_engine`; as many stages and batches in flight as lanes, unless told otherwise."""
     made = make_engine(scheduler, num_lanes=num_lanes, **engine)
-    harness = EngineHarness(made, depth=depth or num_lanes, num_stages=num_stages or num_lanes)
-    if made.swapping is not None:
-        made.swapping.host.on_lost = partial(harness.kv.poison, on_host=True)
-    return harness
+    return EngineHarness(made, depth=depth or num_lanes, num_stages=num_stages or num_lanes)

@@ -109,7 +109,7 @@ class Server:
         self.starts.clear()
         self.executor = executor
         coming, spans = (NOTHING_KEPT, ()) if arrivals is None else (arrivals.coming, arrivals.spans)
-        self.engine.enter_executor(executor.capacity.num_blocks, executor.depth, kept, coming, spans)
+        self.engine.enter_executor(executor.capacity, executor.depth, kept, coming, spans)
 
     def num_cached(self, kept: KeptKv, name: int) -> int:
         """Return how many tokens of a request, as far as it has come, lie in blocks that were kept."""

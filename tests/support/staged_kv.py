@@ -89,5 +89,10 @@ class StagedKv:
         for part in self.parts:
             part.end_copy(copy)
 
+    def take_from(self, other: StagedKv, source: I32, target: I32) -> None:
+        """Let each stage have its layers of another memory's blocks, named as in `KeptKv`."""
+        for part, its in zip(self.parts, other.parts, strict=True):
+            part.take_from(its, source, target)
+
     def slots(self, ids: I32) -> NDArray[np.uint64]:
         return np.stack([part._slots[ids] for part in self.parts])

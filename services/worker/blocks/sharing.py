@@ -10,16 +10,17 @@ be attended where it lies (`remote_kv.py`), rows share such a block before it is
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 
 from services.worker.blocks.forks import Forks
+from services.worker.blocks.kept_blocks import kept_blocks
 from services.worker.blocks.manager import BlockManager
-from services.worker.blocks.prefix import RunName
-from services.worker.blocks.remote_kv import RemoteKv, RemoteSpan, tail_begin
+from services.worker.blocks.prefix import PrefixIndex, RunName
+from services.worker.blocks.remote_kv import RemoteKv, RemoteSpan
 from services.worker.blocks.row_names import RowNames
 from services.worker.contract.arrays import EMPTY_I32, I32
 from services.worker.contract.kept_kv import KeptKv
@@ -125,19 +126,15 @@ class Sharing:
                     self._settle(row, chain, min(num_full, chain.num_claimed))
         self.forks.review()
 
-    def kept(self, rows: Iterable[int]) -> KeptKv:
-        """Return the first full blocks of parked rows, as far as their contents are here."""
-        found: dict[RunName, int] = {}
-        tails: dict[RunName, None] = {}
-        ends: set[RunName] = set()
-        for row in rows if self.prefix_caching else ():
-            names = self._names.made(row)
-            ids = self._blocks.index.find(names)
-            found.update(zip(names, ids, strict=False))
-            tails |= dict.fromkeys(names[tail_begin(len(ids), self._blocks.block_size) : len(ids)])
-            ends.update(names[max(len(ids) - 1, 0) : len(ids)])
-        blocks = np.array(list(found.values()), dtype=np.int32)
-        return KeptKv(tuple(found), blocks, _places(found, tails), _places(found, ends))
+    def kept(self, rows: Iterable[int], on_host: PrefixIndex | None = None) -> KeptKv:
+        """Return the first full blocks of parked rows, as far as their contents are here.
+
+        Args:
+            rows: the first ones first.
+            on_host: of host blocks, which go on where the device has no more of a row, and come last; None: of none.
+        """
+        names = [self._names.made(row) for row in rows] if self.prefix_caching else []
+        return kept_blocks(names, self._blocks.block_size, self._blocks.index, on_host)
 
     def computed(self, rows: Iterable[int]) -> KeptKv:
         """Return the full blocks of running rows, as far as they are computed, each name once; rows go on as before."""
@@ -155,6 +152,11 @@ class Sharing:
     def num_coming(self) -> int:
         """Blocks whose KV is on its way."""
         return len(self._coming)
+
+    @property
+    def attends_elsewhere(self) -> bool:
+        """Whether rows may hold blocks whose KV is attended where it lies, since it is not here."""
+        return self._remote is not None
 
     def awaits_coming(self, row: int) -> bool:
         """Return whether a waiting or preempted row is not admitted because KV for it is on its way from a worker."""
@@ -287,7 +289,3 @@ class Sharing:
                 del self._claims[name]
         chain.num_claimed = 0
         self._unsettled.pop(row, None)
-
-
-def _places(names: Iterable[RunName], marked: Container[RunName]) -> I32:
-    return np.array([place for place, name in enumerate(names) if name in marked], dtype=np.int32)

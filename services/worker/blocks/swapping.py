@@ -58,6 +58,7 @@ class Swapping:
 
     def __init__(self, table: SequenceTable, blocks: BlockManager, names: RowNames, memory: HostMemory) -> None:
         self.host = HostBlocks(memory.num_blocks)
+        """Blocks of the executor's host memory."""
         self._table = table
         self._blocks = blocks
         self._names = names
@@ -77,15 +78,19 @@ class Swapping:
         """Rows whose KV is being brought back."""
         return len(self._arriving)
 
-    def view(self) -> HostView:
-        """Return what a policy may know."""
+    def view(self, *, may_leave: bool) -> HostView:
+        """Return what a policy may know.
+
+        Args:
+            may_leave: what the device's blocks are said to hold is there, to be read beside the steps.
+        """
         return HostView(
-            free_blocks=self.host.num_free,
+            free_blocks=self.host.num_free if may_leave else 0,
             leaving_blocks=self.num_leaving_blocks,
             num_leaving=sum(int(move.copy.device.size) for move in self._moves.values() if move.copy.to_host),
             arriving=np.fromiter(self._arriving, dtype=np.int32, count=len(self._arriving)),
             block_copy_s=self._memory.block_copy_s,
-            on_host=self._on_host,
+            on_host=self._on_host if may_leave else _nothing_on_host,
         )
 
     def leave(self, row: int) -> int:
@@ -166,6 +171,13 @@ class Swapping:
         self._arriving.pop(row, None)
         self._table.host_tokens[row] = 0
 
+    def furnish(self, memory: HostMemory | None) -> None:
+        """Have other host memory, without contents, in place of that so far: no row keeps any, and no copy is made."""
+        assert not self.host.rows, "a row's KV lies in the host memory of another executor"
+        assert not self._moves, "the executor changes only while nothing is copied"
+        self._memory = memory or HostMemory(0, 0, 0.0)
+        self.host = HostBlocks(self._memory.num_blocks)
+
     def _on_host(self, row: int) -> OnHost:
         if not len(self.host.index):
             return NOTHING_ON_HOST
@@ -212,3 +224,7 @@ class Swapping:
             assert self.host.blocks_of(row).size == num_blocks, f"row {row} keeps too few or too many host blocks"
             assert table.host_tokens[row] < table.num_known[row], f"row {row} has more KV on the host than tokens"
         assert {copy.copy_id for copy in self._begun} <= set(self._moves), "a copy that nobody knows"
+
+
+def _nothing_on_host(_row: int) -> OnHost:
+    return NOTHING_ON_HOST

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -12,7 +13,10 @@ from services.worker.contract.arrays import EMPTY_I32, I32
 
 @dataclass(frozen=True, slots=True)
 class KeptKv:
-    """Blocks whose KV sequences can go on with at another executor: full ones, by what they hold."""
+    """Blocks whose KV sequences can go on with at another executor: full ones, by what they hold.
+
+    An id below zero names a block of the executor's host memory: -1 is host block 0, -2 is host block 1.
+    """
 
     names: tuple[bytes, ...] = ()
     """[n] of `blocks/prefix.py`, each once."""
@@ -35,3 +39,11 @@ class KeptKv:
 
 
 NOTHING_KEPT = KeptKv()
+
+
+Ids = TypeVar("Ids", int, I32)
+
+
+def as_host_id(block: Ids) -> Ids:
+    """Return the id by which `KeptKv` names a host block, or the host block that it names so; one or an array."""
+    return -1 - block

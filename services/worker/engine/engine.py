@@ -9,7 +9,7 @@ memory and back run beside the steps: `take_copies` hands them out, `copied` tak
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,7 +22,7 @@ from services.worker.blocks.sharing import Sharing
 from services.worker.blocks.swapping import Swapping
 from services.worker.contract.arrays import I32, Bool, Rows
 from services.worker.contract.batch import Batch, BatchOutput
-from services.worker.contract.executor import BatchFailedError, HostCopy, HostMemory
+from services.worker.contract.executor import BatchFailedError, HostCopy, HostMemory, KvCapacity
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.cost.estimate import CostEstimate
 from services.worker.engine.flights import Flight, Flights
@@ -210,19 +210,22 @@ class Engine:
 
         Returns:
             What sequences that run, or did before, have computed in full blocks: first those of the sequence whose
-            reader runs out of text first.
+            reader runs out of text first, and last what is on the host alone.
         """
         assert not self.flights, "the executor changes only while nothing is in flight"
-        assert self.swapping is None, "KV on the host would belong to another executor"
         self.sharing.expect_no_more()
         self.blocks.limit(None)  # what has not moved yet goes along like the rest
         self._transitions.forget_executor()
         rows = self.table.preempted.view
-        return self.sharing.kept(rows[np.argsort(qoe_columns.slack_s(self.table, rows, now_s), kind="stable")].tolist())
+        return self.kept(rows[np.argsort(qoe_columns.slack_s(self.table, rows, now_s), kind="stable")].tolist())
+
+    def kept(self, rows: Iterable[int]) -> KeptKv:
+        """Return what is here, on the device or on the host, of the first full blocks of parked rows."""
+        return self.sharing.kept(rows, None if self.swapping is None else self.swapping.host.index)
 
     def enter_executor(
         self,
-        num_blocks: int,
+        capacity: KvCapacity,
         num_lanes: int,
         kept: KeptKv = NOTHING_KEPT,
         coming: KeptKv = NOTHING_KEPT,
@@ -233,7 +236,7 @@ class Engine:
         """Go on with another executor, which knows no row, after `leave_executor`; no step was made in between.
 
         Args:
-            num_blocks: that it has.
+            capacity: that it has now; on its host there is nothing yet.
             num_lanes: batches in flight at most, with other sequences each.
             kept: which of the blocks hold what; the others are empty.
             coming: which of the empty ones are being filled, and with what: sequences wait for theirs until it has
@@ -241,7 +244,7 @@ class Engine:
             spans: what of it the executor can attend where it lies, so that sequences need not wait for it.
             overlaps: see `EngineConfig`.
         """
-        self.memory.furnish(num_blocks, kept, coming, spans)
+        self.memory.furnish(capacity, kept, coming, spans)
         self.config = replace(self.config, num_lanes=num_lanes, overlaps=overlaps)
         self.limits = _limits(self.config)
 

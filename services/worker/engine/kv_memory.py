@@ -12,6 +12,7 @@ from services.worker.blocks.remote_kv import RemoteSpan
 from services.worker.blocks.sharing import Sharing
 from services.worker.blocks.swapping import Swapping
 from services.worker.contract.arrays import Bool
+from services.worker.contract.executor import KvCapacity
 from services.worker.contract.kept_kv import KeptKv
 from services.worker.engine.transitions import Transitions
 from services.worker.sequences.table import Hold, SequenceTable, Status
@@ -42,7 +43,6 @@ class KvMemory:
             ValueError: what is held now, or a sequence that is here at its full length, would not fit; nothing has
                 changed.
         """
-        assert self.swapping is None, "copies to the host, beside the steps, would not see what a batch has yet to move"
         num_usable = int(np.count_nonzero(self.blocks.usable[:num_blocks]))
         has_room = (self.table.hold & Hold.NO_ROOM) == 0
         if (self._do_not_fit(num_usable) & has_room).any():
@@ -50,9 +50,11 @@ class KvMemory:
         self.blocks.limit(num_blocks)
         self._review()
 
-    def furnish(self, num_blocks: int, kept: KeptKv, coming: KeptKv, spans: Sequence[RemoteSpan]) -> None:
-        """Have blocks 0 to num_blocks - 1, some named, some kept for KV on its way, in place of those so far."""
-        blocks = self.blocks
+    def furnish(self, capacity: KvCapacity, kept: KeptKv, coming: KeptKv, spans: Sequence[RemoteSpan]) -> None:
+        """Have an executor's blocks, some named, some kept for KV on its way, in place of those so far."""
+        blocks, num_blocks = self.blocks, capacity.num_blocks
+        if self.swapping is not None:
+            self.swapping.furnish(capacity.host)
         blocks.set_usable(np.arange(blocks.refcount.size, dtype=np.int32), usable=False)
         if num_blocks > blocks.refcount.size:
             blocks.learn(num_blocks)

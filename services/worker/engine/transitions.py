@@ -111,15 +111,19 @@ class Transitions:
         if done:
             self._is_back(row)
             return
-        self.swapping.forget(row)
         if not landed.to_host:
             self.preempt(row)
-        self._lost_tokens[row] = landed.num_tokens
+        self._lose_copy(row, landed.num_tokens)
 
     def forget_executor(self) -> None:
-        """Take the device blocks from all running rows: the executor is another one now, which knows no row."""
+        """Take the device blocks from all running rows, and those on the host: the executor is another one now.
+
+        It knows no row. What is computed again of KV that was on the host counts as given up.
+        """
         for row in self.table.running.view.tolist():
             self.preempt(row)
+        for row in [] if self.swapping is None else self.swapping.host.rows:
+            self._lose_copy(row, int(self.table.host_tokens[row]))
         self.table.at_executor[:] = False
         self._admits.clear()
         self._drops.clear()
@@ -143,6 +147,12 @@ class Transitions:
         if self.table.at_executor[row]:
             self._drops.append(row)
         self.totals.num_finished += 1
+
+    def _lose_copy(self, row: int, num_tokens: int) -> None:
+        """Give up what a preempted row has on the host: so many of its tokens are found elsewhere, or computed again."""
+        assert self.swapping is not None, "nothing was on the host"
+        self.swapping.forget(row)
+        self._lost_tokens[row] = num_tokens
 
     def _is_back(self, row: int) -> None:
         assert self.swapping is not None, "nothing was on the host"

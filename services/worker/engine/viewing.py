@@ -34,7 +34,13 @@ class Viewing:
         if np.count_nonzero(table.hold):
             free = table.hold == 0
             waiting, running, preempted = waiting[free[waiting]], running[free[running]], preempted[free[preempted]]
-        flights = self.flights
+        flights, host = self.flights, None
+        if self.swapping is not None:
+            # what a batch in flight copies on the device comes too late for copies beside it, there and back
+            is_copied = any(flight.batch.copies.source.size for flight in flights)
+            host = self.swapping.view(may_leave=not (is_copied or self.sharing.attends_elsewhere))
+            if is_copied:
+                preempted = preempted[table.host_tokens[preempted] == 0]
         in_flight = flights.rows
         extensible = flights.extensible if limits.num_lanes > 1 else EMPTY_I32
         return SchedulerView(
@@ -48,7 +54,7 @@ class Viewing:
             block_size=self.blocks.block_size,
             limits=limits,
             blocks=self.sharing,
-            host=None if self.swapping is None else self.swapping.view(),
+            host=host,
             flights=tuple(flight.batch.rows for flight in flights),
             in_flight=in_flight,
             in_flight_ends=flights.ends(in_flight),

@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from services.worker.attention.base import Attention
-from services.worker.contract.executor import KvCapacity
+from services.worker.contract.executor import HostMemory
 from services.worker.executor.first_look import RunnerSettings
 from services.worker.executor.model_runner import ModelInfo, ModelRunner
 from services.worker.executor.parameter_load import ParameterLoad
@@ -47,11 +47,9 @@ def load_elastic_model(settings: RunnerSettings, progress: Progress, spec: Model
     """Load a model in pages, `settings.page_bytes` large, so that layers can be dropped. As `load_model`.
 
     Raises:
-        StartupError: as `load_model`, or host memory for KV is asked for, which this model has none of.
+        StartupError: as `load_model`.
     """
     assert settings.page_bytes is not None, "memory without pages cannot drop layers"
-    if settings.host_memory_bytes:
-        raise StartupError("a worker that drops layers has no host memory for KV", "Choose another system")
     return ElasticModel(load_model(settings, progress, spec, lends_memory=True))
 
 
@@ -78,6 +76,8 @@ class ElasticModel:
         """
         self._loading = ParameterLoading(loaded.opener.spec, loaded.opener.weights, loaded.tensors)
         self._addresses = self._find_addresses()
+        self.host = loaded.runner.host
+        """Host memory for KV of the layers that are held, the same at all times; None: there is none."""
         self._runner = loaded.runner
         self._runner.close()  # it may know of rows by which it was tried out
         self._lost: MemoryLostError | None = None
@@ -144,6 +144,8 @@ class ElasticModel:
         self._runner = self._opener.open(
             self.cache, self.info.max_model_len, self.info.reserve_bytes, owns_memory=False
         )
+        if self.host is not None and self.host_memory is not None:
+            self._runner.use_host(self.host, self.host_memory.share(len(self.layers), len(self.whole)))
         self._describe()
         return self._runner
 
@@ -258,6 +260,11 @@ class ElasticModel:
         return KVCache.over(keys, values, blocks.end)
 
     @property
+    def host_memory(self) -> HostMemory | None:
+        """What is said of `host`, for blocks with all layers."""
+        return self.info.capacity.host
+
+    @property
     def lendable(self) -> ModelWeights:
         """The parameters of the layers that are held, which stay loaded until those change."""
         return self._opener.weights.of_stage(self.spec, self.layers)
@@ -338,7 +345,7 @@ class ElasticModel:
             runner.info,
             param_bytes=self.layout.fixed_pages(holding) * self.facts.page_bytes,
             kv_bytes=self.cache.num_bytes,
-            capacity=KvCapacity(self.cache.num_blocks, self.cache.block_size),
+            capacity=replace(runner.info.capacity, num_blocks=self.cache.num_blocks),
         )
 
     def _find_addresses(self) -> tuple[int, ...]:

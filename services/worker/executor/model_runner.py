@@ -143,10 +143,24 @@ class ModelRunner:
         """Attend the keys of these rows where they lie, from the next step on."""
         self._open().remote = remote
 
+    @property
+    def host(self) -> HostKV | None:
+        """Host memory for its KV; None: there is none."""
+        return self._host
+
     def open_host(self, num_blocks: int) -> None:
         """Take host memory for so many blocks, and measure how long one takes to get there. Before the first step."""
-        self._host = HostKV(self.cache, num_blocks)
-        memory = HostMemory(num_blocks, self.info.bytes_per_block, self._host.measure_copy_s())
+        host = HostKV(self.cache, num_blocks)
+        self.use_host(host, HostMemory(num_blocks, self.info.bytes_per_block, host.measure_copy_s()))
+
+    def use_host(self, host: HostKV, memory: HostMemory) -> None:
+        """Copy KV to host memory that somebody keeps, and back. Before the first step.
+
+        Args:
+            host: of this runner's cache.
+            memory: what is said of it.
+        """
+        self._host = host
         self.info = replace(self.info, capacity=replace(self.info.capacity, host=memory))
 
     @property

@@ -94,14 +94,20 @@ class KvExchanges:
         """
         num_blocks = self._model.blocks_with(layers)
         room = self._room(len(self._held))
-        return KvOffer(self._held, room, num_blocks, group, kept, self._params.link_bytes_per_s, step_s)
+        link_bytes_per_s = self._params.link_bytes_per_s
+        return KvOffer(
+            *(self._held, room, num_blocks, group, kept, link_bytes_per_s, step_s), num_host_blocks=self._host_blocks
+        )
 
     def offer_to_part(self, place: GroupPlace) -> KvOffer:
         """Return what this device brings when its group parts, or copies ahead."""
         ahead = self._model.ahead()
         num_blocks = self._model.info.capacity.num_blocks
         ahead_blocks = 0 if ahead is None else ahead.num_blocks
-        return KvOffer(self._held, self._room(len(self._held)), num_blocks, place.name, ahead_blocks=ahead_blocks)
+        room = self._room(len(self._held))
+        return KvOffer(
+            *(self._held, room, num_blocks, place.name), ahead_blocks=ahead_blocks, num_host_blocks=self._host_blocks
+        )
 
     def to_form(
         self, place: GroupPlace, socks: Mapping[int, socket.socket], attention: Mapping[int, socket.socket]
@@ -151,6 +157,10 @@ class KvExchanges:
     @property
     def _held(self) -> LayerRange:
         return self._model.layers
+
+    @property
+    def _host_blocks(self) -> int:
+        return 0 if self._model.host is None else self._model.host.num_blocks
 
     @property
     def _block_size(self) -> int:

@@ -23,7 +23,10 @@ NAME_BYTES: Final = 16
 MAX_KV_MESSAGE_BYTES: Final = 2**24
 """Of an offer and of a table: `MAX_EXCHANGED` blocks of at most 28 bytes, and the rest."""
 _ID: Final = np.dtype("<i4")
-_OF_OFFER: Final = ("room", "num_blocks", "group", "link_bytes_per_s", "step_s", "ahead_blocks", "card", "door")
+_OF_OFFER: Final = (
+    *("room", "num_blocks", "group", "link_bytes_per_s", "step_s", "ahead_blocks"),
+    *("num_host_blocks", "card", "door"),
+)
 _OF_LOT: Final = ("sources", "targets", "first", "is_live")
 """Said as they are."""
 
@@ -49,6 +52,7 @@ class KvOffered(ControlMessage):
     link_bytes_per_s: Annotated[float, Field(ge=0)] = 0.0
     step_s: Annotated[float, Field(ge=0)] = 0.0
     ahead_blocks: Count = 0
+    num_host_blocks: Count = 0
     card: Annotated[str, Field(max_length=256)] = ""
     door: Annotated[str, Field(max_length=108)] = ""
 

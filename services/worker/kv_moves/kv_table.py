@@ -59,7 +59,7 @@ class KvOffer:
     layers: LayerRange
     """Held before."""
     room: int
-    """Blocks of these layers that its buffer holds."""
+    """Blocks of these layers that its buffer holds, from its device or its host."""
     num_blocks: int
     """That it will have after the change."""
     group: str = ""
@@ -75,6 +75,8 @@ class KvOffer:
     card: str = ""
     """Whose memory its pages are, and how large: stages that say the same can hand pages over to each other. Empty: it
     hands over none."""
+    num_host_blocks: int = 0
+    """Of these layers, in its host memory; `kept` may name them."""
     door: str = ""
     """Path of a socket at which it waits for pages, of who does not lead."""
 
@@ -326,8 +328,9 @@ def check_table(table: KvTable, stage: int, offer: KvOffer, num_blocks: int, wan
             raise ValueError("a lot is not well formed")
         if stage in lot.sources:
             sent += len(lot.ids)
-            if not _are_among(lot.ids, num_blocks):
-                raise ValueError(f"blocks are asked for that are not among {num_blocks}")
+            if not _are_among(lot.ids, num_blocks, offer.num_host_blocks):
+                there = f"{num_blocks}, and {offer.num_host_blocks} on the host"
+                raise ValueError(f"blocks are asked for that are not among {there}")
         if stage in lot.targets and not _are_among(lot.target_ids, offer.num_blocks):
             raise ValueError(f"blocks are to come that are not among {offer.num_blocks}")
     if table.by_pages:
@@ -357,8 +360,8 @@ def _check_ahead(table: KvTable, stage: int, offer: KvOffer, num_blocks: int) ->
         raise ValueError(f"blocks are said to be there that are not among {offer.ahead_blocks}")
 
 
-def _are_among(ids: I32, num_blocks: int) -> bool:
-    return not len(ids) or 0 <= int(ids.min()) <= int(ids.max()) < num_blocks
+def _are_among(ids: I32, num_blocks: int, num_host_blocks: int = 0) -> bool:
+    return not len(ids) or -num_host_blocks <= int(ids.min()) <= int(ids.max()) < num_blocks
 
 
 def holders(offers: Sequence[KvOffer], stage: int, num_layers: int) -> tuple[int, ...]:

@@ -45,6 +45,7 @@ from services.worker.kv_moves.kv_traffic import Ears, KvTraffic
 from services.worker.kv_moves.kv_wire import KvProgress, KvSocket
 from services.worker.kv_moves.remote_attention import RemoteAttention, RemoteParts
 from services.worker.memory.block_copies import NUM_SIDES, BlockCopies, copy_blocks, move_blocks, settle
+from services.worker.memory.host_kv import HostKV
 from services.worker.memory.kv_cache import KVCache
 from services.worker.memory.page_swap import PagesKeptError
 from services.worker.peers.frames import FrameKind
@@ -219,20 +220,21 @@ class TorchExchange:
         took_s = round(time.monotonic() - began_s, 4)
         _log.info("kv_handed_over", stage=self._stage, num_blocks=self.num_blocks, num_pages=num_pages, took_s=took_s)
 
-    def read(self, cache: KVCache) -> None:
+    def read(self, cache: KVCache, host: HostKV | None = None) -> None:
         """Keep aside what goes from here, and let what is there already lie at its places. Blocks.
 
         Afterwards the cache may change.
 
         Args:
             cache: of the layers and blocks before the change.
+            host: of the cache; None: there is none.
         """
         if self.failure is not None:
             return
         try:
             for index, lot in enumerate(self._table.lots):
                 if self._stage in lot.sources:
-                    self._copies[index] = copy_blocks(cache, lot.ids)
+                    self._copies[index] = copy_blocks(cache, lot.ids, host)
             if self._table.there:
                 there = self._table.there[self._stage]
                 move_blocks(cache, there.ids, there.places)

@@ -13,7 +13,9 @@ from typing import Final
 import numpy as np
 import torch
 
-from services.worker.contract.arrays import I32
+from services.worker.contract.arrays import I32, Bool
+from services.worker.contract.kept_kv import as_host_id
+from services.worker.memory.host_kv import HostKV
 from services.worker.memory.kv_cache import KVCache
 from shared.layers import LayerRange
 
@@ -78,32 +80,50 @@ def block_bytes(cache: KVCache) -> int:
     return cache.block_size * int(keys.shape[2]) * int(keys.shape[3]) * keys.element_size()
 
 
-def copy_blocks(cache: KVCache, ids: I32) -> BlockCopies:
+def copy_blocks(cache: KVCache, ids: I32, host: HostKV | None = None) -> BlockCopies:
     """Copy some blocks, in all layers that have any, into new host memory.
 
     Args:
         cache: of contiguous layers.
-        ids: [n], below `cache.num_blocks`.
+        ids: [n], as in `KeptKv`.
+        host: of the cache; None: no block is on the host.
 
     Raises:
         ValueError: there are no such blocks.
         MemoryError, RuntimeError: the memory cannot be had.
     """
-    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < cache.num_blocks:
-        raise ValueError(f"blocks {ids.min()} to {ids.max()} are not all among {cache.num_blocks}")
+    num_host_blocks = 0 if host is None else host.num_blocks
+    if len(ids) and not -num_host_blocks <= int(ids.min()) <= int(ids.max()) < cache.num_blocks:
+        there = f"{cache.num_blocks}, and {num_host_blocks} on the host"
+        raise ValueError(f"blocks {ids.min()} to {ids.max()} are not all among {there}")
     layers = cache.layers
     like = cache.keys[layers[0]]
     shape = (len(layers), NUM_SIDES, len(ids), *like.shape[1:])
     with torch.inference_mode():
         data = torch.empty(shape, dtype=like.dtype)
-        chosen = torch.from_numpy(ids.astype(np.int64)).to(like.device)
         step = max(_PIECE_BYTES // block_bytes(cache), 1)
         for place, layer in enumerate(layers):
             for side, pool in enumerate((cache.keys[layer], cache.values[layer])):
-                for first in range(0, len(ids), step):
-                    piece = pool.index_select(0, chosen[first : first + step])
-                    data[place, side, first : first + step].copy_(piece)
+                _gather(pool, ids, ids >= 0, data[place, side], step)
+                if host is not None:
+                    _gather(host.pool(layer, side), as_host_id(ids), ids < 0, data[place, side], step)
     return BlockCopies(layers[0], data)
+
+
+def _gather(pool: torch.Tensor, ids: I32, chosen: Bool, into: torch.Tensor, step: int) -> None:
+    """Let those of the blocks [n] of `into` that are chosen hold what a pool's blocks do, so many at a time."""
+    places = np.flatnonzero(chosen)
+    if not len(places):
+        return
+    source = torch.from_numpy(ids[places].astype(np.int64)).to(pool.device)
+    in_order = len(places) == len(ids)
+    target = torch.from_numpy(places)
+    for first in range(0, len(places), step):
+        piece = pool.index_select(0, source[first : first + step])
+        if in_order:
+            into[first : first + step].copy_(piece)
+        else:
+            into.index_copy_(0, target[first : first + step], piece.to(into.device))
 
 
 def write_block_bytes(cache: KVCache, layer: int, side: int, first: int, data: memoryview) -> None:

@@ -19,6 +19,8 @@ _TRIAL_BLOCKS = 16
 class HostKV:
     """Blocks of host memory beside a cache, pinned where the cache lies on a GPU.
 
+    Which layers the cache has may change: then all blocks are without contents.
+
     Memory of the CPU is taken when a block is first written; pinned memory at once. On a GPU either direction has a
     stream of its own, so that copies run beside steps and beside each other, each called from one thread; all layers of
     a block lie together on the host, and a block is one transfer.
@@ -68,6 +70,21 @@ class HostKV:
         for pool, kept in self._pairs():
             pool.index_copy_(0, device, kept.index_select(0, host))
 
+    def pool(self, layer: int, side: int) -> torch.Tensor:
+        """Return a layer's part of the host blocks, not copied.
+
+        Args:
+            layer: that has blocks in the cache, numbered in the whole model.
+            side: 0: keys, 1: values.
+
+        Returns:
+            [num_blocks, block_size, num_kv_heads, head_dim]
+        """
+        if self.is_beside:
+            layers = self._cache.layers
+            return self._lanes[True].pool(side * len(layers) + layers.index(layer))
+        return self._plain[side * (len(self._plain) // 2) + layer]
+
     def measure_copy_s(self) -> float:
         """Return the seconds that one block takes, one way, from a trial; the first blocks lose what they hold."""
         count = min(_TRIAL_BLOCKS, self.num_blocks, self._cache.num_blocks)
@@ -90,7 +107,8 @@ class _Lane:
 
     Args:
         cache: on the device.
-        host: [num_blocks, pools, block_size, num_kv_heads, head_dim], pinned if the device is a GPU.
+        host: [num_blocks, pools, block_size, num_kv_heads, head_dim], pinned if the device is a GPU; the first ones of
+            each block are those of the layers that the cache has.
         device: of the cache.
     """
 
@@ -105,23 +123,27 @@ class _Lane:
         """See `HostKV.store`."""
         with self._on_stream():
             for on_device, on_host in zip(device.split(STAGED_BLOCKS), host.split(STAGED_BLOCKS), strict=True):
-                blocks, staged = on_device.to(self._device), self._staged[: len(on_device)]
-                for index, pool in enumerate(self._cache.pools()):
-                    staged[:, index].copy_(pool.index_select(0, blocks))
+                blocks, pools = on_device.to(self._device), list(self._cache.pools())
+                for index, pool in enumerate(pools):
+                    self._staged[: len(blocks), index].copy_(pool.index_select(0, blocks))
                 for place, block in enumerate(on_host.tolist()):
-                    self._host[block].copy_(staged[place], non_blocking=True)
+                    self._host[block, : len(pools)].copy_(self._staged[place, : len(pools)], non_blocking=True)
         self._wait()
 
     def fetch(self, host: torch.Tensor, device: torch.Tensor) -> None:
         """See `HostKV.fetch`."""
         with self._on_stream():
             for on_device, on_host in zip(device.split(STAGED_BLOCKS), host.split(STAGED_BLOCKS), strict=True):
-                blocks, staged = on_device.to(self._device), self._staged[: len(on_device)]
+                blocks, pools = on_device.to(self._device), list(self._cache.pools())
                 for place, block in enumerate(on_host.tolist()):
-                    staged[place].copy_(self._host[block], non_blocking=True)
-                for index, pool in enumerate(self._cache.pools()):
-                    pool.index_copy_(0, blocks, staged[:, index])
+                    self._staged[place, : len(pools)].copy_(self._host[block, : len(pools)], non_blocking=True)
+                for index, pool in enumerate(pools):
+                    pool.index_copy_(0, blocks, self._staged[: len(blocks), index])
         self._wait()
+
+    def pool(self, index: int) -> torch.Tensor:
+        """Return what lies on the host of one of the cache's pools, by its number among them."""
+        return self._host[:, index]
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

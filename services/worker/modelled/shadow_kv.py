@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from services.worker.contract.arrays import I32
 from services.worker.contract.batch import OWN_SAMPLE, Batch, TableDelta
 from services.worker.contract.executor import HostCopy
+from services.worker.contract.kept_kv import as_host_id
 from shared.layers import LayerRange
 from shared.stream_extras import TokenLogprob
 
@@ -190,8 +191,17 @@ class ShadowKv:
             self._slots[copy.device] = self._host_slots[copy.host]
 
     def take_from(self, other: ShadowKv, source: I32, target: I32) -> None:
-        """Copy blocks [n] of another memory into blocks [n] of this one; the layers need not be the same ones."""
-        self._slots[target] = other._slots[source]
+        """Copy blocks [n] of another memory into blocks [n] of this one; the layers need not be the same ones.
+
+        Args:
+            other: whose blocks are named as in `KeptKv`.
+            source: there.
+            target: of the device.
+        """
+        on_host = source < 0
+        slots = other._slots[np.where(on_host, 0, source)]
+        slots[on_host] = other._host_slots[as_host_id(source[on_host])]
+        self._slots[target] = slots
         if self._elsewhere:
             for block in target.tolist():
                 self._elsewhere.pop(block, None)
@@ -218,7 +228,10 @@ class ShadowKv:
         )
 
     def read_block(self, block: int) -> U64:
-        """Return the slots of a block of this memory, wherever they lie."""
+        """Return the slots of a block of this memory, named as in `KeptKv`, wherever they lie."""
+        if block < 0:
+            copied: U64 = self._host_slots[as_host_id(block)]
+            return copied
         if block in self._elsewhere:
             other, its = self._elsewhere[block]
             return other.read_block(its)

@@ -84,7 +84,8 @@ class PageFlow:
 def table_by_pages(offers: Sequence[KvOffer], layout: MemoryLayout) -> KvTable | None:
     """Return what moves when workers of one device become a group; None: they are not, or have nothing.
 
-    Blocks whose ids the group has no memory for are left out, wherever they stand in what is wanted.
+    Blocks whose ids the group has no memory for are left out, wherever they stand in what is wanted, and so are those
+    on the host, which lie in no page.
 
     Args:
         offers: by stage.
@@ -94,19 +95,20 @@ def table_by_pages(offers: Sequence[KvOffer], layout: MemoryLayout) -> KvTable |
     if len(cards) > 1 or "" in cards:
         return None
     named = [
-        (sources, offer)
+        (sources, kept)
         for stage, offer in enumerate(offers)
-        if (sources := holders(offers, stage, layout.facts.num_layers)) and len(offer.kept)
+        if (sources := holders(offers, stage, layout.facts.num_layers))
+        and len(kept := offer.kept.only(np.flatnonzero(offer.kept.ids >= 0).tolist()))
     ]
-    bases = layout.group_bases(int(offer.kept.ids.max()) + 1 for _, offer in named)
+    bases = layout.group_bases(int(kept.ids.max()) + 1 for _, kept in named)
     num_blocks = min(offer.num_blocks for offer in offers)
     seen: set[bytes] = set()
     lots = []
-    for (sources, offer), base in zip(named, bases, strict=False):
-        places = (offer.kept.ids + np.int32(base)).tolist()
-        pairs = zip(offer.kept.names, places, strict=True)
+    for (sources, whole), base in zip(named, bases, strict=False):
+        places = (whole.ids + np.int32(base)).tolist()
+        pairs = zip(whole.names, places, strict=True)
         fresh = [i for i, (name, place) in enumerate(pairs) if name not in seen and place < num_blocks]
-        kept = offer.kept.only(fresh[: MAX_EXCHANGED - len(seen)])
+        kept = whole.only(fresh[: MAX_EXCHANGED - len(seen)])
         seen.update(kept.names)
         if kept:
             targets = tuple(range(len(offers)))

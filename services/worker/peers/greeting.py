@@ -89,6 +89,8 @@ class PeerWelcome(ControlMessage):
     kind: Literal["peer_welcome"] = "peer_welcome"
     num_blocks: Annotated[int, Field(ge=0)]
     """KV blocks that the listener will have for its layers."""
+    num_host_blocks: Annotated[int, Field(ge=0)] = 0
+    """And of its host memory."""
     block_size: Annotated[int, Field(ge=1)]
 
 

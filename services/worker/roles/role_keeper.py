@@ -160,12 +160,10 @@ class RoleKeeper:
         self.machine.executor.switch(executor)
         self.limit.forget()
         if arrivals is None:
-            engine.enter_executor(
-                executor.capacity.num_blocks, executor.num_lanes, led.kept, overlaps=overlaps(executor)
-            )
+            engine.enter_executor(executor.capacity, executor.num_lanes, led.kept, overlaps=overlaps(executor))
         else:
             engine.enter_executor(
-                arrivals.num_blocks,
+                replace(executor.capacity, num_blocks=arrivals.num_blocks),
                 executor.num_lanes,
                 led.kept,
                 arrivals.coming,

@@ -92,7 +92,7 @@ class StandingKv:
         sockets.callback(exchange.close)
         decide = partial(table_to_part, shares=shares, there=parting.there)
         await exchange.agree(self._kv.offer_to_part(place), self._model.cache.num_blocks, decide)
-        await in_thread(lambda: exchange.read(self._model.cache), "KV exchange")
+        await in_thread(lambda: exchange.read(self._model.cache, self._model.host), "KV exchange")
         return exchange
 
     async def _meet(

@@ -125,7 +125,8 @@ class TorchGroupDevice(HeldLayers):
                 offer = await self._leave_with(kept, place.own.layers)
                 at = Gathering(self._peers, place, sockets, self._limit_s)
                 links = await gather_as_leader(at, attending=self._kv.may_attend)
-                capacity = _least(KvCapacity(offer.num_blocks, self._model.info.capacity.block_size), links.welcomes)
+                own = replace(self._model.info.capacity, num_blocks=offer.num_blocks)
+                capacity = _least(own, links.welcomes, place)
                 exchange, stage = await self._become(at, links, offer)
                 await all_ready(place, links, self._kv.limit_s + self._limit_s)
                 channels = [SocketChannel(sock, self._priority) for sock in links.members]
@@ -159,7 +160,11 @@ class TorchGroupDevice(HeldLayers):
             self._check(place)
             with contextlib.ExitStack() as sockets:
                 offer = await self._leave_with(kept, place.own.layers)
-                welcome = PeerWelcome(num_blocks=offer.num_blocks, block_size=self._model.info.capacity.block_size)
+                welcome = PeerWelcome(
+                    num_blocks=offer.num_blocks,
+                    num_host_blocks=offer.num_host_blocks,
+                    block_size=self._model.info.capacity.block_size,
+                )
                 at = Gathering(self._peers, place, sockets, self._limit_s)
                 links = await gather_as_member(at, welcome, attending=self._kv.may_attend)
                 _, stage = await self._become(at, links, offer)
@@ -276,7 +281,7 @@ class TorchGroupDevice(HeldLayers):
             if exchange.by_pages:
                 exchange.carry_out(pages.carry_out)
                 return
-            exchange.read(self._model.cache)
+            exchange.read(self._model.cache, self._model.host)
             self._model.keep(place.own.layers)
 
         def open_stage() -> RunnerStage:
@@ -311,9 +316,15 @@ class TorchGroupDevice(HeldLayers):
         return exchange, stage
 
 
-def _least(own: KvCapacity, members: tuple[PeerWelcome, ...]) -> KvCapacity:
-    """Return what every stage has."""
+def _least(own: KvCapacity, members: tuple[PeerWelcome, ...], place: GroupPlace) -> KvCapacity:
+    """Return what every stage has: on their hosts a block is as late as the stage with most layers."""
     sizes = {own.block_size, *(welcome.block_size for welcome in members)}
     if len(sizes) > 1:
         raise GroupFailedError(f"the stages have KV blocks of different sizes: {sorted(sizes)} tokens")
-    return KvCapacity(min(own.num_blocks, *(welcome.num_blocks for welcome in members)), own.block_size)
+    num_blocks = min(own.num_blocks, *(welcome.num_blocks for welcome in members))
+    host, num_host_blocks = own.host, min(welcome.num_host_blocks for welcome in members)
+    if host is None or not num_host_blocks:
+        return KvCapacity(num_blocks, own.block_size)
+    layers = [len(stage.layers) for stage in place.stages]
+    host = replace(host.share(max(layers), sum(layers)), num_blocks=min(host.num_blocks, num_host_blocks))
+    return KvCapacity(num_blocks, own.block_size, host)

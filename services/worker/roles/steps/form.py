@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from services.worker.contract.executor import KvCapacity
 from services.worker.kv_moves.places import GroupPlace, StagePlace
 from services.worker.roles.role import Role, in_group
 from services.worker.roles.role_keeper import RoleKeeper
@@ -64,7 +65,7 @@ class Form(Change):
         kept = await keeper.leave(joins=place.plan_id)
         keeper.intake.stand_aside()
         machine.engine.registry.release(sorted(machine.engine.registry.row_of.values()), place.stages[0].worker_id)
-        machine.engine.enter_executor(0, 1)
+        machine.engine.enter_executor(KvCapacity(0, machine.engine.config.block_size), 1)
         machine.loop.flush()  # who waits for these sequences hears of it now, not when the group stands
         num_blocks = await keeper.device.join(place, partial(keeper.pipeline_ended, place.plan_id), kept)
         keeper.stand(place, num_blocks)

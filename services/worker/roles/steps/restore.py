@@ -97,7 +97,7 @@ class Restore(Change):
         if leads:
             known = self._shares or self.new_shares(group.place, 0, 0.0)
             shares = known.final()
-            kept = tuple(engine.sharing.kept([row_of[key] for key in keys]) for keys in shares)
+            kept = tuple(engine.kept([row_of[key] for key in keys]) for keys in shares)
             parting = Parting(kept, known.there)
         began_s = keeper.now()
         alone = await keeper.go_on_alone(asked.plan_id, parting)

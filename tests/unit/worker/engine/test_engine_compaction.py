@@ -14,6 +14,7 @@ from services.worker.blocks.compaction import with_moves
 from services.worker.blocks.manager import BlockManager
 from services.worker.contract.arrays import I32
 from services.worker.contract.batch import CopyOps, TableDelta
+from services.worker.contract.executor import KvCapacity
 from services.worker.engine.invariants import check_engine
 from services.worker.sequences.config import AddRefusal
 from shared.types import FinishReason
@@ -283,7 +284,7 @@ def test_another_executor_has_no_limit_and_gets_what_was_held_moved_or_not(*, ha
     kept = harness.engine.leave_executor(harness.now_s)
     assert (len(kept), kept.ids[:6].tolist()) == (10, list(range(10, 16)))
     assert bool((kept.ids < LIMIT).all()) is has_moved
-    harness.engine.enter_executor(20, 1)
+    harness.engine.enter_executor(KvCapacity(20, harness.engine.config.block_size), 1)
     assert (harness.engine.capacity_blocks, harness.engine.blocks.num_free) == (20, 20)
     check_engine(harness.engine)
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from services.worker.contract.batch import OWN_SAMPLE
+from services.worker.contract.executor import KvCapacity
 from services.worker.sequences.config import AddRefusal
 from services.worker.sequences.table import Hold
 from shared.types import FinishReason
@@ -220,9 +221,10 @@ def test_the_executor_may_change_between_one_that_overlaps_and_one_that_does_not
     for _ in range(2):
         harness.submit()
         harness.land()
+    capacity = KvCapacity(64, harness.engine.config.block_size)
     harness.engine.leave_executor(harness.now_s)
-    harness.engine.enter_executor(64, 2)
+    harness.engine.enter_executor(capacity, 2)
     assert not harness.engine.config.overlaps
     harness.engine.leave_executor(harness.now_s)
-    harness.engine.enter_executor(64, 1, overlaps=True)
+    harness.engine.enter_executor(capacity, 1, overlaps=True)
     assert harness.engine.config.overlaps
