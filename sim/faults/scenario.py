@@ -70,7 +70,7 @@ class FaultScenario:
 def draw_scenario(seed: int) -> FaultScenario:
     """Return what this seed stands for."""
     random = np.random.default_rng(seed)
-    workers = _draw_workers(random)
+    workers = _with_host_memory(_draw_workers(random), np.random.default_rng([seed, 5]))
     dispatchers = tuple(f"d{i}" for i in range(int(random.integers(1, 3))))
     planners = tuple(f"planner{i}" for i in range(int(random.integers(1, 3))))
     names = tuple(worker.worker_id for worker in workers)
@@ -150,10 +150,19 @@ def _draw_workers(random: np.random.Generator) -> tuple[SimWorkerParams, ...]:
             first_token_id=FIRST_TOKEN,
             orphan_s=ORPHAN_S,
             kv_bytes_per_token=KV_BYTES,
-            host_memory_bytes=HOST_BLOCKS * BLOCK_SIZE * KV_BYTES,
             host_link_bytes_per_s=BLOCK_SIZE * KV_BYTES / BLOCK_COPY_S,
         )
         for i in range(int(random.integers(2, 4)))
+    )
+
+
+def _with_host_memory(workers: tuple[SimWorkerParams, ...], random: np.random.Generator) -> tuple[SimWorkerParams, ...]:
+    """Let most workers have memory for KV that leaves the device, and all whose system is named after that."""
+    num_bytes = HOST_BLOCKS * BLOCK_SIZE * KV_BYTES
+    has_some = [worker.system == "swap" or random.random() < 0.7 for worker in workers]
+    return tuple(
+        replace(worker, host_memory_bytes=num_bytes if some else 0)
+        for worker, some in zip(workers, has_some, strict=True)
     )
 
 

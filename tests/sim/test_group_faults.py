@@ -36,6 +36,9 @@ REQUIRED = (
     "sent refused stage",
     "finished length",
     "preempted",
+    "swapped out",
+    "swapped in",
+    "given up",
     *(f"merge {word}" for word in ("committed", "aborted", "abandoned", "by half", "broken", "struck")),
 )
 """Paths that the seeds together must reach."""

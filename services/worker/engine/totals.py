@@ -16,6 +16,8 @@ class Totals:
     """Sequences that gave way, by recompute or by swap."""
     num_recomputed_tokens: int = 0
     """Tokens whose KV was computed again after a preemption, because it was not found in the cache: what it cost."""
+    num_given_up_tokens: int = 0
+    """Of these, tokens whose KV had been on the host: a copy failed, or another executor came and did not get it."""
     num_swap_outs: int = 0
     """Preemptions whose KV moved to host memory."""
     num_swap_ins: int = 0

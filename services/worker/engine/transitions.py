@@ -38,6 +38,8 @@ class Transitions:
     _drops: list[int] = field(default_factory=list, init=False)
     _lost_tokens: dict[int, int] = field(default_factory=dict, init=False)
     """Of preempted rows: tokens whose KV they gave up."""
+    _gave_up_copy: set[int] = field(default_factory=set, init=False)
+    """Preempted rows that had their KV on the host."""
     _cached_tokens: dict[int, int] = field(default_factory=dict, init=False)
     """Of admitted rows without a token yet: prompt tokens from the cache."""
 
@@ -62,7 +64,10 @@ class Transitions:
         for row, num_tokens in zip(rows, found, strict=True):
             table.admit(row)
             table.num_computed[row] = num_tokens
-            self.totals.num_recomputed_tokens += max(self._lost_tokens.pop(row, 0) - num_tokens, 0)
+            num_lost = max(self._lost_tokens.pop(row, 0) - num_tokens, 0)
+            self.totals.num_recomputed_tokens += num_lost
+            self.totals.num_given_up_tokens += num_lost if row in self._gave_up_copy else 0
+            self._gave_up_copy.discard(row)
             if not table.at_executor[row]:
                 table.at_executor[row] = True
                 self._admits.append(row_init(table, self.log, row))
@@ -143,6 +148,7 @@ class Transitions:
         if self.swapping is not None:
             self.swapping.end(row, is_sound=is_sound)
         self._lost_tokens.pop(row, None)
+        self._gave_up_copy.discard(row)
         self._cached_tokens.pop(row, None)
         if self.table.at_executor[row]:
             self._drops.append(row)
@@ -153,6 +159,7 @@ class Transitions:
         assert self.swapping is not None, "nothing was on the host"
         self.swapping.forget(row)
         self._lost_tokens[row] = num_tokens
+        self._gave_up_copy.add(row)
 
     def _is_back(self, row: int) -> None:
         assert self.swapping is not None, "nothing was on the host"

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 
+from services.worker.contract.executor import HostCopy
+from services.worker.executor import model_runner
 from services.worker.executor import opening as opening_module
 from services.worker.memory.change import MemoryLostError
+from services.worker.memory.host_kv import HostKV
 from shared.errors import StartupError
 from shared.layers import LayerRange
 from tests.support.checkpoints import stored_checkpoint
@@ -160,9 +165,34 @@ def test_a_fault_in_a_drop_leaves_all_as_it_was_and_lost_memory_never_comes_back
         model.restore()
 
 
-def test_host_memory_is_refused(model_of: ModelOf) -> None:
-    with pytest.raises(StartupError, match="no host memory for KV"):
-        model_of("llama", host_memory_bytes=MIB)
+@pytest.mark.parametrize("staged", [False, True])
+def test_host_memory_stays_what_it_is_while_layers_go_and_come(
+    model_of: ModelOf, monkeypatch: pytest.MonkeyPatch, *, staged: bool
+) -> None:
+    """A stage copies its own layers there and back, in blocks of the same numbers; what is said of a block is less."""
+    monkeypatch.setattr(model_runner, "HostKV", partial(HostKV, staged=staged))
+    model = model_of("llama", host_memory_bytes=MIB)
+    whole = model.info.capacity.host
+    assert whole is not None
+    for layers in (model.whole, LayerRange(1, 3), model.whole):
+        if layers == model.whole:
+            model.restore()
+        else:
+            model.keep(layers)
+        runner = model.open()
+        assert runner.capacity.host == whole.share(len(layers), 4)
+        rng, pools = np.random.default_rng(len(layers)), list(model.cache.pools())
+        for pool in pools:
+            pool[:9] = torch.from_numpy(rng.standard_normal(pool[:9].shape))
+        before = [pool[:9].clone() for pool in pools]
+        device, host = np.array([4, 0, 7], np.int32), np.array([1, 6, 3], np.int32)
+        runner.copy(HostCopy(0, device, host, to_host=True))
+        for pool in pools:
+            pool[:9] = torch.nan
+        runner.copy(HostCopy(1, device + 1, host, to_host=False))
+        assert all(torch.equal(pool[device + 1], kept[device]) for pool, kept in zip(pools, before, strict=True))
+        runner.close()
+    model.check_invariants()
 
 
 def test_the_reserve_of_pages_has_room_for_activations_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from services.worker.engine.stats import take_stats
 from services.worker.kv_moves import kv_wire, torch_exchange
 from services.worker.kv_moves.placed_kv import PlacedKv
 from services.worker.memory.block_copies import BlockCopies, copy_blocks
+from services.worker.memory.host_kv import HostKV
 from services.worker.memory.kv_cache import KVCache
 from services.worker.roles.device import Parting
 from services.worker.roles.torch_device import TorchGroupDevice
@@ -373,8 +374,8 @@ async def test_kv_is_kept_aside_in_no_more_memory_than_allowed(room: int, monkey
     """Room for some blocks of four layers, and a bit; in the group each stage has half of them, so twice as many."""
     taken: list[int] = []
 
-    def note(cache: KVCache, ids: np.ndarray[tuple[int], np.dtype[np.int32]]) -> BlockCopies:
-        copies = copy_blocks(cache, ids)
+    def note(cache: KVCache, ids: I32, host: HostKV | None) -> BlockCopies:
+        copies = copy_blocks(cache, ids, host)
         taken.append(copies._data.nbytes)
         return copies
 
