@@ -65,6 +65,20 @@ class BlockPool:
         assert bool(((self.refcount[ids] > 0) | (self.pins[ids] > 0)).all()), "a free block cannot be pinned"
         self._pins.add(ids, owner)
 
+    @property
+    def num_blank(self) -> int:
+        """Blocks that can be handed out and hold nothing."""
+        return self._free_blocks.num_blank
+
+    def oldest_kept(self, most: int) -> I32:
+        """Return at most so many of the free blocks that keep their contents: those that are handed out first."""
+        return self._free_blocks.oldest_kept(most)
+
+    def pin_kept(self, ids: I32, owner: Hashable) -> None:
+        """Pin blocks whose contents are to be read, in use or free and named."""
+        self._free_blocks.take_out(ids[(self.refcount[ids] == 0) & (self.pins[ids] == 0)])
+        self._pins.add(ids, owner)
+
     def reserve(self, ids: I32, owner: Hashable) -> None:
         """Pin free blocks without contents, which somebody is about to fill."""
         assert self.usable[ids].all(), "only usable blocks can be reserved"
@@ -79,9 +93,9 @@ class BlockPool:
         """Return how many of an owner's blocks no row refers to."""
         return sum(int(np.count_nonzero(self.refcount[ids] == 0)) for ids in self._pins.of(owner))
 
-    def unpin(self, owner: Hashable) -> None:
-        """Drop all pins of an owner. Idempotent."""
-        self._free(self._pins.drop(owner))
+    def unpin(self, owner: Hashable, *, first: bool = False) -> None:
+        """Drop all pins of an owner; what becomes free and keeps its contents is handed out last, or first. Idempotent."""
+        self._free(self._pins.drop(owner), first=first)
 
     def grow(self, first: int, end: int) -> None:
         """Make ids from `first` to `end` - 1 known and usable."""
@@ -208,15 +222,16 @@ class BlockPool:
         if self.on_lost is not None:
             self.on_lost(ids)
 
-    def _free(self, ids: I32) -> None:
-        """Count those of the ids as free that nobody refers to or pins."""
+    def _free(self, ids: I32, *, first: bool = False) -> None:
+        """Count those of the ids as free that nobody refers to or pins; see `unpin`."""
         freed = ids[(self.refcount[ids] == 0) & (self.pins[ids] == 0)]
         if self._limit.end < self.refcount.size:
             freed, idle = self._limit.let_go(freed)
             self._lose(idle)
         named = self.index.is_named[freed]
         if np.count_nonzero(named):
-            self._free_blocks.put_kept(freed[named])
+            put = self._free_blocks.put_kept_first if first else self._free_blocks.put_kept
+            put(freed[named])
             freed = freed[~named]
         self._free_blocks.put_blank(freed)
         if self.on_lost is not None:

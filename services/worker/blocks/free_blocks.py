@@ -45,6 +45,16 @@ class FreeBlocks:
         entries, counts = self._entries(self._head, self._tail)
         return entries[counts]
 
+    @property
+    def num_blank(self) -> int:
+        """How many have no contents."""
+        return self._num_blank
+
+    def oldest_kept(self, most: int) -> I32:
+        """Return at most so many of the ids with contents, in the order in which they are handed out."""
+        entries, counts = self._entries(self._head, min(self._head + 2 * most, self._tail))
+        return entries[counts][:most]
+
     def grow(self, num_blocks: int) -> None:
         """Take note of ids up to num_blocks - 1; none of the new ones is free."""
         more = num_blocks - self._place.size
@@ -64,6 +74,15 @@ class FreeBlocks:
         self._queue[self._tail : self._tail + ids.size] = ids
         self._place[ids] = np.arange(self._tail, self._tail + ids.size)
         self._tail += int(ids.size)
+        self._num_kept += int(ids.size)
+
+    def put_kept_first(self, ids: I32) -> None:
+        """Add ids with contents; they are handed out in this order, before all others with contents."""
+        if self._head < ids.size:
+            self._close_ranks(ids.size)
+        self._head -= int(ids.size)
+        self._queue[self._head : self._head + ids.size] = ids
+        self._place[ids] = np.arange(self._head, self._head + ids.size)
         self._num_kept += int(ids.size)
 
     def take(self, count: int) -> tuple[I32, I32]:
@@ -114,8 +133,9 @@ class FreeBlocks:
         entries = self._queue[start:end]
         return entries, self._place[entries] == np.arange(start, end)
 
-    def _close_ranks(self) -> None:
+    def _close_ranks(self, head: int = 0) -> None:
         kept = self.kept_ids
-        self._queue[: kept.size] = kept
-        self._place[kept] = np.arange(kept.size)
-        self._head, self._tail = 0, int(kept.size)
+        tail = head + int(kept.size)
+        self._queue[head:tail] = kept
+        self._place[kept] = np.arange(head, tail)
+        self._head, self._tail = head, tail

@@ -7,7 +7,7 @@ that no row refers to and no copy needs is free, and keeps its contents until it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -53,6 +53,12 @@ class HostBlocks(BlockPool):
         ids[is_new] = self._take(int(np.count_nonzero(is_new)))
         self._kept[row] = ids
         return ids, is_new
+
+    def hand_out(self, count: int, owner: Hashable) -> I32:
+        """Return as many blocks, pinned, to be filled for no row; the caller knows that they are free."""
+        ids = self._hand_out(count)
+        self._pins.add(ids, owner)
+        return ids
 
     def name(self, names: Sequence[RunName], ids: I32, row: int | None) -> None:
         """Name blocks that a copy has filled, which pins them.

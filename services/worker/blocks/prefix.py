@@ -70,6 +70,10 @@ class PrefixIndex:
         """Return the block of a name, if it has one."""
         return self._block_of.get(name)
 
+    def name_of(self, block: int) -> RunName:
+        """Return the name of a block that has one."""
+        return self._name_of[block]
+
     def add(self, name: RunName, block: int) -> None:
         """Name a block whose KV is complete; nothing happens if another block has that name already."""
         if name in self._block_of:

@@ -117,6 +117,13 @@ class Sharing:
                 self._claim(row, self._chains[row], len(match.ids))
         return [match.num_tokens for match in matches]
 
+    def came_back(self, row: int) -> None:
+        """Name the full blocks that a row has got from the host, and let others wait for what it goes on to compute."""
+        if self.prefix_caching:
+            num_full = int(self._table.num_computed[row]) // self._blocks.block_size
+            self._settle(row, self._chains[row], num_full)
+            self._claim(row, self._chains[row], num_full)
+
     def landed(self) -> None:
         """Name the blocks that a step has completed, and let go on who waits for them."""
         if self._unsettled:

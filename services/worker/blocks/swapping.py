@@ -16,6 +16,7 @@ copies beside the steps.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 
@@ -23,10 +24,14 @@ from services.worker.blocks.host_blocks import HostBlocks
 from services.worker.blocks.manager import BlockManager
 from services.worker.blocks.prefix import RunName
 from services.worker.blocks.row_names import RowNames
+from services.worker.blocks.second_tier import about_to_be_lost
 from services.worker.contract.arrays import EMPTY_I32, I32
 from services.worker.contract.executor import HostCopy, HostMemory
-from services.worker.scheduling.view import NOTHING_ON_HOST, HostView, OnHost
+from services.worker.scheduling.view import NOTHING_BEHIND, NOTHING_ON_HOST, HostPrefix, HostView, OnHost
 from services.worker.sequences.table import Hold, SequenceTable, Status
+
+
+NOBODY: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,7 @@ class _Move:
 
     copy: HostCopy
     row: int
+    """`NOBODY`: what nobody runs with goes to the host before it is forgotten."""
     num_tokens: int
     names: tuple[RunName, ...] = ()
     """Of the full blocks on the host that it fills, the first ones of the copy."""
@@ -68,29 +74,37 @@ class Swapping:
         """Copy under way of a row."""
         self._arriving: dict[int, None] = {}
         """Rows whose KV is being brought back, in order."""
-        self.num_leaving_blocks = 0
-        """Device blocks that become free when the copies to the host are done."""
+        self._num_freed_by = [0, 0]
+        """Device blocks that become free when the copies to the host are done: those of rows, those of nobody."""
         self._begun: list[HostCopy] = []
         self._next_copy_id = 0
+
+    @property
+    def num_leaving_blocks(self) -> int:
+        """Device blocks of rows that become free when the copies to the host are done."""
+        return self._num_freed_by[0]
 
     @property
     def num_arriving(self) -> int:
         """Rows whose KV is being brought back."""
         return len(self._arriving)
 
-    def view(self, *, may_leave: bool) -> HostView:
+    def view(self, *, may_leave: bool, may_come: bool) -> HostView:
         """Return what a policy may know.
 
         Args:
             may_leave: what the device's blocks are said to hold is there, to be read beside the steps.
+            may_come: nothing that was to be written to its free blocks before can come late.
         """
         return HostView(
             free_blocks=self.host.num_free if may_leave else 0,
-            leaving_blocks=self.num_leaving_blocks,
+            leaving_blocks=sum(self._num_freed_by),
             num_leaving=sum(int(move.copy.device.size) for move in self._moves.values() if move.copy.to_host),
             arriving=np.fromiter(self._arriving, dtype=np.int32, count=len(self._arriving)),
             block_copy_s=self._memory.block_copy_s,
+            num_arriving=sum(int(move.copy.device.size) for move in self._moves.values() if not move.copy.to_host),
             on_host=self._on_host if may_leave else _nothing_on_host,
+            behind=self._behind if may_come else _nothing_behind,
         )
 
     def leave(self, row: int) -> int:
@@ -107,20 +121,46 @@ class Swapping:
         copy = HostCopy(self._next_copy_id, device, host[is_new], to_host=True)
         return self._begin(_Move(copy, row, num_tokens, filled, num_freed))
 
-    def come_back(self, row: int) -> int:
-        """Give a row, which is a running one now, blocks for its KV and begin to copy it there; return the bytes.
+    def come_back(self, row: int) -> tuple[int, int]:
+        """Give a row, which is a running one now, blocks for its KV and begin to copy it there.
 
-        The first of its full blocks that the device has still are shared: their tokens are computed at once.
+        The first of its full blocks that the device has still are shared: their tokens are computed at once. A row that
+        keeps nothing on the host gets what others have left there behind these.
+
+        Returns:
+            Its tokens whose KV is on the device once that is done, and the bytes of the copy.
         """
-        table, blocks, host = self._table, self._blocks, self.host.blocks_of(row)
-        num_tokens, shared = int(table.host_tokens[row]), EMPTY_I32
-        if self._names.are_shared:
-            names = self._names.of(row, num_tokens // blocks.block_size)
-            shared = np.array(blocks.index.find(names), dtype=np.int32)
+        table, blocks = self._table, self._blocks
+        if table.host_tokens[row]:
+            num_tokens, host, shared = int(table.host_tokens[row]), self.host.blocks_of(row), EMPTY_I32
+            if self._names.are_shared:
+                names = self._names.of(row, num_tokens // blocks.block_size)
+                shared = np.array(blocks.index.find(names), dtype=np.int32)
+            host = host[shared.size :]
+        else:
+            shared, host = self._found(row)
+            num_tokens = int(shared.size + host.size) * blocks.block_size
         table.num_computed[row] = shared.size * blocks.block_size
-        device = blocks.take_for(row, shared, int(host.size - shared.size))
-        copy = HostCopy(self._next_copy_id, device, host[shared.size :], to_host=False)
-        return self._begin(_Move(copy, row, num_tokens))
+        device = blocks.take_for(row, shared, int(host.size))
+        copy = HostCopy(self._next_copy_id, device, host, to_host=False)
+        return num_tokens, self._begin(_Move(copy, row, num_tokens))
+
+    def copy_ahead(self) -> int:
+        """Begin to copy what the device is about to forget, unless something is on its way to the host; return the bytes.
+
+        The blocks hold what their names say: no batch in flight is yet to fill them.
+        """
+        if not self._names.are_shared or any(move.copy.to_host for move in self._moves.values()):
+            return 0
+        device = about_to_be_lost(self._blocks, self.host)
+        if not device.size:
+            return 0
+        owner = ("host copy", self._next_copy_id)
+        names = tuple(self._blocks.index.name_of(block) for block in device.tolist())
+        self._blocks.pin_kept(device, owner)
+        host = self.host.hand_out(int(device.size), owner)
+        copy = HostCopy(self._next_copy_id, device, host, to_host=True)
+        return self._enter(_Move(copy, NOBODY, 0, names, int(device.size)))
 
     def is_moving(self, row: int) -> bool:
         """Return whether a copy of the row's KV is under way."""
@@ -134,13 +174,13 @@ class Swapping:
     def land(self, copy_id: int, *, done: bool) -> EndedCopy:
         """End a copy, done or failed: its blocks are let go, and its row may be scheduled again."""
         move = self._moves.pop(copy_id)
-        self.num_leaving_blocks -= move.num_freed
+        self._num_freed_by[move.row == NOBODY] -= move.num_freed
         is_here = self._move_of.get(move.row) == copy_id
         if done:
             self.host.name(move.names, move.copy.host, move.row if is_here else None)
         elif not move.copy.to_host:
             self._drop(move.copy.host)  # they may be why
-        self._blocks.unpin(("host copy", copy_id))
+        self._blocks.unpin(("host copy", copy_id), first=done and move.row == NOBODY)
         self.host.unpin(("host copy", copy_id))
         if not is_here:
             return EndedCopy(None, move.copy.to_host, move.num_tokens)
@@ -178,6 +218,19 @@ class Swapping:
         self._memory = memory or HostMemory(0, 0, 0.0)
         self.host = HostBlocks(self._memory.num_blocks)
 
+    def _found(self, row: int) -> tuple[I32, I32]:
+        """Return the device's blocks with which a parked row begins, and the host's that follow; one token is left."""
+        if not self._names.are_shared or not len(self.host.index):
+            return EMPTY_I32, EMPTY_I32
+        names = self._names.of(row, (int(self._table.num_known[row]) - 1) // self._blocks.block_size)
+        device = self._blocks.index.find(names)
+        host = self.host.index.find(names[len(device) :])
+        return np.array(device, dtype=np.int32), np.array(host, dtype=np.int32)
+
+    def _behind(self, row: int) -> HostPrefix:
+        device, host = self._found(row)
+        return HostPrefix(int(device.size), int(host.size)) if host.size else NOTHING_BEHIND
+
     def _on_host(self, row: int) -> OnHost:
         if not len(self.host.index):
             return NOTHING_ON_HOST
@@ -194,13 +247,18 @@ class Swapping:
         if not copy.device.size:
             return 0
         self._blocks.pin(copy.device, ("host copy", copy.copy_id))
-        self.host.pin(copy.host, ("host copy", copy.copy_id))
-        self._moves[copy.copy_id] = move
-        self.num_leaving_blocks += move.num_freed
+        self.host.pin_kept(copy.host, ("host copy", copy.copy_id))
         self._move_of[row] = copy.copy_id
         if not copy.to_host:
             self._arriving[row] = None
         self._table.hold[row] |= Hold.SWAPPING
+        return self._enter(move)
+
+    def _enter(self, move: _Move) -> int:
+        """Count a copy, whose blocks are pinned, as under way; return its bytes."""
+        copy = move.copy
+        self._moves[copy.copy_id] = move
+        self._num_freed_by[move.row == NOBODY] += move.num_freed
         self._begun.append(copy)
         self._next_copy_id += 1
         return int(copy.device.size) * self._memory.block_kv_bytes
@@ -215,8 +273,11 @@ class Swapping:
         arriving = [row for row, copy_id in self._move_of.items() if not self._moves[copy_id].copy.to_host]
         assert arriving == list(self._arriving), "rows that come back and copies from the host differ"
         assert (table.status[arriving] == Status.RUNNING).all(), "a row that comes back is a running one"
-        leaving = sum(move.num_freed for move in self._moves.values())
-        assert leaving == self.num_leaving_blocks, "the blocks that become free are counted wrongly"
+        assert sum(move.row == NOBODY for move in self._moves.values()) <= 1, "more than one copy for nobody"
+        freed = [0, 0]
+        for move in self._moves.values():
+            freed[move.row == NOBODY] += move.num_freed
+        assert freed == self._num_freed_by, "the blocks that become free are counted wrongly"
         kept = np.flatnonzero(table.host_tokens).tolist()
         assert sorted(self.host.rows) == kept, "rows with KV on the host and rows that keep host blocks differ"
         for row in kept:
@@ -228,3 +289,7 @@ class Swapping:
 
 def _nothing_on_host(_row: int) -> OnHost:
     return NOTHING_ON_HOST
+
+
+def _nothing_behind(_row: int) -> HostPrefix:
+    return NOTHING_BEHIND

@@ -197,7 +197,11 @@ class Engine:
 
     def take_copies(self) -> list[HostCopy]:
         """Return the copies between device and host that have begun since the last call, for the executor."""
-        return self.swapping.take_copies() if self.swapping is not None else []
+        if self.swapping is None:
+            return []
+        if self._viewing.may_leave:
+            self.totals.copied_ahead_bytes += self.swapping.copy_ahead()
+        return self.swapping.take_copies()
 
     def copied(self, copy_id: int, *, done: bool) -> None:
         """Take in the end of a copy. If it failed, its row's KV is lost, and is computed again when its turn comes."""

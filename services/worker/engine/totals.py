@@ -26,6 +26,10 @@ class Totals:
     """Copies to the host or back that failed: the KV was computed again."""
     swapped_out_bytes: int = 0
     swapped_in_bytes: int = 0
+    copied_ahead_bytes: int = 0
+    """Copied to the host before the device forgot what nobody ran with."""
+    num_found_on_host_tokens: int = 0
+    """Tokens of sequences that began, or began again, with KV that others had left on the host."""
     stalled_s: float = 0.0
     """Seconds that sequences spent without running after they had begun, summed over them: preempted, or swapping."""
     peak_used_blocks: int = 0

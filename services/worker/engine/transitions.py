@@ -68,12 +68,7 @@ class Transitions:
             self.totals.num_recomputed_tokens += num_lost
             self.totals.num_given_up_tokens += num_lost if row in self._gave_up_copy else 0
             self._gave_up_copy.discard(row)
-            if not table.at_executor[row]:
-                table.at_executor[row] = True
-                self._admits.append(row_init(table, self.log, row))
-            if not table.has_started[row]:
-                table.has_started[row] = True
-                self._count_prompt(row, num_tokens)
+            self._introduce(row, num_tokens)
         self.sharing.forks.review()  # a row that finds its whole prompt is a parent that is ready at once
 
     def preempt(self, row: int, how: int = PreemptHow.RECOMPUTE) -> None:
@@ -94,15 +89,22 @@ class Transitions:
         table.preempt(row)
 
     def bring_back(self, row: int) -> None:
-        """Make a preempted row a running one and begin to copy its KV back from the host."""
+        """Make a parked row a running one and begin to copy KV for it from the host: its own, or what it finds there."""
         assert self.swapping is not None, "there is no host memory to bring anything back from"
         assert not self.table.hold[row], "the scheduler chose a row that is held"
-        assert self.table.host_tokens[row], f"row {row} has no KV on the host"
+        is_own = bool(self.table.host_tokens[row])
+        if not self.table.has_started[row]:
+            self.registry.note_started([row])
         self.table.admit(row)
-        self.totals.num_swap_ins += 1
-        self.totals.swapped_in_bytes += self.swapping.come_back(row)
+        num_tokens, num_bytes = self.swapping.come_back(row)
+        if is_own:
+            self.totals.num_swap_ins += 1
+            self.totals.swapped_in_bytes += num_bytes
+        else:
+            self.totals.num_found_on_host_tokens += num_tokens - int(self.table.num_computed[row])
+        self._introduce(row, num_tokens)
         if not self.swapping.is_moving(row):
-            self._is_back(row)
+            self._is_back(row, num_tokens)
 
     def copied(self, copy_id: int, *, done: bool) -> None:
         """Take in the end of a copy to the host or back."""
@@ -114,11 +116,13 @@ class Transitions:
         if row is None or (landed.to_host and done):
             return
         if done:
-            self._is_back(row)
+            self._is_back(row, landed.num_tokens)
             return
+        is_own = bool(self.table.host_tokens[row])
         if not landed.to_host:
             self.preempt(row)
-        self._lose_copy(row, landed.num_tokens)
+        if is_own:
+            self._lose_copy(row, landed.num_tokens)
 
     def forget_executor(self) -> None:
         """Take the device blocks from all running rows, and those on the host: the executor is another one now.
@@ -151,7 +155,11 @@ class Transitions:
         self._gave_up_copy.discard(row)
         self._cached_tokens.pop(row, None)
         if self.table.at_executor[row]:
-            self._drops.append(row)
+            known = [init for init in self._admits if init.row != row]
+            if len(known) == len(self._admits):
+                self._drops.append(row)
+            else:  # no batch has told the executor of it
+                self._admits[:] = known
         self.totals.num_finished += 1
 
     def _lose_copy(self, row: int, num_tokens: int) -> None:
@@ -161,10 +169,21 @@ class Transitions:
         self._lost_tokens[row] = num_tokens
         self._gave_up_copy.add(row)
 
-    def _is_back(self, row: int) -> None:
+    def _introduce(self, row: int, num_tokens: int) -> None:
+        """Let the executor and the counts know of a row that has come to run, with so many tokens that it has found."""
+        table = self.table
+        if not table.at_executor[row]:
+            table.at_executor[row] = True
+            self._admits.append(row_init(table, self.log, row))
+        if not table.has_started[row]:
+            table.has_started[row] = True
+            self._count_prompt(row, num_tokens)
+
+    def _is_back(self, row: int, num_tokens: int) -> None:
         assert self.swapping is not None, "nothing was on the host"
-        self.table.num_computed[row] = self.table.host_tokens[row]
+        self.table.num_computed[row] = num_tokens
         self.swapping.forget(row)
+        self.sharing.came_back(row)
         self.sharing.forks.review()
         if self.table.hold[row] & Hold.PAUSED:
             self.preempt(row)

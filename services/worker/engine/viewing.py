@@ -36,9 +36,8 @@ class Viewing:
             waiting, running, preempted = waiting[free[waiting]], running[free[running]], preempted[free[preempted]]
         flights, host = self.flights, None
         if self.swapping is not None:
-            # what a batch in flight copies on the device comes too late for copies beside it, there and back
-            is_copied = any(flight.batch.copies.source.size for flight in flights)
-            host = self.swapping.view(may_leave=not (is_copied or self.sharing.attends_elsewhere))
+            is_copied = self._is_copied
+            host = self.swapping.view(may_leave=self.may_leave, may_come=not is_copied)
             if is_copied:
                 preempted = preempted[table.host_tokens[preempted] == 0]
         in_flight = flights.rows
@@ -62,3 +61,13 @@ class Viewing:
             extensible_begins=flights.ends(extensible),
             cost=self.cost.now,
         )
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether copies beside the steps would read what blocks are said to hold: it lies here, and is there by now."""
+        return not (self._is_copied or self.sharing.attends_elsewhere)
+
+    @property
+    def _is_copied(self) -> bool:
+        """Whether a batch in flight copies blocks: too late for copies beside it, there and back."""
+        return any(flight.batch.copies.source.size for flight in self.flights)

@@ -111,6 +111,19 @@ class OnHost:
 NOTHING_ON_HOST = OnHost()
 
 
+@hot_dataclass(frozen=True, slots=True)
+class HostPrefix:
+    """What a parked row without KV of its own on the host would find if what is there were brought to the device."""
+
+    num_device_blocks: int = 0
+    """Full blocks with which it begins, on the device."""
+    num_blocks: int = 0
+    """Full blocks that follow, on the host."""
+
+
+NOTHING_BEHIND = HostPrefix()
+
+
 class BlockFacts(Protocol):
     """What a policy may ask about blocks. It costs more than reading a column, so ask only about rows in question."""
 
@@ -138,8 +151,12 @@ class HostView:
     """Rows whose KV is being brought back: they hold their blocks and go on soon; not in `SchedulerView.running`."""
     block_copy_s: float
     """One block over the host link, in one direction."""
+    num_arriving: int = 0
+    """Blocks that the link has yet to carry back."""
     on_host: Callable[[int], OnHost] = lambda _: NOTHING_ON_HOST
     """What of a running row's KV is there already. It costs more than reading a column."""
+    behind: Callable[[int], HostPrefix] = lambda _: NOTHING_BEHIND
+    """What a parked row would find there. As dear."""
 
 
 @hot_dataclass(frozen=True, slots=True)
@@ -193,8 +210,8 @@ class SchedulerOutput:
     reason: str
     """Why, in one word or two, for logs and the step trace; for example 'decode', 'prefill', 'kv-full'."""
     resume: I32 = field(default_factory=lambda: EMPTY_ROWS)
-    """Preempted rows whose KV is to be brought back from host memory; disjoint from `rows`. They take their blocks now
-    and can run once the copy is done."""
+    """Parked rows whose KV is to be brought from host memory, their own or what they find there; disjoint from `rows`.
+    They take their blocks now and can run once the copy is done."""
 
 
 class Scheduler(Protocol):

@@ -66,7 +66,7 @@ def test_blocks_are_free_only_when_the_copy_is_done() -> None:
 
 
 def test_who_comes_back_runs_only_when_its_kv_is_there() -> None:
-    harness = two_that_fit_once()
+    harness = two_that_fit_once(prefix_caching=False)
     row = until_copy(harness, to_host=False)
     table = harness.engine.table
     assert (table.status[row], table.num_computed[row]) == (Status.RUNNING, 0)
@@ -81,7 +81,7 @@ def test_who_comes_back_runs_only_when_its_kv_is_there() -> None:
 
 @pytest.mark.parametrize("to_host", [True, False])
 def test_a_cancel_in_the_middle_of_a_copy_keeps_its_blocks_until_it_is_done(*, to_host: bool) -> None:
-    harness = two_that_fit_once()
+    harness = two_that_fit_once(prefix_caching=False)
     row = until_copy(harness, to_host=to_host)
     story = next(story for story in harness.stories.values() if story.row == row)
     copy = harness.host_copies[0]
@@ -99,7 +99,7 @@ def test_a_cancel_in_the_middle_of_a_copy_keeps_its_blocks_until_it_is_done(*, t
 
 @pytest.mark.parametrize("to_host", [True, False])
 def test_after_a_copy_that_fails_the_kv_is_computed_again(*, to_host: bool) -> None:
-    harness = two_that_fit_once()
+    harness = two_that_fit_once(prefix_caching=False)
     row = until_copy(harness, to_host=to_host)
     lost = harness.engine.table.host_tokens[row]
     harness.land_copy(done=False)
