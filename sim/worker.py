@@ -285,4 +285,3 @@ class SimWorker:
                 await self.service.drain(drain_limit_s)
         await self.service.stop()
         await self._tasks.close()
-

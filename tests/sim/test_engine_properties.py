@@ -148,12 +148,13 @@ def test_the_random_operations_let_stages_run_apart_and_steps_fail_on_all_of_the
 @pytest.mark.slow
 def test_the_random_operations_reach_every_kind_of_copy() -> None:
     """Some of them with a step in flight beside them: else the copies would prove little."""
-    counts = lived(chaotic_run("chunked", 2, seed, num_host_blocks=20) for seed in range(12))
-    assert {"out", "back", "copy fails", "cancel in copy", "limit in flight", "limit held", "shrink held"} <= set(counts)
+    counts = lived(chaotic_run("chunked", 2, seed, num_host_blocks=40) for seed in range(12))
+    assert {"out", "back", "copy fails", "cancel in copy"} <= set(counts)
+    assert {"limit in flight", "limit held", "shrink held"} <= set(counts)
     assert counts["carried"] > 100
-    assert counts["carried from the host"] > 5
+    assert counts["carried from the host"] > 10
     assert counts["found on the host"] > 100
-    assert counts["given up"] > 100
+    assert counts["given up"] > 200
     assert counts["moved"] > 10
     assert counts["came back"] > 20
     assert counts["preempted"] - counts["swapped out"] > 20, "some were computed again"

@@ -20,7 +20,7 @@ from services.worker.modelled.shadow_kv import TokenDraw, expected_outputs
 from services.worker.pipeline.stage_messages import StepDone
 from services.worker.scheduling.view import Scheduler
 from services.worker.sequences.assemble import known_tokens
-from services.worker.sequences.config import AddRefusal, NewSequence
+from services.worker.sequences.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.sequences.events import StepEvents
 from services.worker.sequences.table import Hold
 from shared.types import FinishReason
@@ -39,6 +39,19 @@ class Story:
     finish: FinishReason = FinishReason.NONE
     was_started: bool = False
     row: int = -1
+
+
+def undisturbed(config: EngineConfig, draw: TokenDraw, new: NewSequence) -> tuple[list[int], FinishReason]:
+    """Return the whole text of a sequence that runs alone, and why it ends; one token at a time, no engine."""
+    sampling = new.sampling
+    limit = min(sampling.max_tokens, config.max_model_len - new.prompt.size)
+    prompt, generated = new.prompt.astype(np.int32), new.generated.astype(np.int32)
+    text = expected_outputs(prompt, generated, limit, sampling.seed, draw).tolist()
+    stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else config.eos_token_ids)}
+    for count in range(max(generated.size, 1), len(text) + 1):
+        if text[count - 1] in stops:
+            return text[:count], FinishReason.STOP
+    return text, FinishReason.LENGTH
 
 
 @dataclass
@@ -298,22 +311,10 @@ class EngineHarness:
     def judge(self) -> None:
         """Compare every text with the text of the same sequence alone."""
         for story in self.stories.values():
-            expected, finish = self.undisturbed(story.new)
+            expected, finish = undisturbed(self.engine.config, self.draw, story.new)
             assert story.text == expected[: len(story.text)], f"the text of {story.new.request_id} differs"
             if story.finish in (FinishReason.STOP, FinishReason.LENGTH):
                 assert (len(story.text), story.finish) == (len(expected), finish)
-
-    def undisturbed(self, new: NewSequence) -> tuple[list[int], FinishReason]:
-        """Return the whole text of a sequence that runs alone, and why it ends; one token at a time, no engine."""
-        config, sampling = self.engine.config, new.sampling
-        limit = min(sampling.max_tokens, config.max_model_len - new.prompt.size)
-        prompt, generated = new.prompt.astype(np.int32), new.generated.astype(np.int32)
-        text = expected_outputs(prompt, generated, limit, sampling.seed, self.draw).tolist()
-        stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else config.eos_token_ids)}
-        for count in range(max(generated.size, 1), len(text) + 1):
-            if text[count - 1] in stops:
-                return text[:count], FinishReason.STOP
-        return text, FinishReason.LENGTH
 
 
 def make_harness(

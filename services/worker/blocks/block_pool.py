@@ -94,7 +94,7 @@ class BlockPool:
         return sum(int(np.count_nonzero(self.refcount[ids] == 0)) for ids in self._pins.of(owner))
 
     def unpin(self, owner: Hashable, *, first: bool = False) -> None:
-        """Drop all pins of an owner; what becomes free and keeps its contents is handed out last, or first. Idempotent."""
+        """Drop all pins of an owner; what is free and keeps its contents is handed out last, or first. Idempotent."""
         self._free(self._pins.drop(owner), first=first)
 
     def grow(self, first: int, end: int) -> None:

@@ -1,8 +1,9 @@
 """Which blocks hold what sequences can go on with at another executor. Pure.
 
-    a sequence's full blocks   0 1 2 3 4 5 6 7 8
-    on the device              x x x . . x . . .      as far as one of them is there; of what the device has first,
-    on the host                x x x x x . x . x      the host's copies come last
+A sequence's full blocks count from the first one on, as far as each is on the device or on the host:
+
+device   x x x . . x . . .
+host     x x x x x . x . x      0 to 6; 0 to 2 are named first, after all rows 3 to 6, of which 5 is on the device
 """
 
 from __future__ import annotations

@@ -30,7 +30,6 @@ from services.worker.contract.executor import HostCopy, HostMemory
 from services.worker.scheduling.view import NOTHING_BEHIND, NOTHING_ON_HOST, HostPrefix, HostView, OnHost
 from services.worker.sequences.table import Hold, SequenceTable, Status
 
-
 NOBODY: Final = -1
 
 
@@ -146,7 +145,7 @@ class Swapping:
         return num_tokens, self._begin(_Move(copy, row, num_tokens))
 
     def copy_ahead(self) -> int:
-        """Begin to copy what the device is about to forget, unless something is on its way to the host; return the bytes.
+        """Begin to copy what the device is about to forget, unless something is on its way there; return the bytes.
 
         The blocks hold what their names say: no batch in flight is yet to fill them.
         """

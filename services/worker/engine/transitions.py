@@ -89,7 +89,7 @@ class Transitions:
         table.preempt(row)
 
     def bring_back(self, row: int) -> None:
-        """Make a parked row a running one and begin to copy KV for it from the host: its own, or what it finds there."""
+        """Make a parked row a running one and copy it KV from the host: its own, or what it finds there."""
         assert self.swapping is not None, "there is no host memory to bring anything back from"
         assert not self.table.hold[row], "the scheduler chose a row that is held"
         is_own = bool(self.table.host_tokens[row])
@@ -163,7 +163,7 @@ class Transitions:
         self.totals.num_finished += 1
 
     def _lose_copy(self, row: int, num_tokens: int) -> None:
-        """Give up what a preempted row has on the host: so many of its tokens are found elsewhere, or computed again."""
+        """Give up what a preempted row has on the host: so many tokens are found elsewhere, or computed again."""
         assert self.swapping is not None, "nothing was on the host"
         self.swapping.forget(row)
         self._lost_tokens[row] = num_tokens

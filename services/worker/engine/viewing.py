@@ -64,7 +64,7 @@ class Viewing:
 
     @property
     def may_leave(self) -> bool:
-        """Whether copies beside the steps would read what blocks are said to hold: it lies here, and is there by now."""
+        """Whether a copy beside the steps would read what blocks are said to hold: it is here, and is there by now."""
         return not (self._is_copied or self.sharing.attends_elsewhere)
 
     @property

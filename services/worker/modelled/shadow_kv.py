@@ -111,6 +111,31 @@ def expected_outputs(prompt: I32, generated: I32, num_tokens: int, seed: int, dr
     return np.array(outputs, dtype=np.int32)
 
 
+class _Chosen:
+    """Which rows of a step have their sums taken anew: those out of order, and a share at random, each alike."""
+
+    def __init__(self, ratio: float, random: np.random.Generator) -> None:
+        self._ratio = ratio
+        self._random = random
+        self._left = self._gap() - 1
+        """Rows before the next one."""
+
+    def among(self, in_order: NDArray[np.bool_]) -> list[int]:
+        """Return their places in a step; [n] which of its rows go on where their running sum ends."""
+        size, chosen = in_order.size, []
+        while self._left < size:
+            chosen.append(self._left)
+            self._left += self._gap()
+        self._left -= size
+        if np.count_nonzero(in_order) == size:
+            return chosen
+        return sorted({*chosen, *(~in_order).nonzero()[0].tolist()})
+
+    def _gap(self) -> int:
+        """Draw how many rows it is from one that is chosen to the next one."""
+        return int(self._random.geometric(self._ratio)) if self._ratio else 2**62
+
+
 class ShadowKv:
     """The modelled memory of one worker, and the block tables as batches describe them."""
 
@@ -140,7 +165,7 @@ class ShadowKv:
         self._weight = None if weight == 1 else np.uint64(weight)
         self._draw = draw
         self._random = np.random.default_rng(seed)
-        self.verify(verify_ratio)
+        self._chosen = _Chosen(verify_ratio, self._random)
         self._slots: U64 = np.zeros((0, block_size), dtype=np.uint64)
         self._host_slots: U64 = np.full((num_host_blocks, block_size), _POISON, dtype=np.uint64)
         self._table: I32 = np.zeros((1, 1), dtype=np.int32)
@@ -158,8 +183,7 @@ class ShadowKv:
 
     def verify(self, ratio: float) -> None:
         """Take the running sums of this share of rows anew from now on, each row with the same chance."""
-        self._verify_ratio = ratio
-        self._verify_in = self._gap() - 1  # rows before the next one
+        self._chosen = _Chosen(ratio, self._random)
 
     @property
     def num_blocks(self) -> int:
@@ -284,7 +308,7 @@ class ShadowKv:
             values = np.add.reduceat(values, np.cumsum(batch.num_tokens) - batch.num_tokens)
         end = batch.start + batch.num_tokens
         words: U64 = self._sum[rows] + values
-        for i in self._to_verify(in_order):
+        for i in self._chosen.among(in_order):
             words[i] = self._sum_of_blocks(int(rows[i]), int(end[i]))
         self._sum[rows] = words
         self._sum_length[rows] = end
@@ -298,21 +322,6 @@ class ShadowKv:
         tokens = batch.tokens.copy()
         tokens[ahead] = self._sample[batch.rows[ahead]]  # decodes come first, one token each
         return tokens
-
-    def _to_verify(self, in_order: NDArray[np.bool_]) -> list[int]:
-        """Return the places in a step whose sums are to be taken anew: those out of order, and some at random."""
-        size, chosen = in_order.size, []
-        while self._verify_in < size:
-            chosen.append(self._verify_in)
-            self._verify_in += self._gap()
-        self._verify_in -= size
-        if np.count_nonzero(in_order) == size:
-            return chosen
-        return sorted({*chosen, *(~in_order).nonzero()[0].tolist()})
-
-    def _gap(self) -> int:
-        """Draw how many rows it is from one that is verified to the next one."""
-        return int(self._random.geometric(self._verify_ratio)) if self._verify_ratio else 2**62
 
     def sample(self, batch: Batch, words: U64) -> I32:
         """Return what is sampled from the whole words of a step's rows, [n], -1 where nothing is."""

@@ -49,6 +49,7 @@ import numpy as np
 
 from services.worker.scheduling.blocks_math import Places, ceil_div
 from services.worker.scheduling.making_room import KeptRunning
+from services.worker.scheduling.recompute_or_swap import Bringing
 from services.worker.scheduling.view import EMPTY_ROWS, I32, SchedulerOutput, SchedulerView
 
 MAX_PASSED_OVER = 64
@@ -84,8 +85,7 @@ class StepPlan:
         self._chunk_rows: list[int] = []
         self._chunk_tokens: list[int] = []
         self._resume: list[int] = []
-        self._num_brought = 0
-        """Blocks that those of them who found KV on the host get."""
+        self._bringing = Bringing(view.host, view.block_size, view.cost)
         self._coming_names: set[bytes] = set()  # of blocks that rows admitted by this step compute
         self._tokens_left = view.limits.max_batch_tokens
         self._rows_left = view.limits.max_batch_rows
@@ -212,10 +212,7 @@ class StepPlan:
             if columns.host_tokens[row]:
                 if need > room:
                     return row
-                self._resume.append(row)
-                self._running.come_in(row, need + 1)
-                self._running.give(ceil_div(int(columns.host_tokens[row]), self.view.block_size))
-                room -= need + 1
+                room -= self._bring(row, need, ceil_div(int(columns.host_tokens[row]), self.view.block_size))
                 continue
             if self._tokens_left == 0:
                 return None
@@ -223,20 +220,13 @@ class StepPlan:
             if cached.is_coming or cached.next_block in self._coming_names:
                 continue  # it would compute what another row is computing
             shared = 0 if self.preempts else cached.num_shared_blocks  # who gives way may be the other holder
-            brought = self._worth_bringing(row, cached.num_tokens)
-            if brought:
-                if need - shared > room:
-                    return row
-                self._resume.append(row)
-                self._running.come_in(row, need - shared + 1)
-                self._running.give(ceil_div(cached.num_tokens, self.view.block_size) + brought - shared)
-                self._num_brought += brought
-                room -= need - shared + 1
-                continue
             left = self._num_known(row) - cached.num_tokens
             chunk = self._cut(cached.num_tokens, left)
             if need - shared > room or not chunk or (whole and chunk < left and not self.is_empty):
                 return row
+            if brought := self._bringing.worth(row, cached.num_tokens):
+                room -= self._bring(row, need - shared, cached.num_tokens // self.view.block_size + brought - shared)
+                continue
             self._choose(row, chunk, cached.num_tokens, shared)
             self._running.come_in(row, need - shared + 1)
             room -= need - shared + 1
@@ -307,16 +297,18 @@ class StepPlan:
         known = self._num_known(row)
         return ceil_div(known + 1 if self._running.count else known, self.view.block_size)
 
-    def _worth_bringing(self, row: int, num_cached: int) -> int:
-        """Return the blocks on the host that a parked row should get from there, behind its cached tokens."""
-        host, cost = self.view.host, self.view.cost
-        if host is None or cost is None or num_cached % self.view.block_size:
-            return 0
-        found, block_size = host.behind(row), self.view.block_size
-        if not found.num_blocks or found.num_device_blocks * block_size != num_cached:
-            return 0
-        bring_s = (host.num_arriving + self._num_brought + found.num_blocks) * host.block_copy_s
-        return found.num_blocks if bring_s < cost.chunk_s(num_cached, found.num_blocks * block_size) else 0
+    def _bring(self, row: int, need: int, num_blocks: int) -> int:
+        """Let a parked row come in once its KV has come from the host; return the blocks that it is promised.
+
+        Args:
+            row: comes in.
+            need: blocks that it will need.
+            num_blocks: that it gets now.
+        """
+        self._resume.append(row)
+        self._running.come_in(row, need + 1)
+        self._running.give(num_blocks)
+        return need + 1
 
     def _continue_prefill(self, row: int, computed: int) -> None:
         held = int(self.view.columns.held_blocks[row])

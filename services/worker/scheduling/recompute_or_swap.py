@@ -55,3 +55,34 @@ class Leaving:
         self._free_blocks -= num_taken
         self._num_queued += num_out
         return True
+
+
+class Bringing:
+    """Decides which parked rows get KV that they find on the host, one after the other: where that is sooner there.
+
+    Args:
+        host: the host memory; None: there is none.
+        block_size: token slots of a block.
+        cost: of a step; None: unknown, so nothing says that computing is dear, and nothing is brought.
+    """
+
+    def __init__(self, host: HostView | None, block_size: int, cost: CostModel | None) -> None:
+        self._host = host
+        self._block_size = block_size
+        self._cost = cost
+        self._num_queued = 0 if host is None else host.num_arriving
+
+    def worth(self, row: int, num_cached: int) -> int:
+        """Return the blocks that a row should get from the host behind its cached tokens, and count them as coming."""
+        host, cost, size = self._host, self._cost, self._block_size
+        if host is None or cost is None:
+            return 0
+        found = host.behind(row)
+        if not found.num_blocks or found.num_device_blocks * size != num_cached:
+            return 0
+        if (self._num_queued + found.num_blocks) * host.block_copy_s >= cost.chunk_s(
+            num_cached, found.num_blocks * size
+        ):
+            return 0
+        self._num_queued += found.num_blocks
+        return found.num_blocks

@@ -11,7 +11,7 @@ from services.worker.sequences.config import AddRefusal
 from services.worker.sequences.table import Hold
 from shared.types import FinishReason
 from tests.support.engine_builders import new_sequence
-from tests.support.engine_harness import EngineHarness, Story, make_harness
+from tests.support.engine_harness import EngineHarness, Story, make_harness, undisturbed
 
 
 def harness_of(
@@ -22,7 +22,7 @@ def harness_of(
 
 def stop_of(harness: EngineHarness, name: int, count: int) -> int:
     """Return a token that the sequence says for the first time as its `count`-th."""
-    text, _ = harness.undisturbed(new_sequence(name, max_tokens=40))
+    text, _ = undisturbed(harness.engine.config, harness.draw, new_sequence(name, max_tokens=40))
     assert text[count - 1] not in text[: count - 1]
     return text[count - 1]
 

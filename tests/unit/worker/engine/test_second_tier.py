@@ -34,7 +34,7 @@ def crowded(**engine: Any) -> EngineHarness:
 
 def asks_again(harness: EngineHarness, name: int = 9, **values: Any) -> int:
     """Ask for the prompt once more; return the tokens that were computed."""
-    harness.add(new_sequence(name, **{"prompt": PROMPT, "max_tokens": 2} | values))
+    harness.add(new_sequence(name, prompt=PROMPT, max_tokens=2, **values))
     num_tokens = 0
     while harness.engine.table.num_sequences:
         batch = harness.step()

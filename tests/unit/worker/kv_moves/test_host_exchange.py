@@ -40,7 +40,12 @@ async def server_at(device: TorchGroupDevice, names: Sequence[int]) -> Server:
 
     def engine_of(num_lanes: int, num_blocks: int) -> Engine:
         config = engine_config(
-            max_sequences=8, max_batch_tokens=48, max_batch_rows=4, vocab_size=384, block_size=BLOCK, num_lanes=num_lanes
+            max_sequences=8,
+            max_batch_tokens=48,
+            max_batch_rows=4,
+            vocab_size=384,
+            block_size=BLOCK,
+            num_lanes=num_lanes,
         )
         return make_engine(num_blocks=num_blocks, config=config, host=executor.capacity.host)
 
