@@ -41,6 +41,23 @@ class Story:
     row: int = -1
 
 
+def check_contents(engine: Engine, contents: dict[int, bytes]) -> None:
+    """Check that rows share a block only if they agree in the salt and in every token up to the block's end.
+
+    Args:
+        engine: whose running rows are looked at.
+        contents: as in `EngineHarness`; what is seen now is added.
+    """
+    size = engine.config.block_size
+    for row in engine.table.running.view.tolist():
+        num_full = int(engine.table.num_computed[row]) // size
+        tokens = known_tokens(engine.table, engine.log, row, 0, num_full * size).astype(np.int32).tobytes()
+        salt = engine.table.sequence(row).cache_salt.encode() + b"/"
+        for index, block in enumerate(engine.blocks.block_table[row, :num_full].tolist()):
+            content = salt + tokens[: 4 * size * (index + 1)]
+            assert contents.setdefault(block, content) == content, f"row {row} holds another's block {block}"
+
+
 def undisturbed(config: EngineConfig, draw: TokenDraw, new: NewSequence) -> tuple[list[int], FinishReason]:
     """Return the whole text of a sequence that runs alone, and why it ends; one token at a time, no engine."""
     sampling = new.sampling
@@ -259,23 +276,12 @@ class EngineHarness:
     def settle(self) -> None:
         self.record(self.engine.registry.take_events())
         check_engine(self.engine)
-        self.check_contents()
+        check_contents(self.engine, self.contents)
 
     def lose(self, ids: I32) -> None:
         self.kv.poison(ids)
         for block in ids.tolist():
             self.contents.pop(block, None)
-
-    def check_contents(self) -> None:
-        """Check that rows share a block only if they agree in the salt and in every token up to the block's end."""
-        engine, size = self.engine, self.engine.config.block_size
-        for row in engine.table.running.view.tolist():
-            num_full = int(engine.table.num_computed[row]) // size
-            tokens = known_tokens(engine.table, engine.log, row, 0, num_full * size).astype(np.int32).tobytes()
-            salt = engine.table.sequence(row).cache_salt.encode() + b"/"
-            for index, block in enumerate(engine.blocks.block_table[row, :num_full].tolist()):
-                content = salt + tokens[: 4 * size * (index + 1)]
-                assert self.contents.setdefault(block, content) == content, f"row {row} holds another's block {block}"
 
     def record(self, events: StepEvents) -> None:
         columns = (events.stream, events.attempt, events.channel, events.first_index, events.tokens, events.finish)

@@ -29,6 +29,7 @@ from services.worker.contract.arrays import EMPTY_I32, I32
 from services.worker.contract.executor import HostCopy, HostMemory
 from services.worker.scheduling.view import NOTHING_BEHIND, NOTHING_ON_HOST, HostPrefix, HostView, OnHost
 from services.worker.sequences.table import Hold, SequenceTable, Status
+from shared.cost import CostModel
 
 NOBODY: Final = -1
 
@@ -144,12 +145,18 @@ class Swapping:
         copy = HostCopy(self._next_copy_id, device, host, to_host=False)
         return num_tokens, self._begin(_Move(copy, row, num_tokens))
 
-    def copy_ahead(self) -> int:
+    def copy_ahead(self, cost: CostModel | None) -> int:
         """Begin to copy what the device is about to forget, unless something is on its way there; return the bytes.
 
-        The blocks hold what their names say: no batch in flight is yet to fill them.
+        Nothing is copied that would not be worth bringing back. The blocks hold what their names say: no batch in flight
+        is yet to fill them.
+
+        Args:
+            cost: of a step; None: unknown.
         """
-        if not self._names.are_shared or any(move.copy.to_host for move in self._moves.values()):
+        if cost is None or not self._names.are_shared or any(move.copy.to_host for move in self._moves.values()):
+            return 0
+        if self._memory.block_copy_s >= cost.chunk_s(0, self._blocks.block_size):
             return 0
         device = about_to_be_lost(self._blocks, self.host)
         if not device.size:

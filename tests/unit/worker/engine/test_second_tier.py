@@ -14,7 +14,7 @@ from services.worker.blocks.second_tier import FEW_BLANK, MOST_AT_ONCE, about_to
 from services.worker.engine.stats import take_stats
 from services.worker.sequences.table import Hold, Status
 from shared.types import FinishReason
-from tests.support.engine_builders import new_sequence, per_token
+from tests.support.engine_builders import new_sequence
 from tests.support.engine_harness import EngineHarness, make_harness
 
 PROMPT = list(range(20, 53))
@@ -179,6 +179,13 @@ def test_free_blocks_are_handed_out_in_the_order_in_which_they_were_put(seed: in
 
 
 def test_copies_ahead_do_not_count_as_asked_for() -> None:
-    harness = crowded(block_copy_s=per_token(1))
-    stats = take_stats(harness.engine)
+    """Their blocks are in use until then, but nobody wants them."""
+    harness = crowded()
+    harness.add(new_sequence(11, num_prompt=45, max_tokens=8))
+    while not harness.host_copies:
+        harness.submit()
+        harness.land()
+    stats, held = take_stats(harness.engine), int(harness.engine.table.held_blocks.sum())
+    assert stats.num_used_blocks == held + harness.host_copies[0].device.size
     assert stats.num_demanded_blocks == 0
+    harness.finish()
