@@ -148,8 +148,8 @@ class Swapping:
     def copy_ahead(self, cost: CostModel | None) -> int:
         """Begin to copy what the device is about to forget, unless something is on its way there; return the bytes.
 
-        Nothing is copied that would not be worth bringing back. The blocks hold what their names say: no batch in flight
-        is yet to fill them.
+        Nothing is copied that would not be worth bringing back. Blocks hold what their names say: no batch in flight is
+        yet to fill them.
 
         Args:
             cost: of a step; None: unknown.
