@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,29 +38,26 @@ def test_what_changes_the_cost_of_a_step_changes_the_key_and_nothing_else_does(m
     runner, spec, settings = open_runner(CheckpointShape()), read_spec(folder), runner_settings(folder)
     info = runner.info
     runner.close()
-    own = cost_key(spec, settings, info)
-    others = [cost_key(replace(spec, **change), settings, info) for change in ({"num_layers": 3}, {"head_dim": 64})]
-    changes = {"block_size": 32, "deterministic": True, "fused": False, "graphs": False, "overlap": True}
-    changes["page_bytes"] = 4096
-    others += [cost_key(spec, replace(settings, **{name: value}), info) for name, value in changes.items()]
-    threads = [StepThreads(2, are_given=True), StepThreads(2), StepThreads(1)]
-    changed_info = [{"dtype": "bfloat16"}, {"device": "cuda:0"}, {"build": f"{info.build}, or another"}]
-    others += [cost_key(spec, settings, replace(info, **change)) for change in changed_info]
-    others += [cost_key(spec, settings, replace(info, threads=each)) for each in threads]
     assert info.threads == StepThreads(1, are_given=True)
-    for where in ("executor.cost_key.processor_name", "executor.cost_key.VERSION"):
-        with monkeypatch.context() as patch:
-            patch.setattr(f"services.worker.{where}", (lambda: "Another") if where.endswith("name") else "9.9")
-            others.append(cost_key(spec, settings, info))
-    with monkeypatch.context() as patch:
-        patch.setattr("torch.cuda.get_device_name", lambda _: "Another card")
-        others.append(cost_key(spec, settings, replace(info, device="cuda:0")))
-    keys = [own, *others]
-    assert len({key.model_dump_json() for key in keys}) == len(keys)
+    keys = [cost_key(spec, settings, info)]
+    model: list[dict[str, Any]] = [{"num_layers": 3}, {"head_dim": 64}]
+    modes: list[dict[str, Any]] = [{"block_size": 32}, {"deterministic": True}, {"fused": False}, {"graphs": False}]
+    modes += [{"overlap": True}, {"page_bytes": 4096}]
+    about: list[dict[str, Any]] = [{"dtype": "bfloat16"}, {"device": "cuda:0"}, {"build": f"{info.build}, or another"}]
+    about += [{"threads": StepThreads(*threads)} for threads in ((2, True), (2, False), (1, False))]
+    keys += [cost_key(replace(spec, **change), settings, info) for change in model]
+    keys += [cost_key(spec, replace(settings, **change), info) for change in modes]
+    keys += [cost_key(spec, settings, replace(info, **change)) for change in about]
     alike = replace(settings, memory_bytes=2**30, max_rows=99, model_dir=Path("/elsewhere"), max_model_len=7)
-    assert cost_key(spec, alike, replace(info, num_parameters=1, max_model_len=7)) == own
-    on_card = cost_key(spec, settings, replace(info, device="cuda:0"))
-    assert cost_key(spec, settings, replace(info, device="cuda:1")) == on_card
+    assert cost_key(spec, alike, replace(info, num_parameters=1, max_model_len=7)) == keys[0]
+    on_card = [replace(info, device=f"cuda:{index}") for index in (0, 1)]
+    assert cost_key(spec, settings, on_card[0]) == cost_key(spec, settings, on_card[1])
+    monkeypatch.setattr("services.worker.executor.cost_key.VERSION", "9.9")
+    keys.append(cost_key(spec, settings, info))
+    monkeypatch.setattr("services.worker.executor.cost_key.processor_name", lambda: "Another processor")
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "Another card")
+    keys += [cost_key(spec, settings, each) for each in (info, on_card[0])]
+    assert len({key.model_dump_json() for key in keys}) == len(keys)
 
 
 def test_the_build_names_the_library_with_its_sources_and_torch() -> None:
