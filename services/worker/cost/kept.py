@@ -86,7 +86,8 @@ class KeptSteps:
                 return []
             steps = self._checked(file, tried)
         except (StartupError, RuntimeError) as error:  # the second: nobody knows where the home is
-            get_logger().warning("kept_steps_not_read", problem=str(error), meaning="the worker begins without them")
+            problem = error.message if isinstance(error, StartupError) else str(error)
+            get_logger().warning("kept_steps_not_read", problem=problem, meaning="the worker begins without them")
             return []
         get_logger().info("kept_steps_read", num_steps=len(steps), path=str(file.path))
         return steps
