@@ -122,6 +122,7 @@ _CLUSTER_OPTIONS = (
     ("nats-url", "URL", "Broker to use. [NATS_URL, else one is started]"),
     ("log-dir", "DIR", "Keep the logs of every process here. [a temporary folder]"),
     ("log-level", "LEVEL", "debug, info, warning or error. [info]"),
+    ("costs-kept", "DIR", "Where workers keep what their steps have cost. [~/.cache/sluice/costs]"),
     ("start-limit-s", "S", "Seconds that loading may take. [1800]"),
     ("drain-limit-s", "S", "Seconds that running answers get at the end. [120]"),
 )

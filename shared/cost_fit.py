@@ -76,6 +76,12 @@ def predict_s(cost: CostModel, steps: StepColumns) -> F64:
     return found
 
 
+def error_ratios(cost: CostModel, steps: StepColumns) -> F64:
+    """Return [n] relative errors of the formula, |predicted - measured| / measured."""
+    found: F64 = np.abs(predict_s(cost, steps) / steps.duration_s - 1)
+    return found
+
+
 def fit_held_out(steps: StepColumns, groups: NDArray[np.intp], rng: np.random.Generator) -> Fit:
     """Return the fit to some groups of steps, with its errors on the others.
 
@@ -93,7 +99,7 @@ def fit_held_out(steps: StepColumns, groups: NDArray[np.intp], rng: np.random.Ge
     held_out = np.isin(groups, rng.permutation(names)[: max(1, round(HELD_OUT_SHARE * names.size))])
     cost = fit_cost(steps.take(~held_out))
     tested = steps.take(held_out)
-    errors = np.abs(predict_s(cost, tested) / tested.duration_s - 1)
+    errors = error_ratios(cost, tested)
     return Fit(
         cost=cost,
         mean_error_ratio=float(errors.mean()),
@@ -130,7 +136,7 @@ def _fit_from(steps: StepColumns, is_first: Bool, *, can_change: bool) -> tuple[
     for _ in range(_MAX_ROUNDS):
         previous = cost
         cost = _solve(steps, is_first, weight)
-        error = np.abs(predict_s(cost, steps) / steps.duration_s - 1)
+        error = error_ratios(cost, steps)
         scale = max(1.4826 * float(np.median(error)), 1e-9)
         weight = np.minimum(1.0, HUBER * scale / np.maximum(error, 1e-12))
         if can_change:

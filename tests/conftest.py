@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from functools import wraps
 from inspect import iscoroutinefunction
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -19,6 +21,14 @@ settings.register_profile("sluice", deadline=None, derandomize=True)
 settings.load_profile("sluice")
 
 mark_this_process()
+
+COSTS_KEPT = TemporaryDirectory(prefix="tests-costs-")
+os.environ["SLUICE_COSTS_KEPT"] = COSTS_KEPT.name  # a test starts no cluster with what the user's workers know
+
+
+def pytest_unconfigure() -> None:
+    """Leave no folder behind."""
+    COSTS_KEPT.cleanup()
 
 
 def _flushed() -> Generator[None, None, None]:

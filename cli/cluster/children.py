@@ -88,6 +88,7 @@ class ClusterPlan:
         flags += ["--system", settings.system, "--max-model-len", str(settings.max_model_len)]
         flags += ["--drain-limit-s", str(settings.drain_limit_s)]
         flags += ["--threads", str(settings.threads), "--cores", str(settings.cores_per_worker())]
+        flags += ["--costs-kept", str(settings.costs_kept)]
         flags += [] if settings.kernels == "auto" else ["--kernels", settings.kernels]
         flags += ["--deterministic"] if settings.deterministic else []
         flags += [] if settings.prefix_caching else ["--no-prefix-caching"]

@@ -67,6 +67,8 @@ class UpSettings(ServiceSettings):
     """Origins, with commas, whose pages may use the API from a browser (`https://chat.example`); `*` with keys only."""
     log_dir: str = ""
     """Folder for the logs of every process; empty: a temporary one, removed at the end."""
+    costs_kept: Path = Path("~/.cache/sluice/costs")
+    """Folder where workers keep what their steps have cost, so that they know it at once when they start again."""
     start_limit_s: Annotated[float, Field(gt=0, le=86_400)] = 1800.0
     """Seconds that the cluster may take to load its models."""
     drain_limit_s: Annotated[float, Field(ge=0, le=3600)] = 120.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-import platform
 import re
 import socket
 import sys
@@ -24,9 +23,10 @@ from cli.exit_codes import DONE, FAILED, CommandError
 from cli.profile.driver import Driver, find_worker
 from cli.profile.shapes import WARM_UP, plan_shapes
 from cli.profile.steps import columns_of, groups_of, overheads_s
-from shared.cost import Profile, profile_toml
-from shared.cost_fit import Fit, TooFewStepsError, fit_held_out
+from shared.cost import CostModel, Profile, profile_toml
+from shared.cost_fit import Fit, TooFewStepsError, error_ratios, fit_held_out
 from shared.errors import StartupError
+from shared.host import processor_name
 from shared.ids import WorkerId
 from shared.messages.report import WorkerReport
 from shared.messages.steps import StepRecord
@@ -57,9 +57,20 @@ class ProfileSettings:
     """Write over a file that exists."""
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The steps that a worker did while shapes ran on it, and what it held them to cost."""
+
+    steps: list[StepRecord]
+    before: CostModel | None
+    """Fitted by the worker itself to earlier steps than these; None: it did not know."""
+    after: CostModel | None
+    """By then these were among those that it had fitted it to."""
+
+
 async def measure(
     bus: Bus, subjects: Subjects, report: WorkerReport, settings: ProfileSettings, console: Console
-) -> list[StepRecord]:
+) -> Measured:
     """Run the shapes on the worker and return the steps that it did meanwhile, those of other requests too.
 
     Raises:
@@ -71,6 +82,7 @@ async def measure(
     async with Driver(bus, subjects, WorkerId(report.worker_id), rng) as driver:
         await driver.run(WARM_UP)
         _, next_step_id = await driver.read_steps(0)
+        before = await driver.read_cost()
         began_s = time.monotonic()
         for done, shape in enumerate(shapes):
             elapsed_s = time.monotonic() - began_s
@@ -81,8 +93,9 @@ async def measure(
             await driver.run(shape)
             new, next_step_id = await driver.read_steps(next_step_id)
             steps += new
+        after = await driver.read_cost()
     console.end_status()
-    return [step for step in steps if step.duration_s > 0]
+    return Measured([step for step in steps if step.duration_s > 0], before, after)
 
 
 def fit_steps(steps: Sequence[StepRecord], seed: int) -> Fit:
@@ -117,17 +130,8 @@ def make_profile(report: WorkerReport, fit: Fit, name: str, how: str = "") -> Pr
 
 def _hardware(report: WorkerReport) -> str:
     """Return the device, with the processor's name if the worker runs on this machine's."""
-    if report.device != "cpu" or report.host != socket.gethostname():
-        return report.device
-    names = re.findall(r"^model name\s*: (.+)$", _cpu_info(), flags=re.MULTILINE)
-    return f"cpu, {names[0] if names else platform.machine()}"
-
-
-def _cpu_info() -> str:
-    try:
-        return Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return ""
+    is_here = report.device == "cpu" and report.host == socket.gethostname()
+    return f"cpu, {processor_name()}" if is_here else report.device
 
 
 def describe_fit(fit: Fit) -> str:
@@ -139,6 +143,19 @@ def describe_fit(fit: Fit) -> str:
     errors = f"mean {fit.mean_error_ratio:.1%}, 95th percentile {fit.p95_error_ratio:.1%}"
     lines.append(f"error on the {fit.num_held_out} of {fit.num_held_out + fit.num_fitted} steps held out: {errors}")
     return "\n".join(lines)
+
+
+def describe_own(measured: Measured) -> str:
+    """Return what the person reads of the worker's own model: its error on the steps that were measured here."""
+    columns = columns_of(measured.steps)
+    said = []
+    for when, cost in (("before them", measured.before), ("after them", measured.after)):
+        if cost is None:
+            said.append(f"{when} unknown")
+            continue
+        median, p90 = np.percentile(error_ratios(cost, columns), (50, 90))
+        said.append(f"{when} median {median:.1%}, 90th percentile {p90:.1%}")
+    return f"error of the worker's own model on these {len(columns)} steps: {'; '.join(said)}"
 
 
 def describe_overhead(steps: Sequence[StepRecord]) -> str:
@@ -196,8 +213,9 @@ async def _profile(
         report = await find_worker(bus, subjects, settings.worker)
         path = out_path(settings, report.model, report.device)
         console.line(f"measuring {report.worker_id}: {report.model} on {report.device}")
-        steps = await measure(bus, subjects, report, settings, console)
-    fit = await asyncio.to_thread(fit_steps, steps, settings.seed)
+        measured = await measure(bus, subjects, report, settings, console)
+    fit = await asyncio.to_thread(fit_steps, measured.steps, settings.seed)
     path.write_text(profile_toml(make_profile(report, fit, path.stem, how)), encoding="utf-8")
     use = f"use it with `python -m services.worker --executor modelled --profile {path}`"
-    sys.stdout.write(f"{describe_fit(fit)}\n{describe_overhead(steps)}\nwritten to {path}; {use}\n")
+    said = [describe_fit(fit), describe_own(measured), describe_overhead(measured.steps), f"written to {path}; {use}"]
+    sys.stdout.write("\n".join([*said, ""]))

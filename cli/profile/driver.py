@@ -11,6 +11,7 @@ import numpy as np
 
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
 from cli.profile.shapes import ProfileShape
+from shared.cost import CostModel
 from shared.ids import DispatcherId, RequestId, StreamId, WorkerId
 from shared.messages.lease import Renew
 from shared.messages.report import WorkerPhase, WorkerReport
@@ -28,6 +29,8 @@ SHAPE_LIMIT_S = 120.0
 """Seconds that one shape may take."""
 REPORT_LIMIT_S = 5.0
 """Seconds in which a ready worker must have reported."""
+_NO_STEP = 2**62
+"""An id that no step has yet."""
 MAX_TOKEN_ID = 100
 """Prompts are of ids below this: every vocabulary has them."""
 
@@ -69,14 +72,18 @@ async def read_steps(
     """
     steps: list[StepRecord] = []
     while True:
-        data = await ask_worker(bus, subjects.steps(worker_id), worker_id, str(first_step_id).encode())
-        page = decode_json(data, StepLogPage)
+        page = await _read_page(bus, subjects, worker_id, first_step_id)
         if not page.max_steps:
             raise CommandError(f"{worker_id} keeps no step log", "Start it with step_log_size above 0", FAILED)
         steps += page.steps
         if page.next_step_id <= first_step_id or not page.steps:
             return steps, max(first_step_id, page.next_step_id)
         first_step_id = page.next_step_id
+
+
+async def _read_page(bus: Bus, subjects: Subjects, worker_id: WorkerId, first_step_id: int) -> StepLogPage:
+    data = await ask_worker(bus, subjects.steps(worker_id), worker_id, str(first_step_id).encode())
+    return decode_json(data, StepLogPage)
 
 
 async def ask_worker(bus: Bus, subject: str, worker_id: WorkerId, data: bytes) -> bytes:
@@ -164,6 +171,14 @@ class Driver:
     async def read_steps(self, first_step_id: int) -> tuple[list[StepRecord], int]:
         """See `read_steps`."""
         return await read_steps(self._bus, self._subjects, self._worker_id, first_step_id)
+
+    async def read_cost(self) -> CostModel | None:
+        """Return what the worker holds a step to cost just now; None: it does not say.
+
+        Raises:
+            CommandError: it does not answer.
+        """
+        return (await _read_page(self._bus, self._subjects, self._worker_id, _NO_STEP)).cost
 
     async def _submit(self, shape: ProfileShape) -> asyncio.Future[FinishReason] | None:
         """Return the future end of a request of this shape, or None if the worker refuses it."""

@@ -115,7 +115,7 @@ def build_worker(  # noqa: PLR0913  one argument per part that is joined here
     )
     engine_executor, gate, roles = RoleExecutor(executor), StepGate(), _Roles()
     engine = _engine(settings, engine_executor, model, facts.max_model_len, make_engine)
-    steps = StepLog(parts.worker_id, settings.step_log_size, parts.now)
+    steps = StepLog(parts.worker_id, settings.step_log_size, parts.now, model.cost)
     loop = StepLoop(
         engine,
         engine_executor,

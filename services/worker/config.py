@@ -137,6 +137,9 @@ class WorkerSettings(ServiceSettings):
     """Seconds between two reports to the monitor; a change is reported at once."""
     step_log_size: Annotated[int, Field(ge=0, le=65_536)] = 2048
     """Steps whose shapes and durations are kept for `sluice profile`; each takes 8 bytes per row. 0 keeps none."""
+    costs_kept: Path | None = None
+    """Folder where it is kept what steps have cost, by model, device, build and threads, so that a worker that starts
+    again knows it at once. Empty: nowhere, and each start begins with a few steps of its own."""
     lease_s: Annotated[float, Field(gt=0, le=3600)] = 3.0
     """Seconds without a word of a dispatcher after which its sequences are paused; it speaks every half second."""
     orphan_s: Annotated[float, Field(gt=0, le=86_400)] = 60.0

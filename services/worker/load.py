@@ -8,25 +8,23 @@ third of a share.
 from __future__ import annotations
 
 import asyncio
-import os
-import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from services.worker.build import ServedModel
 from services.worker.config import ExecutorKind, KernelKind, LoadFrom, WorkerSettings
 from services.worker.contract.executor import Executor, HostMemory
 from services.worker.cost.estimate import CostEstimate
 from services.worker.cost.fitting import CostFitting
+from services.worker.cost.kept import KeptSteps
 from services.worker.executor.first_look import RunnerSettings, first_look
 from services.worker.memory.budget import bytes_per_block, count_host_blocks
 from services.worker.modelled.executor import ModelledExecutor
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw
 from services.worker.models.spec import MIN_CONTEXT, TOO_SHORT, ModelSpec, read_spec
+from services.worker.off_the_loop import off_the_loop
 from services.worker.peers.greeting import MIN_PASSWORD_BYTES, PeerIdentity, cluster_secret
 from services.worker.roles.device import GroupDevice
 from shared.addresses import host_and_port
@@ -43,7 +41,6 @@ if TYPE_CHECKING:
 NICENESS: Final = 5
 """Of what loads for the CPU. The threads that it makes have it too, and end with it or are replaced
 (`native/src/team.h`); those that torch keeps are made before."""
-R = TypeVar("R")
 Progress = Callable[[float, str], None]
 
 
@@ -176,14 +173,14 @@ async def _torch(settings: WorkerSettings, spec: ModelSpec, progress: Progress, 
         loop.call_soon_threadsafe(progress, ratio, text)
 
     niceness = NICENESS if settings.device == "cpu" else 0
-    await _off_the_loop(_import_torch, niceness=niceness)
-    await _off_the_loop(lambda: _make_pool(settings))
+    await off_the_loop(_import_torch, niceness=niceness)
+    await off_the_loop(lambda: _make_pool(settings))
     if find_system(settings.system).forms_groups:
-        model = await _off_the_loop(lambda: _load_elastic(settings, spec, report), niceness=niceness)
-        fitting = await _off_the_loop(lambda: _tried_elastic(settings, model))
+        model = await off_the_loop(lambda: _load_elastic(settings, spec, report), niceness=niceness)
+        fitting = await off_the_loop(lambda: _tried_elastic(settings, spec, model))
         return await _in_pages(settings, model, fitting, incarnation)
-    runner = await _off_the_loop(lambda: _load_runner(settings, spec, report), niceness=niceness)
-    fitting = await _off_the_loop(lambda: _tried(settings, runner))
+    runner = await off_the_loop(lambda: _load_runner(settings, spec, report), niceness=niceness)
+    fitting = await off_the_loop(lambda: _tried(settings, spec, runner))
     from services.worker.executor.thread import ThreadExecutor
 
     return Loaded(ThreadExecutor(runner, loop), _facts(runner.info, fitting))
@@ -197,7 +194,7 @@ async def _in_pages(
     from services.worker.roles.torch_device import TorchGroupDevice
 
     limit_s, facts = settings.stage_limit_s, _facts(model.info, fitting)
-    secret = await _off_the_loop(lambda: cluster_secret(_password(settings), settings.cluster))
+    secret = await off_the_loop(lambda: cluster_secret(_password(settings), settings.cluster))
     identity = PeerIdentity(WorkerId(settings.instance_id), incarnation, secret)
     try:
         peers = await Peers.open(
@@ -224,40 +221,6 @@ async def _in_pages(
     return Loaded((await device.alone()).executor, facts, device)
 
 
-async def _off_the_loop(load: Callable[[], R], *, niceness: int = 0) -> R:
-    """Return what is loaded. A worker that is told to stop meanwhile does not wait for the disk: the thread is left.
-
-    Args:
-        load: called in a thread of its own.
-        niceness: of that thread, above the process's.
-    """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[R] = loop.create_future()
-
-    def settle(set_it: Callable[[], None]) -> None:
-        if not done.cancelled():
-            set_it()
-
-    def work() -> None:
-        try:
-            if niceness > 0:
-                _yield_to_others(niceness)
-            settled = partial(done.set_result, load())
-        except BaseException as error:  # handed to the waiting coroutine, whatever it is
-            settled = partial(done.set_exception, error)
-        loop.call_soon_threadsafe(settle, settled)
-
-    threading.Thread(target=work, name="load", daemon=True).start()
-    return await done
-
-
-def _yield_to_others(niceness: int) -> None:
-    """Let this thread, and those that it makes, take less of the cores, where the system allows it."""
-    thread = threading.get_native_id()
-    with suppress(OSError):  # a sandbox may refuse it
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + niceness)
-
-
 def _import_torch() -> None:
     import_module("services.worker.executor.runner")
 
@@ -280,18 +243,23 @@ def _load_elastic(settings: WorkerSettings, spec: ModelSpec, report: Progress) -
     return load_elastic_model(_runner_settings(settings), report, spec)
 
 
-def _tried_elastic(settings: WorkerSettings, model: ElasticModel) -> CostFitting:
+def _tried_elastic(settings: WorkerSettings, spec: ModelSpec, model: ElasticModel) -> CostFitting:
     runner = model.open()
-    fitting = _tried(settings, runner)
+    fitting = _tried(settings, spec, runner)
     runner.close()
     return fitting
 
 
-def _tried(settings: WorkerSettings, runner: ModelRunner) -> CostFitting:
-    """Return what fits the cost of a step, which begins with a few that are tried now."""
+def _tried(settings: WorkerSettings, spec: ModelSpec, runner: ModelRunner) -> CostFitting:
+    """Return what fits the cost of a step, which begins with those that are kept and a few that are tried now."""
+    from services.worker.executor.cost_key import cost_key
     from services.worker.executor.dry_steps import try_steps
 
-    return CostFitting(try_steps(runner, settings.max_batch_rows))
+    tried = try_steps(runner, settings.max_batch_rows)
+    if settings.costs_kept is None:
+        return CostFitting(tried)
+    kept = KeptSteps(settings.costs_kept, cost_key(spec, _runner_settings(settings), runner.info))
+    return CostFitting([*kept.read(tried), *tried], kept.write)
 
 
 def _runner_settings(settings: WorkerSettings) -> RunnerSettings:

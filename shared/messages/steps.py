@@ -1,4 +1,4 @@
-"""What a worker remembers of its last steps: their shapes and durations, for whoever fits a cost model. JSON."""
+"""What a worker remembers of its last steps, and knows of their cost: for whoever fits a cost model. JSON."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from shared.cost import CostModel
 from shared.ids import WorkerId
 from shared.messages.base import ControlMessage
 from shared.types import Value
@@ -46,3 +47,5 @@ class StepLogPage(ControlMessage):
     next_step_id: _Count
     """What to ask for next: one more than the last step here, or than the last one done."""
     steps: tuple[StepRecord, ...] = ()
+    cost: CostModel | None = None
+    """What the worker holds a step to cost just now; None: it does not know, or does not say."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,8 @@ pytestmark = pytest.mark.kernels
 @pytest.mark.slow
 @pytest.mark.timeout(240)  # three programs start, each of which loads for seconds on a busy machine
 def test_a_live_cluster_is_loaded_and_profiled(tmp_path: Path) -> None:
-    figures, profile = tmp_path / "figures.json", tmp_path / "mine.toml"
-    with tiny_cluster() as running:
+    figures, profile, costs = tmp_path / "figures.json", tmp_path / "mine.toml", tmp_path / "costs"
+    with tiny_cluster("--costs-kept", str(costs)) as running:
         load = ("--num-prompts", "8", "--request-rate", "40", "--input-len", "90", "--output-len", "12")
         result = sluice("bench", "--url", running.url, *load, "--json", str(figures))
         assert result.returncode == 0, result.stdout + result.stderr
@@ -31,7 +32,9 @@ def test_a_live_cluster_is_loaded_and_profiled(tmp_path: Path) -> None:
         result = sluice("profile", *shapes)
         assert result.returncode == 0, result.stdout + result.stderr
         assert "error on the" in result.stdout
+        assert re.search(r"own model on these \d+ steps: before them .*; after them median .*%", result.stdout)
         found = load_profile(profile)
         assert (found.model, found.tp) == ("tiny", 1)
         assert found.cost.step_s(64, 64 * 100, 0) >= found.cost.step_s(1, 100, 0) > 0
         assert running.stop() == 0
+    assert [path.suffix for path in costs.iterdir()] == [".json"], "for the worker's next start"

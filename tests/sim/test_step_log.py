@@ -19,6 +19,7 @@ from cli.profile.driver import Driver, find_worker
 from cli.profile.shapes import KV_SHARE, MAX_SHAPE_TOKENS, ProfileShape, plan_shapes
 from cli.profile.steps import columns_of, groups_of, overheads_s
 from services.worker.contract.batch import Batch, BatchOutput
+from services.worker.cost.estimate import CostEstimate
 from services.worker.serving.step_log import StepLog
 from shared.cost import CostModel, load_profile, prefill_pairs, profile_toml
 from shared.ids import WorkerId
@@ -71,7 +72,7 @@ def step(step_id: int, num_chunks: int = 0) -> tuple[Batch, BatchOutput]:
 def step_log(max_steps: int) -> StepLog:
     """A log whose clock goes on by one second between two looks at it."""
     seconds = count()
-    return StepLog(WorkerId("w0"), max_steps, lambda: float(next(seconds)))
+    return StepLog(WorkerId("w0"), max_steps, lambda: float(next(seconds)), CostEstimate())
 
 
 @pytest.mark.slow
@@ -134,8 +135,9 @@ async def test_a_modelled_worker_is_profiled_back_to_its_own_coefficients(tmp_pa
     async with one_worker() as lone:
         bus, console = lone.dispatcher.bus, Console(io.StringIO(), {})
         report = await find_worker(bus, SUBJECTS)
-        steps = await measure(bus, SUBJECTS, report, ProfileSettings(num_decodes=8), console)
-    fit = fit_steps(steps, 0)
+        measured = await measure(bus, SUBJECTS, report, ProfileSettings(num_decodes=8), console)
+    assert (measured.before, measured.after) == (COST, COST), "it is told what the worker itself prices by"
+    fit = fit_steps(measured.steps, 0)
     assert asdict(fit.cost) == pytest.approx(asdict(COST), rel=1e-3)
     assert fit.p95_error_ratio < 1e-3
     path = tmp_path / "mine.toml"
@@ -151,7 +153,7 @@ async def test_the_time_limit_ends_the_measurement_early() -> None:
     async with one_worker() as lone:
         report = await find_worker(lone.dispatcher.bus, SUBJECTS)
         settings = ProfileSettings(num_decodes=2, limit_s=-1.0)
-        assert await measure(lone.dispatcher.bus, SUBJECTS, report, settings, Console(stream, {})) == []
+        assert (await measure(lone.dispatcher.bus, SUBJECTS, report, settings, Console(stream, {}))).steps == []
     assert stream.getvalue().startswith("0 of ")
 
 

@@ -144,13 +144,13 @@ def cluster(
 
 
 @contextmanager
-def tiny_cluster() -> Iterator[Cluster]:
-    """Run a cluster with one worker and a small model that is called `tiny`."""
+def tiny_cluster(*flags: str) -> Iterator[Cluster]:
+    """Run a cluster with one worker and a small model that is called `tiny`, with more flags."""
     from tests.support.checkpoints import CheckpointShape, stored_checkpoint  # loads torch, which others do not need
 
     folder, _ = stored_checkpoint(CheckpointShape(max_positions=256))
-    flags = ("--model", str(folder), "--served-model-name", "tiny", "--memory", "96MiB", "--threads", "1")
-    with cluster(*flags) as found:
+    own = ("--model", str(folder), "--served-model-name", "tiny", "--memory", "96MiB", "--threads", "1")
+    with cluster(*own, *flags) as found:
         yield found
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Final
 
 from services.worker.contract.arrays import I32
 from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.cost.estimate import CostEstimate
 from services.worker.cost.steps import MeasuredStep, StepSample, shape_of
+from services.worker.off_the_loop import off_the_loop
 from shared.cost import CostModel
 
 FIRST_STEPS: Final = 128
@@ -26,19 +28,20 @@ class CostFitting:
     stays.
 
     Args:
-        tried: steps that were run before the first request.
+        known: steps that were run before the first request, the oldest first.
+        keep: told the steps behind every fit, off the event loop; None: nothing is kept.
     """
 
-    def __init__(self, tried: Iterable[MeasuredStep]) -> None:
-        self.sample = StepSample()
+    def __init__(self, known: Iterable[MeasuredStep], keep: Callable[[list[MeasuredStep]], None] | None = None) -> None:
+        self.sample = StepSample(known)
         """What the newest fit is made from, and the next one; its own thread's while it fits."""
-        for step in tried:
-            self.sample.add(step)
         self.estimate = CostEstimate(self.sample.fit())
         """Of the worker."""
         self._noted: deque[tuple[I32, I32, float]] = deque(maxlen=MOST_STEPS)
         self._num_due = FIRST_STEPS
         self._is_fitting = False
+        self._keep = keep
+        self._is_keeping = False
 
     def note(self, batch: Batch, output: BatchOutput) -> bool:
         """Remember a step of the whole model that succeeded; return whether the caller is to `fit` now."""
@@ -50,7 +53,7 @@ class CostFitting:
         return True
 
     async def fit(self) -> None:
-        """Take in the steps that were noted, and fit the model to all that is known."""
+        """Take in the steps that were noted, fit the model to all that is known, and have that kept."""
         noted, self._noted = self._noted, deque(maxlen=MOST_STEPS)
         self._num_due = min(2 * self._num_due, MOST_STEPS)
 
@@ -62,5 +65,11 @@ class CostFitting:
 
         found = await asyncio.to_thread(fitted)
         self._is_fitting = False
-        if found is not None:
-            self.estimate.now = found
+        if found is None:
+            return
+        self.estimate.now = found
+        if self._keep is None or self._is_keeping:  # a disk that hangs holds up no fit
+            return
+        self._is_keeping, steps = True, self.sample.steps
+        await off_the_loop(partial(self._keep, steps), name="keep steps")
+        self._is_keeping = False

@@ -9,6 +9,7 @@ and those that were tried before the first request stay until steps like them ha
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -25,6 +26,8 @@ MIN_KINDS: Final = 6
 """Fewer say too little: a formula with five coefficients would fit whatever they are."""
 MIN_TOKENS_RATIO: Final = 0.01
 """Of the time of the largest step: where its tokens seem to take less, the steps do not tell what a token costs."""
+MOST_APART: Final = 3.0
+"""Steps that take so many times what a model says, or that part of it, are of another device or of other days."""
 
 
 class StepShape(NamedTuple):
@@ -55,10 +58,16 @@ def shape_of(start: I32, num_tokens: I32) -> StepShape:
 
 
 class StepSample:
-    """Of each kind of step the newest few. Steps are of a kind if their three numbers are, but for a factor of two."""
+    """Of each kind of step the newest few. Steps are of a kind if their three numbers are, but for a factor of two.
 
-    def __init__(self) -> None:
+    Args:
+        steps: that are known from the beginning, the oldest first.
+    """
+
+    def __init__(self, steps: Iterable[MeasuredStep] = ()) -> None:
         self._steps: dict[tuple[int, ...], deque[MeasuredStep]] = {}
+        for step in steps:
+            self.add(step)
 
     def add(self, step: MeasuredStep) -> None:
         """Take a step in; it must have taken some time."""
@@ -84,3 +93,9 @@ class StepSample:
         largest = max(step.shape for step in steps)
         matters = cost.token_s * largest.num_tokens >= MIN_TOKENS_RATIO * cost.step_s(*largest)
         return cost if matters else None
+
+
+def agree(cost: CostModel, steps: Sequence[MeasuredStep]) -> bool:
+    """Return whether at least half of these steps took what a model says, but for a factor of `MOST_APART`."""
+    said = [(cost.step_s(*step.shape), step.duration_s) for step in steps]
+    return 2 * sum(one <= MOST_APART * other and other <= MOST_APART * one for one, other in said) >= len(said)

@@ -70,6 +70,13 @@ class Kernels:
     fused: FusedKernels | None = None
     threads: StepThreads = ONE_THREAD
 
+    @property
+    def build(self) -> str:
+        """What computes, to the version: `name`, and of which library, module and torch."""
+        parts = [self.name, "" if self.library is None else self.library.file]
+        parts.append("" if self.flashinfer is None else f"flashinfer {getattr(self.flashinfer, '__version__', '')}")
+        return ", ".join(part for part in (*parts, f"torch {torch.__version__}") if part)
+
     def open(  # noqa: PLR0913  one argument per part that is joined here
         self,
         spec: ModelSpec,

@@ -21,6 +21,7 @@ from services.worker.contract.executor import BatchFailedError, CopyFailedError,
 from services.worker.contract.remote import RemoteLostError
 from services.worker.executor.launched import EndedStep, Launched
 from services.worker.executor.step import ForwardPass
+from services.worker.executor.step_threads import StepThreads
 from services.worker.memory.host_kv import HostKV
 from services.worker.memory.host_link import send
 from services.worker.memory.kv_cache import KVCache
@@ -61,6 +62,10 @@ class ModelInfo:
     """Seconds that the largest step takes, by one of as many tokens that was measured."""
     kernels: str
     """What computes the forward pass: a `Kernels.name`."""
+    build: str
+    """The same to the version: a `Kernels.build`."""
+    threads: StepThreads
+    """Of a step on the CPU."""
 
     @property
     def is_last(self) -> bool:

@@ -123,6 +123,8 @@ class RunnerOpener:
             dtype=settings.dtype,
             dry_step_s=self._dry_step_s,
             kernels=self._kernels.name,
+            build=self._kernels.build,
+            threads=self._kernels.threads,
         )
         forward = self._kernels.open(
             spec,

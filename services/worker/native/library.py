@@ -27,6 +27,8 @@ class NativeLibrary:
     def __init__(self, path: Path, level: str) -> None:
         self.level = level
         """Name of the instruction set."""
+        self.file = path.name
+        """Says of which sources it is, see `library_path`."""
         self._library = ctypes.CDLL(str(path))
         self._library.sluice_abi.restype = ctypes.c_int32
         found = self._library.sluice_abi()

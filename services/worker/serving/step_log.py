@@ -12,6 +12,7 @@ import numpy as np
 
 from services.worker.contract.arrays import I32
 from services.worker.contract.batch import Batch, BatchOutput
+from services.worker.cost.estimate import CostEstimate
 from shared.hot import hot_dataclass
 from shared.ids import WorkerId
 from shared.messages.steps import StepLogPage, StepRecord
@@ -39,10 +40,12 @@ class StepLog:
         worker_id: named in the answers.
         max_steps: kept; the oldest are forgotten. 0 keeps none.
         now: the worker's clock, seconds.
+        cost: what the worker knows of it, told with the steps.
     """
 
-    def __init__(self, worker_id: WorkerId, max_steps: int, now: Callable[[], float]) -> None:
+    def __init__(self, worker_id: WorkerId, max_steps: int, now: Callable[[], float], cost: CostEstimate) -> None:
         self._worker_id = worker_id
+        self._cost = cost
         self._max_steps = max_steps
         self._now = now
         self._noted_s: float | None = None
@@ -79,7 +82,11 @@ class StepLog:
                 break
             records.append(record)
         return StepLogPage(
-            worker_id=self._worker_id, max_steps=self._max_steps, next_step_id=next_step_id, steps=tuple(records)
+            worker_id=self._worker_id,
+            max_steps=self._max_steps,
+            next_step_id=next_step_id,
+            steps=tuple(records),
+            cost=self._cost.now,
         )
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from cli.profile.command import ProfileSettings, describe_fit, make_profile, out_path
+from cli.profile.command import Measured, ProfileSettings, describe_fit, describe_own, make_profile, out_path
 from shared.cost import CostModel, load_profile, profile_toml
 from shared.cost_fit import Fit
+from shared.messages.steps import StepRecord
 from tests.support.statuses import make_report
 from tests.unit.cli.conftest import Refusal
 
@@ -66,3 +67,15 @@ def test_the_error_is_told() -> None:
     text = describe_fit(FIT)
     assert "  g0  20.6\n" in text
     assert text.endswith("error on the 100 of 400 steps held out: mean 2.4%, 95th percentile 6.1%")
+
+
+def test_the_error_of_the_workers_own_model_is_that_on_the_steps_that_were_measured() -> None:
+    """Steps of 1 s: half a second is off by 50 %, and for the one step in five that takes 2 s by 75 %."""
+    steps = [StepRecord(step_id=i, num_decodes=1, kv_decode_tokens=9, duration_s=1 + (i % 5 == 0)) for i in range(20)]
+    half = CostModel(0.5, 0, 0, 0, 0, 0)
+    exact = CostModel(0, 1, 0, 0, 0, 0)
+    assert describe_own(Measured(steps, half, exact)) == (
+        "error of the worker's own model on these 20 steps: before them median 50.0%, 90th percentile 75.0%; "
+        "after them median 0.0%, 90th percentile 50.0%"
+    )
+    assert "before them unknown; after them median 0.0%" in describe_own(Measured(steps, None, exact))

@@ -119,6 +119,14 @@ def test_the_setup_can_write_every_key_and_nobody_else_can() -> None:
     assert set(writers) == {name for name in COMPOSE["volumes"] if name.endswith("-key")}
 
 
+@pytest.mark.parametrize("name", sorted(WORKERS))
+def test_a_worker_can_write_what_its_steps_have_cost_where_it_stays(name: str) -> None:
+    folder = SERVICES[name]["environment"]["SLUICE_WORKER_COSTS_KEPT"]
+    assert f"worker-costs:{folder}" in SERVICES[name]["volumes"]
+    worker = (ROOT / "docker" / "Dockerfile").read_text().partition(" AS worker\n")[2]
+    assert f"mkdir {folder} && chown {SERVICES[name]['user']} {folder}\n" in worker, "as a new volume takes over"
+
+
 def test_only_workers_are_built_with_torch() -> None:
     targets = {name: service["build"]["target"] for name, service in SERVICES.items()}
     assert {name for name, target in targets.items() if target == "worker"} == WORKERS
