@@ -1,0 +1,131 @@
+"""What a reader waits for in the third turn of a chat that the device has forgotten: with memory of the host, and without.
+
+    python -m benchmarks.third_turn [--turn 700] [--others 12] [--repeats 7] [--memory 120MiB] [--host-memory 1GiB]
+
+Two clusters of one worker each, the same but for `--host-memory`, take turns. A chat has two turns; then other prompts
+fill the device's KV until nothing of it is left there; then the third turn comes, and its first token is timed. `warm`
+is a third turn that comes before the others: as fast as it gets. The model has 25.7 M parameters (`peers_model.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+
+from benchmarks.live_cluster import LiveCluster
+from benchmarks.peers_model import FIRST_ID, NUM_TOKENS, make_checkpoint
+
+ANSWER_TOKENS = 8
+
+
+class Reader:
+    """Asks one cluster for completions of tokens.
+
+    Args:
+        session: of the client.
+        url: of the cluster.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self._session = session
+        self._url = url
+
+    async def ttft_s(self, prompt: list[int]) -> tuple[float, int]:
+        """Ask, and read to the end; return the seconds until the first token, and the prompt tokens that were cached."""
+        body = {"model": "small", "prompt": prompt, "max_tokens": ANSWER_TOKENS, "stream": True}
+        body["stream_options"] = {"include_usage": True}
+        began_s, first_s, num_cached = time.perf_counter(), 0.0, 0
+        async with self._session.post(f"{self._url}/v1/completions", json=body) as answer:
+            answer.raise_for_status()
+            async for line in answer.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                said = json.loads(line[6:])
+                if said["choices"] and not first_s:
+                    first_s = time.perf_counter() - began_s
+                if usage := said.get("usage"):
+                    num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return first_s, num_cached
+
+
+class Chats:
+    """Prompts of random tokens, no two alike.
+
+    Args:
+        turn: tokens that each turn adds.
+        num_others: prompts of other readers before the third turn, each as long as that.
+        seed: chooses them.
+    """
+
+    def __init__(self, turn: int, num_others: int, seed: int) -> None:
+        self._turn = turn
+        self._num_others = num_others
+        self._random = np.random.default_rng(seed)
+
+    def _prompt(self) -> list[int]:
+        return self._random.integers(FIRST_ID, NUM_TOKENS, 3 * self._turn).tolist()
+
+    async def third_turn(self, reader: Reader, *, is_warm: bool) -> tuple[float, int]:
+        """Have a chat; return the time to the first token of its third turn, and what of it was cached."""
+        chat = self._prompt()
+        for end in (self._turn, 2 * self._turn):
+            await reader.ttft_s(chat[:end])
+        for _ in range(0 if is_warm else self._num_others):
+            await reader.ttft_s(self._prompt())
+        return await reader.ttft_s(chat)
+
+
+async def measure(chosen: argparse.Namespace, folder: Path) -> None:
+    """Print the table."""
+    rows: dict[str, list[tuple[float, int]]] = {"with host memory": [], "without": [], "warm": []}
+    async with AsyncExitStack() as stack:
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        readers: dict[str, Reader] = {}
+        for name, host_memory in (("with host memory", chosen.host_memory), ("without", "0")):
+            cluster = LiveCluster()
+            stack.push_async_callback(cluster.stop)
+            flags = ["--model", str(folder / "small"), "--memory", chosen.memory, "--host-memory", host_memory]
+            await cluster.serve(*flags, "--workers", "1", "--threads", "1", log=folder / f"{name}.log")
+            readers[name] = Reader(session, cluster.url)
+        for repeat in range(chosen.repeats + 1):
+            for name, of in (("with host memory",) * 2, ("without",) * 2, ("warm", "without")):
+                chats = Chats(chosen.turn, chosen.others, repeat)
+                found = await chats.third_turn(readers[of], is_warm=name == "warm")
+                if repeat:  # the first round warms up
+                    rows[name].append(found)
+    print(f"{3 * chosen.turn} tokens, {chosen.repeats} chats, {chosen.others} prompts between; milliseconds\n")
+    print("| third turn | TTFT, median | least | most | cached tokens |\n|---|---:|---:|---:|---:|")
+    for name, found in rows.items():
+        times = [1000 * ttft_s for ttft_s, _ in found]
+        cached = statistics.median(num_cached for _, num_cached in found)
+        print(f"| {name} | {statistics.median(times):.1f} | {min(times):.1f} | {max(times):.1f} | {cached:.0f} |")
+    pairs = zip(rows["without"], rows["with host memory"], strict=True)
+    ratios = [without[0] / with_it[0] for without, with_it in pairs]
+    print(f"\nwithout / with: median of pairs {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}")
+
+
+def main() -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--turn", type=int, default=700, help="tokens that a turn adds [700]")
+    parser.add_argument("--others", type=int, default=12, help="prompts of others, as long as three turns [12]")
+    parser.add_argument("--repeats", type=int, default=7, help="chats of each kind [7]")
+    parser.add_argument("--memory", default="250MiB", help="of each worker; parameters take 98 MiB [%(default)s]")
+    parser.add_argument("--host-memory", default="1GiB", help="of the one that has some [%(default)s]")
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        make_checkpoint("small", Path(temporary) / "small")
+        asyncio.run(measure(chosen, Path(temporary)))
+
+
+if __name__ == "__main__":
+    main()
