@@ -24,6 +24,8 @@ STALE_AFTER_S = 3.0
 ANSWER_LIMIT_S = 20.0
 """For the view of thousands of workers."""
 _HEAD = ("WORKER", "PHASE", "LIVENESS", "MODEL", "DEVICE", "KV USED", "RUNNING", "WAITING", "TOKENS/S", "STEPS")
+_HOST_HEAD = ("HOST KV", "BROUGHT BACK", "RECOMPUTED", "GIVEN UP")
+"""Of workers with host memory for KV: its blocks in use, and tokens by what became of KV that gave way."""
 _GROUP_HEAD = ("GROUP", "STAGE", "LAYERS", "PLAN")
 """Of workers whose parameters can be dropped."""
 _MOVE_NAMES = {
@@ -65,6 +67,9 @@ def render(view: ClusterView, age_s: float | None = None) -> str:
     if not view.workers:
         return "no worker reports to this cluster; start one with `sluice up`"
     rows = [_HEAD, *(_row(status) for status in view.workers)]
+    if any(status.report.num_host_blocks for status in view.workers):
+        cells = [_HOST_HEAD, *(_host_cells(status.report) for status in view.workers)]
+        rows = [(*row, *more) for row, more in zip(rows, cells, strict=True)]
     if any(status.report.elastic is not None or status.report.group for status in view.workers):
         cells = [_GROUP_HEAD, *(_group_cells(status.report) for status in view.workers)]
         rows = [(*row, *more) for row, more in zip(rows, cells, strict=True)]
@@ -97,6 +102,16 @@ def _row(status: WorkerStatus) -> tuple[str, ...]:
         str(report.num_waiting + report.num_preempted),
         f"{report.tokens_per_s:.1f}",
         str(report.num_steps),
+    )
+
+
+def _host_cells(report: WorkerReport) -> tuple[str, ...]:
+    """Return how much host memory is in use, and how many tokens were brought back, computed again, and given up."""
+    return (
+        f"{report.num_used_host_blocks}/{report.num_host_blocks}" if report.num_host_blocks else "-",
+        str(report.num_brought_back_tokens_total),
+        str(report.num_recomputed_tokens_total),
+        str(report.num_given_up_tokens_total),
     )
 
 

@@ -24,7 +24,7 @@ from shared.ids import Incarnation
 from shared.layers import LayerRange
 from shared.messages.report import ElasticFacts
 from shared.process.tasks import TaskOwner
-from shared.systems import DEFAULT_SYSTEM, Memory, Preemption, find_system
+from shared.systems import DEFAULT_SYSTEM, Memory, find_system
 from shared.transport.bus import Bus
 from sim.devices.channel import ModelledLink
 from sim.devices.modelled_device import ModelledDeviceParams, ModelledGroupDevice
@@ -32,6 +32,8 @@ from sim.devices.modelled_network import ModelledNetwork
 from sim.devices.modelled_pipeline import PipelineParams, modelled_stages
 from sim.oracle import UnlimitedEngine
 
+SWAP_MEMORY_BYTES = 64 * 2**30
+"""Host memory of a worker whose system swaps, unless told otherwise."""
 NO_FOLDER = Path("modelled")
 MODEL_NAME = "modelled"
 """Name under which simulated workers serve."""
@@ -75,8 +77,8 @@ class SimWorkerParams:
     """Smallest id that is drawn."""
     kv_bytes_per_token: int = 196_608
     """Keys and values of one token in all layers, for the host link; Qwen2.5-14B in 16 bits unless told otherwise."""
-    host_memory_bytes: int = 64 * 2**30
-    """Host memory for KV of preempted sequences, where the system swaps."""
+    host_memory_bytes: int | None = None
+    """Host memory for KV of preempted sequences; None: 64 GiB where the system swaps, none elsewhere."""
     host_link_bytes_per_s: float = 25e9
     """Between device and host, each way: PCIe 4.0 x16 unless told otherwise."""
     cluster: str = "default"
@@ -97,12 +99,13 @@ class SimWorkerParams:
     """See `ModelledDeviceParams`."""
 
     def host_memory(self) -> HostMemory | None:
-        """Return the memory to which the system swaps, None if it does not."""
-        if find_system(self.system).preemption is not Preemption.SWAP:
+        """Return the host memory for KV of preempted sequences, None if there is none."""
+        num_bytes, block_kv_bytes = self.host_memory_bytes, self.kv_bytes_per_token * self.block_size
+        if num_bytes is None:
+            num_bytes = SWAP_MEMORY_BYTES if find_system(self.system).swaps else 0
+        if self.elastic is not None or num_bytes < block_kv_bytes:
             return None
-        block_kv_bytes = self.kv_bytes_per_token * self.block_size
-        num_blocks = self.host_memory_bytes // block_kv_bytes
-        return HostMemory(num_blocks, block_kv_bytes, block_kv_bytes / self.host_link_bytes_per_s)
+        return HostMemory(num_bytes // block_kv_bytes, block_kv_bytes, block_kv_bytes / self.host_link_bytes_per_s)
 
 
 class StickyExecutor(ModelledExecutor):
@@ -244,11 +247,15 @@ class SimWorker:
     def _engine_maker(self) -> EngineMaker | None:
         """Return what makes another engine than the live one, or the same with another scheduler; None: as live."""
         params = self.params
-        make: EngineMaker = self._unlimited if find_system(params.system).memory is Memory.UNLIMITED else _bounded
+        is_unlimited = find_system(params.system).memory is Memory.UNLIMITED
+        make: EngineMaker = self._unlimited if is_unlimited else self._bounded
         if params.scheduler is None:
-            return None if make is _bounded else make
+            return make if is_unlimited else None
         other = make_scheduler(params.scheduler)
         return lambda config, _, num_blocks, cost: make(config, other, num_blocks, cost)
+
+    def _bounded(self, config: EngineConfig, scheduler: Scheduler, num_blocks: int, cost: CostEstimate) -> Engine:
+        return Engine(config, scheduler, num_blocks, self.params.host_memory(), cost)
 
     def _unlimited(self, config: EngineConfig, scheduler: Scheduler, num_blocks: int, cost: CostEstimate) -> Engine:
         assert self.kv is not None, "a pipeline's memory is bounded"
@@ -271,7 +278,3 @@ class SimWorker:
                 await self.service.drain(drain_limit_s)
         await self.service.stop()
         await self._tasks.close()
-
-
-def _bounded(config: EngineConfig, scheduler: Scheduler, num_blocks: int, cost: CostEstimate) -> Engine:
-    return Engine(config, scheduler, num_blocks, cost=cost)

@@ -25,7 +25,6 @@ ALLOWED: dict[str, str] = {
     "services.worker.engine.stats.EngineStats.num_used_host_blocks": _TESTS,
     "services.worker.engine.totals.Totals.num_failed_copies": _TESTS,
     "services.worker.engine.totals.Totals.num_failed_steps": _TESTS,
-    "services.worker.engine.totals.Totals.num_recomputed_tokens": _TESTS,
     "services.worker.engine.totals.Totals.stalled_s": _TESTS,
     "services.worker.engine.totals.Totals.swapped_in_bytes": _TESTS,
     "services.worker.engine.totals.Totals.swapped_out_bytes": _TESTS,

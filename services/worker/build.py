@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from services.worker.config import WorkerSettings
 from services.worker.contract.batch import Batch, BatchOutput
-from services.worker.contract.executor import Executor, HostMemory, KvCapacity, overlaps
+from services.worker.contract.executor import Executor, KvCapacity, overlaps
 from services.worker.cost.estimate import CostEstimate
 from services.worker.cost.fitting import CostFitting
 from services.worker.engine.engine import Engine
@@ -36,7 +36,7 @@ from shared.host import process_facts
 from shared.ids import Incarnation, WorkerId
 from shared.process.tasks import TaskOwner
 from shared.subjects import Subjects
-from shared.systems import Preemption, System, find_system
+from shared.systems import find_system
 from shared.transport.bus import Bus, ServiceInfo
 from shared.version import VERSION
 
@@ -256,19 +256,11 @@ def _engine(
         num_lanes=executor.num_lanes,
         overlaps=overlaps(executor),
     )
-    system = find_system(settings.system)
-    scheduler, num_blocks = make_scheduler(system.scheduler), _num_blocks(settings, capacity)
+    scheduler = make_scheduler(find_system(settings.system).scheduler)
+    num_blocks = _num_blocks(settings, capacity)
     if make_engine is not None:
         return make_engine(config, scheduler, num_blocks, model.cost)
-    return Engine(config, scheduler, num_blocks, _host(system, capacity), model.cost)
-
-
-def _host(system: System, capacity: KvCapacity) -> HostMemory | None:
-    """Return the host memory that the system swaps to."""
-    if system.preemption is not Preemption.SWAP:
-        return None
-    assert capacity.host is not None, f"system '{system.name}' needs an executor with host memory"
-    return capacity.host
+    return Engine(config, scheduler, num_blocks, capacity.host, model.cost)
 
 
 def _info(settings: WorkerSettings, facts: WorkerFacts) -> ServiceInfo:

@@ -142,7 +142,10 @@ NO_EXCHANGE = "fcfs exchanges no KV; leave `exchange` and `kv_exchange` out"
     [
         ("kunserv", {}, "unknown system 'kunserv'; did you mean 'kunserve'?"),
         ("kunserve", {"scheduler": "lokahead"}, "no scheduler is called 'lokahead'; there are: fcfs, chunked"),
-        ("swap", {"scheduler": "fcfs"}, "the scheduler of swap cannot be changed"),
+        ("kunserve", {"host_memory": "1GiB"}, "kunserve keeps no KV on the host; leave `host_memory` out"),
+        ("oracle", {"host_memory": 1}, "oracle keeps no KV on the host"),
+        ("swap", {"host_memory": "much"}, "variants.x.host_memory: 'much' is not a size"),
+        ("swap", {"host_link_gb_per_s": 0}, "host_link_gb_per_s: Input should be greater than 0"),
         ("fcfs", {"exchange": False}, NO_EXCHANGE),
         ("fcfs", {"kv_exchange": "live"}, NO_EXCHANGE),
         ("kunserve", {"kv_exchange": "lively"}, "variants.x.kv_exchange: "),

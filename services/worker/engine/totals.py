@@ -20,6 +20,10 @@ class Totals:
     """Preemptions whose KV moved to host memory."""
     num_swap_ins: int = 0
     """Times that it was brought back."""
+    num_brought_back_tokens: int = 0
+    """Tokens whose KV came back from host memory; those that the prefix cache had still are not among them."""
+    num_given_up_tokens: int = 0
+    """Tokens of KV that was to be in host memory and is lost: it has to be computed again."""
     num_failed_copies: int = 0
     """Copies to the host or back that failed: the KV was computed again."""
     swapped_out_bytes: int = 0

@@ -112,6 +112,7 @@ class Transitions:
             self._is_back(row)
             return
         self.swapping.forget(row)
+        self.totals.num_given_up_tokens += landed.num_tokens
         if not landed.to_host:
             self.preempt(row)
         self._lost_tokens[row] = landed.num_tokens
@@ -146,7 +147,9 @@ class Transitions:
 
     def _is_back(self, row: int) -> None:
         assert self.swapping is not None, "nothing was on the host"
-        self.table.num_computed[row] = self.table.host_tokens[row]
+        num_tokens = int(self.table.host_tokens[row])
+        self.totals.num_brought_back_tokens += num_tokens - int(self.table.num_computed[row])
+        self.table.num_computed[row] = num_tokens
         self.swapping.forget(row)
         self.sharing.forks.review()
         if self.table.hold[row] & Hold.PAUSED:
