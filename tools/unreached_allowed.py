@@ -21,8 +21,6 @@ ALLOWED: dict[str, str] = {
     "services.worker.config.KernelKind.FLASHINFER": _OUTSIDE,
     "services.worker.config.KernelKind.NATIVE": _OUTSIDE,
     "services.worker.config.KernelKind.TORCH": _OUTSIDE,
-    "services.worker.engine.stats.EngineStats.num_host_blocks": _TESTS,
-    "services.worker.engine.stats.EngineStats.num_used_host_blocks": _TESTS,
     "services.worker.engine.totals.Totals.num_failed_copies": _TESTS,
     "services.worker.engine.totals.Totals.num_failed_steps": _TESTS,
     "services.worker.engine.totals.Totals.stalled_s": _TESTS,

@@ -63,8 +63,6 @@ def build_cluster(scenario: Scenario, system: str, workload: Workload) -> Experi
     kv_tokens = min(instance.stage_kv_tokens(len(layers)) for layers in ranges)
     rate = variant.network_bytes_per_s or instance.network_bytes_per_s
     link = ModelledLink(LINK_LATENCY_S, rate, instance.activation_bytes_per_token)
-    host_gb_per_s = variant.host_link_gb_per_s
-    host_link = instance.host_link_bytes_per_s if host_gb_per_s is None else host_gb_per_s * 1e9
     longest = int((workload.num_prompt + workload.num_output).max()) if len(workload) else 1
     workers = tuple(
         SimWorkerParams(
@@ -81,7 +79,7 @@ def build_cluster(scenario: Scenario, system: str, workload: Workload) -> Experi
             max_batch_tokens=scenario.max_batch_tokens,
             kv_bytes_per_token=instance.kv_bytes_per_token,
             host_memory_bytes=variant.host_memory,
-            host_link_bytes_per_s=host_link,
+            host_link_bytes_per_s=1e9 * (variant.host_link_gb_per_s or 0) or instance.host_link_bytes_per_s,
             pipeline=None if num_stages == 1 else Pipeline(instance.num_layers, ranges, link),
             elastic=_elastic_facts(instance, rate if variant.exchange else 0.0) if facts.drops else None,
         )
