@@ -24,8 +24,8 @@ STALE_AFTER_S = 3.0
 ANSWER_LIMIT_S = 20.0
 """For the view of thousands of workers."""
 _HEAD = ("WORKER", "PHASE", "LIVENESS", "MODEL", "DEVICE", "KV USED", "RUNNING", "WAITING", "TOKENS/S", "STEPS")
-_HOST_HEAD = ("HOST KV", "BROUGHT BACK", "RECOMPUTED", "GIVEN UP")
-"""Of workers with host memory for KV: its blocks in use, and tokens by what became of KV that gave way."""
+_HOST_HEAD = ("HOST KV",)
+"""Of workers with host memory for KV: its blocks in use."""
 _GROUP_HEAD = ("GROUP", "STAGE", "LAYERS", "PLAN")
 """Of workers whose parameters can be dropped."""
 _MOVE_NAMES = {
@@ -77,7 +77,15 @@ def render(view: ClusterView, age_s: float | None = None) -> str:
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     is_stale = age_s is not None and age_s > STALE_AFTER_S
     stale = [f"stale: the monitor wrote this {age_s:.0f} s ago"] if is_stale else []
-    words = [*_waiting(view), *_left_out(view), *_held(view), *_throttled(view), *_moves(view), *stale]
+    words = [
+        *_waiting(view),
+        *_left_out(view),
+        *_held(view),
+        *_throttled(view),
+        *_gave_way(view),
+        *_moves(view),
+        *stale,
+    ]
     return "\n".join([*lines, "", _summary(view), *words])
 
 
@@ -106,13 +114,7 @@ def _row(status: WorkerStatus) -> tuple[str, ...]:
 
 
 def _host_cells(report: WorkerReport) -> tuple[str, ...]:
-    """Return how much host memory is in use, and how many tokens were brought back, computed again, and given up."""
-    return (
-        f"{report.num_used_host_blocks}/{report.num_host_blocks}" if report.num_host_blocks else "-",
-        str(report.num_brought_back_tokens_total),
-        str(report.num_recomputed_tokens_total),
-        str(report.num_given_up_tokens_total),
-    )
+    return (f"{report.num_used_host_blocks}/{report.num_host_blocks}" if report.num_host_blocks else "-",)
 
 
 def _group_cells(report: WorkerReport) -> tuple[str, ...]:
@@ -158,6 +160,17 @@ def _throttled(view: ClusterView) -> list[str]:
         for status in view.workers
         if status.throttled and status.liveness is Liveness.ALIVE
     ]
+
+
+def _gave_way(view: ClusterView) -> list[str]:
+    """Return what became of KV that gave way, of each worker where some did."""
+    lines = []
+    for report in (status.report for status in view.workers):
+        back, again = report.num_brought_back_tokens_total, report.num_recomputed_tokens_total
+        lost = f", {report.num_given_up_tokens_total} given up" if report.num_given_up_tokens_total else ""
+        if back or again or lost:
+            lines.append(f"gave way: {report.worker_id}: {back} tokens brought back, {again} computed again{lost}")
+    return lines
 
 
 def _moves(view: ClusterView) -> list[str]:

@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -170,8 +171,8 @@ async def test_what_became_of_kv_that_gave_way_is_told(served: Running) -> None:
     """A worker that brought back 500 tokens starts anew and brings back 40: 540 in all."""
     pages: list[dict[str, float]] = []
     for back in (500, 40):
-        totals = {"num_recomputed_tokens_total": 70, "num_brought_back_tokens_total": back}
-        blocks = {"num_host_blocks": 96, "num_used_host_blocks": 9}
+        totals: dict[str, Any] = {"num_recomputed_tokens_total": 70, "num_brought_back_tokens_total": back}
+        blocks: dict[str, Any] = {"num_host_blocks": 96, "num_used_host_blocks": 9}
         await served.view(make_status(**blocks, **totals, num_given_up_tokens_total=16))
         samples = [each for each in await served.samples() if each.name in HOST_SERIES]
         assert all(each.labels["worker"] == "w0" for each in samples)

@@ -82,7 +82,7 @@ def test_who_cannot_use_it_takes_none_and_refuses_what_is_given(system: str) -> 
 
 
 @pytest.mark.parametrize("chosen", [{"host_memory": 0}, {}], ids=["given", "by default"])
-def test_a_system_that_swaps_does_not_go_without(chosen: dict[str, int]) -> None:
+def test_a_system_that_swaps_does_not_go_without(chosen: dict[str, Any]) -> None:
     with pytest.raises(
         StartupError, match=r"system 'swap' moves KV to the host, .* for a block of 8192 bytes\. Give som"
     ):
