@@ -13,6 +13,8 @@ from shared.systems import find_system
 
 _SHARE: Final = 1 / 10
 """Of what is free on the host, for all its workers together where no setting says how much."""
+_MOST_BYTES: Final = 16 * 2**30
+"""For one worker then: on a GPU it is pinned at the start, needed or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,4 +60,4 @@ def _default_bytes(settings: WorkerSettings) -> int:
     """Return a share of what is free; the budget is on the host too where steps are computed on the CPU."""
     is_on_host = settings.executor is ExecutorKind.TORCH and settings.device == "cpu"
     free_bytes = free_memory() - (settings.memory if is_on_host else 0)
-    return max(0, min(int(free_bytes * _SHARE) // settings.host_workers, settings.memory))
+    return max(0, min(int(free_bytes * _SHARE) // settings.host_workers, settings.memory, _MOST_BYTES))

@@ -51,7 +51,8 @@ def test_by_default_all_workers_together_take_a_tenth_and_none_more_than_its_bud
     assert not share.is_given
     assert share.num_bytes == share.num_blocks * block <= memory
     assert share.num_bytes * num_workers <= left / 10 + 1
-    nearly = min(left / 10 / num_workers, memory) - block - 1
+    assert share.num_bytes <= 16 * GIB
+    nearly = min(left / 10 / num_workers, memory, 16 * GIB) - block - 1
     assert share.num_bytes >= nearly, "no more than a block is lost"
 
 
