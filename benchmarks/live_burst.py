@@ -69,6 +69,7 @@ class BurstCluster(LiveCluster):
         """Return when it serves, joined to pipelines if the system has them."""
         flags = ["--model", str(checkpoint), "--dtype", "bfloat16", "--memory", memory, "--workers", "2"]
         flags += ["--threads", "1", "--system", system, "--log-dir", str(log.with_suffix(""))]
+        flags += [] if find_live_system(system).swaps else ["--host-memory", "0"]  # as the papers' systems
         await self.serve(*flags, log=log, env=settings)
         self._feed = ViewFeed(self.bus, self.subjects, self._on_view, _on_malformed)
         await self._feed.start()

@@ -1,6 +1,6 @@
-"""What a reader waits for in the third turn of a chat that the device has forgotten: with memory of the host, and without.
+"""How long the third turn of a chat waits that the device has forgotten, with memory of the host and without.
 
-    python -m benchmarks.third_turn [--turn 700] [--others 12] [--repeats 7] [--memory 120MiB] [--host-memory 1GiB]
+    python -m benchmarks.third_turn [--turn 700] [--others 12] [--repeats 7] [--memory 250MiB] [--host-memory 1GiB]
 
 Two clusters of one worker each, the same but for `--host-memory`, take turns. A chat has two turns; then other prompts
 fill the device's KV until nothing of it is left there; then the third turn comes, and its first token is timed. `warm`
@@ -17,6 +17,7 @@ import tempfile
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -40,8 +41,8 @@ class Reader:
         self._url = url
 
     async def ttft_s(self, prompt: list[int]) -> tuple[float, int]:
-        """Ask, and read to the end; return the seconds until the first token, and the prompt tokens that were cached."""
-        body = {"model": "small", "prompt": prompt, "max_tokens": ANSWER_TOKENS, "stream": True}
+        """Ask, and read to the end; return the seconds until the first token, and how much of the prompt was cached."""
+        body: dict[str, Any] = {"model": "small", "prompt": prompt, "max_tokens": ANSWER_TOKENS, "stream": True}
         body["stream_options"] = {"include_usage": True}
         began_s, first_s, num_cached = time.perf_counter(), 0.0, 0
         async with self._session.post(f"{self._url}/v1/completions", json=body) as answer:
@@ -72,7 +73,8 @@ class Chats:
         self._random = np.random.default_rng(seed)
 
     def _prompt(self) -> list[int]:
-        return self._random.integers(FIRST_ID, NUM_TOKENS, 3 * self._turn).tolist()
+        tokens: list[int] = self._random.integers(FIRST_ID, NUM_TOKENS, 3 * self._turn).tolist()
+        return tokens
 
     async def third_turn(self, reader: Reader, *, is_warm: bool) -> tuple[float, int]:
         """Have a chat; return the time to the first token of its third turn, and what of it was cached."""
@@ -99,9 +101,9 @@ async def measure(chosen: argparse.Namespace, folder: Path) -> None:
         for repeat in range(chosen.repeats + 1):
             for name, of in (("with host memory",) * 2, ("without",) * 2, ("warm", "without")):
                 chats = Chats(chosen.turn, chosen.others, repeat)
-                found = await chats.third_turn(readers[of], is_warm=name == "warm")
+                turn = await chats.third_turn(readers[of], is_warm=name == "warm")
                 if repeat:  # the first round warms up
-                    rows[name].append(found)
+                    rows[name].append(turn)
     print(f"{3 * chosen.turn} tokens, {chosen.repeats} chats, {chosen.others} prompts between; milliseconds\n")
     print("| third turn | TTFT, median | least | most | cached tokens |\n|---|---:|---:|---:|---:|")
     for name, found in rows.items():

@@ -108,6 +108,7 @@ _CLUSTER_OPTIONS = (
     ("device", "cpu|cuda", "Where the workers run; cuda:<index> names one device. [cpu]"),
     ("dtype", "float32|bfloat16", "Type of parameters and KV. [float32]"),
     ("memory", "SIZE", "Hard budget of each worker, e.g. 512MiB, 4GiB: parameters, KV, workspace. [1GiB]"),
+    ("host-memory", "SIZE", "Of the host, beside it, for KV that gives way; 0: none. [a share of what is free]"),
     ("system", "NAME", "Named set of policies. [fcfs-chunked]"),
     ("host", "ADDR", "Address to listen on. [127.0.0.1]"),
     ("api-keys-file", "FILE", "Keys that requests need (`sluice keys create`). [none: no key is asked for]"),

@@ -24,6 +24,8 @@ STALE_AFTER_S = 3.0
 ANSWER_LIMIT_S = 20.0
 """For the view of thousands of workers."""
 _HEAD = ("WORKER", "PHASE", "LIVENESS", "MODEL", "DEVICE", "KV USED", "RUNNING", "WAITING", "TOKENS/S", "STEPS")
+_HOST_HEAD = ("HOST KV",)
+"""Of workers with host memory for KV: its blocks in use."""
 _GROUP_HEAD = ("GROUP", "STAGE", "LAYERS", "PLAN")
 """Of workers whose parameters can be dropped."""
 _MOVE_NAMES = {
@@ -65,6 +67,9 @@ def render(view: ClusterView, age_s: float | None = None) -> str:
     if not view.workers:
         return "no worker reports to this cluster; start one with `sluice up`"
     rows = [_HEAD, *(_row(status) for status in view.workers)]
+    if any(status.report.num_host_blocks for status in view.workers):
+        cells = [_HOST_HEAD, *(_host_cells(status.report) for status in view.workers)]
+        rows = [(*row, *more) for row, more in zip(rows, cells, strict=True)]
     if any(status.report.elastic is not None or status.report.group for status in view.workers):
         cells = [_GROUP_HEAD, *(_group_cells(status.report) for status in view.workers)]
         rows = [(*row, *more) for row, more in zip(rows, cells, strict=True)]
@@ -72,7 +77,15 @@ def render(view: ClusterView, age_s: float | None = None) -> str:
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     is_stale = age_s is not None and age_s > STALE_AFTER_S
     stale = [f"stale: the monitor wrote this {age_s:.0f} s ago"] if is_stale else []
-    words = [*_waiting(view), *_left_out(view), *_held(view), *_throttled(view), *_moves(view), *stale]
+    words = [
+        *_waiting(view),
+        *_left_out(view),
+        *_held(view),
+        *_throttled(view),
+        *_gave_way(view),
+        *_moves(view),
+        *stale,
+    ]
     return "\n".join([*lines, "", _summary(view), *words])
 
 
@@ -98,6 +111,10 @@ def _row(status: WorkerStatus) -> tuple[str, ...]:
         f"{report.tokens_per_s:.1f}",
         str(report.num_steps),
     )
+
+
+def _host_cells(report: WorkerReport) -> tuple[str, ...]:
+    return (f"{report.num_used_host_blocks}/{report.num_host_blocks}" if report.num_host_blocks else "-",)
 
 
 def _group_cells(report: WorkerReport) -> tuple[str, ...]:
@@ -143,6 +160,17 @@ def _throttled(view: ClusterView) -> list[str]:
         for status in view.workers
         if status.throttled and status.liveness is Liveness.ALIVE
     ]
+
+
+def _gave_way(view: ClusterView) -> list[str]:
+    """Return what became of KV that gave way, of each worker where some did."""
+    lines = []
+    for report in (status.report for status in view.workers):
+        back, again = report.num_brought_back_tokens_total, report.num_recomputed_tokens_total
+        lost = f", {report.num_given_up_tokens_total} given up" if report.num_given_up_tokens_total else ""
+        if back or again or lost:
+            lines.append(f"gave way: {report.worker_id}: {back} tokens brought back, {again} computed again{lost}")
+    return lines
 
 
 def _moves(view: ClusterView) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which process this is, for people who look from outside (`$SRV.INFO`, reports, `sluice chaos`), and its cores."""
+"""Which process this is, for people who look from outside (`$SRV.INFO`, reports, `sluice chaos`); cores and memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -27,3 +28,53 @@ def processor_name() -> str:
     except OSError:
         names = []
     return names[0] if names else platform.machine()
+
+
+def free_memory(root: Path = Path("/")) -> int:
+    """Return the bytes of memory that this process could still take: the machine's, or those of its control groups.
+
+    What files have in memory counts as free, where the system would take it for others. 0: the system does not say.
+
+    Args:
+        root: of the file system that says it.
+    """
+    found = [1024 * kib for kib in _numbers(root / "proc/meminfo", "MemAvailable:")]
+    found += [left for group in _memory_groups(root) if (left := _left_in(*group)) is not None]
+    return max(0, min(found, default=0))
+
+
+def _memory_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
+    """Return folders of control groups that bound this process's memory, and the names there: limit, use, files."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if not controllers:  # version 2
+            names = ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        inner = top / path.lstrip("/")  # in a container it may be the host's path, which is not there; the top is
+        yield from ((folder, *names) for folder in (inner, *inner.parents))
+
+
+def _left_in(folder: Path, limit: str, use: str, files: str) -> int | None:
+    """Return the bytes that a control group leaves; None: it has no limit."""
+    texts = (_read(folder / limit).strip(), _read(folder / use).strip())
+    if not all(text.isdecimal() for text in texts):
+        return None
+    most, used = map(int, texts)
+    return most - used + sum(_numbers(folder / "memory.stat", files))
+
+
+def _numbers(file: Path, name: str) -> list[int]:
+    """Return the number behind a name in a file of lines, if it is there."""
+    fields = (line.split() for line in _read(file).splitlines())
+    return [int(words[1]) for words in fields if words[:1] == [name] and words[1].isdecimal()]
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""

@@ -13,13 +13,6 @@ from enum import StrEnum
 DEFAULT_SYSTEM = "fcfs-chunked"
 
 
-class Preemption(StrEnum):
-    """What happens to the KV of a sequence that has to give way."""
-
-    RECOMPUTE = "recompute"  # it is dropped, and computed again
-    SWAP = "swap"  # it moves to host memory and back, where that is cheaper
-
-
 class Memory(StrEnum):
     """How much KV memory a worker has."""
 
@@ -44,8 +37,9 @@ class System:
     """Which sequences run in the next step (worker)."""
     placement: str
     """Which instance gets a new request (dispatcher)."""
-    preemption: Preemption = Preemption.RECOMPUTE
-    """How sequences give way (worker)."""
+    swaps: bool = False
+    """It is about KV that moves to the host and back: a worker without memory for that refuses it, and a simulated one
+    has 64 GiB, of which the other systems have none there (unless a variant says so)."""
     memory: Memory = Memory.BOUNDED
     """Where it is unlimited, the system runs in the simulator only."""
     num_stages: int = 1
@@ -60,6 +54,11 @@ class System:
         """Whether its live workers can drop parameters and serve as stages."""
         return self.drops or self.num_stages > 1
 
+    @property
+    def keeps_on_host(self) -> bool:
+        """Whether KV may lie in host memory: not where the device's memory is as large as is asked for."""
+        return self.memory is Memory.BOUNDED
+
 
 SYSTEMS: dict[str, System] = {
     system.name: system
@@ -71,7 +70,7 @@ SYSTEMS: dict[str, System] = {
         System("fcfs-pp", scheduler="fcfs", placement="least-loaded", num_stages=2),
         System("round-robin", scheduler="round-robin", placement="least-loaded"),
         # The scheduler is the one that KunServe gave its InferCept baseline, and its own system: chunked prefill.
-        System("swap", scheduler="chunked", placement="least-loaded", preemption=Preemption.SWAP),
+        System("swap", scheduler="chunked", placement="least-loaded", swaps=True),
         # The same scheduler, so that memory is all that differs from `fcfs-chunked` and `swap`. With memory for
         # everybody it stalls no decode and keeps nobody waiting but for computing; prefill first would reach its first
         # tokens a little earlier by making all others wait, which is a trade and no bound.

@@ -24,7 +24,7 @@ from shared.ids import Incarnation
 from shared.layers import LayerRange
 from shared.messages.report import ElasticFacts
 from shared.process.tasks import TaskOwner
-from shared.systems import DEFAULT_SYSTEM, Memory, Preemption, find_system
+from shared.systems import DEFAULT_SYSTEM, Memory, find_system
 from shared.transport.bus import Bus
 from sim.devices.channel import ModelledLink
 from sim.devices.modelled_device import ModelledDeviceParams, ModelledGroupDevice
@@ -32,6 +32,8 @@ from sim.devices.modelled_network import ModelledNetwork
 from sim.devices.modelled_pipeline import PipelineParams, modelled_stages
 from sim.oracle import UnlimitedEngine
 
+SWAP_MEMORY_BYTES = 64 * 2**30
+"""Host memory of a worker whose system swaps, unless told otherwise."""
 NO_FOLDER = Path("modelled")
 MODEL_NAME = "modelled"
 """Name under which simulated workers serve."""
@@ -76,7 +78,7 @@ class SimWorkerParams:
     kv_bytes_per_token: int = 196_608
     """Keys and values of one token in all layers, for the host link; Qwen2.5-14B in 16 bits unless told otherwise."""
     host_memory_bytes: int | None = None
-    """Host memory for KV of preempted sequences; None: 64 GiB where the system swaps, else none."""
+    """Host memory for KV of preempted sequences; None: 64 GiB where the system swaps, none elsewhere."""
     host_link_bytes_per_s: float = 25e9
     """Between device and host, each way: PCIe 4.0 x16 unless told otherwise."""
     cluster: str = "default"
@@ -97,15 +99,13 @@ class SimWorkerParams:
     """See `ModelledDeviceParams`."""
 
     def host_memory(self) -> HostMemory | None:
-        """Return the memory for KV that leaves the device, None if there is none."""
-        num_bytes = self.host_memory_bytes
+        """Return the host memory for KV of preempted sequences, None if there is none."""
+        num_bytes, block_kv_bytes = self.host_memory_bytes, self.kv_bytes_per_token * self.block_size
         if num_bytes is None:
-            num_bytes = 64 * 2**30 if find_system(self.system).preemption is Preemption.SWAP else 0
-        if not num_bytes:
+            num_bytes = SWAP_MEMORY_BYTES if find_system(self.system).swaps else 0
+        if num_bytes < block_kv_bytes:
             return None
-        block_kv_bytes = self.kv_bytes_per_token * self.block_size
-        num_blocks = num_bytes // block_kv_bytes
-        return HostMemory(num_blocks, block_kv_bytes, block_kv_bytes / self.host_link_bytes_per_s)
+        return HostMemory(num_bytes // block_kv_bytes, block_kv_bytes, block_kv_bytes / self.host_link_bytes_per_s)
 
 
 class StickyExecutor(ModelledExecutor):

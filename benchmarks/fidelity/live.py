@@ -44,6 +44,7 @@ class FidelityCluster(LiveCluster):
         """Return the worker's report when it serves."""
         flags = ["--model", str(settings.checkpoint), "--dtype", settings.dtype, "--memory", settings.memory]
         flags += ["--threads", str(settings.threads), "--workers", "1", "--kernels", "native"]
+        flags += ["--host-memory", "0"]  # as the simulated systems
         await self.serve(*flags, log=settings.log)
         report = await find_worker(self.bus, self.subjects)
         self._worker_id = WorkerId(report.worker_id)

@@ -46,8 +46,7 @@ def check_settings(settings: UpSettings) -> None:
         raise StartupError(f"system {settings.system} joins {counted}", f"Give a multiple of {num_stages} as --workers")
     if not _DEVICE.fullmatch(settings.device):
         raise StartupError(f"unknown device '{settings.device}'", "Use --device cpu, cuda or cuda:<index>")
-    if settings.device == "cpu" and "memory" in settings.model_fields_set:
-        _check_memory(settings.workers, settings.memory)
+    _check_memory(settings)
     check_reachable(settings.host, has_keys=settings.has_keys, allow_no_key=settings.allow_no_key)
     check_everybody(settings.allow_origin, has_keys=settings.has_keys)
     if settings.api_keys_file is not None and not is_file(settings.api_keys_file):
@@ -55,12 +54,17 @@ def check_settings(settings: UpSettings) -> None:
         raise StartupError(f"there is no file of keys {settings.api_keys_file}", hint)
 
 
-def _check_memory(num_workers: int, memory_bytes: int) -> None:
+def _check_memory(settings: UpSettings) -> None:
     """Check that this machine has what the workers are to have together; a budget that nobody gave is not asked for."""
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if num_workers * memory_bytes > there:
-        counted = describe_bytes(memory_bytes) + (f" for each of {num_workers} workers" if num_workers > 1 else "")
-        hint = f"Give at most --memory {there // num_workers // 2**20}MiB, or fewer workers"
+    num_workers, host_bytes = settings.workers, settings.host_memory or 0
+    is_counted = settings.device == "cpu" and "memory" in settings.model_fields_set
+    wanted = host_bytes + (settings.memory if is_counted else 0)
+    if num_workers * wanted > there:
+        counted = describe_bytes(wanted) + (f" for each of {num_workers} workers" if num_workers > 1 else "")
+        flags = [*(["--memory"] if is_counted else []), *(["--host-memory"] if host_bytes else [])]
+        most = f"{' and '.join(flags)} {there // num_workers // 2**20}MiB{' together' if flags[1:] else ''}"
+        hint = f"Give at most {most}, or fewer workers"
         raise StartupError(f"{counted} is more memory than the {describe_bytes(there)} of this machine", hint)
 
 

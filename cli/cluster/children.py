@@ -84,7 +84,8 @@ class ClusterPlan:
         settings = self.settings
         flags = ["--model", str(self.model.folder), "--served-model-name", self.model_name]
         flags += ["--device", device_of(settings.device, index, num_devices()), "--dtype", settings.dtype]
-        flags += ["--memory", str(settings.memory)]
+        flags += ["--memory", str(settings.memory), "--host-workers", str(settings.workers)]
+        flags += [] if settings.host_memory is None else ["--host-memory", str(settings.host_memory)]
         flags += ["--system", settings.system, "--max-model-len", str(settings.max_model_len)]
         flags += ["--drain-limit-s", str(settings.drain_limit_s)]
         flags += ["--threads", str(settings.threads), "--cores", str(settings.cores_per_worker())]

@@ -32,6 +32,9 @@ class UpSettings(ServiceSettings):
     """Type of parameters and KV; bfloat16 halves both."""
     memory: Size = 1024**3
     """Hard memory budget of each worker, for parameters, KV and workspace; what the first and last leave becomes KV."""
+    host_memory: Annotated[Size, Field(ge=0)] | None = None
+    """Memory of the host of each worker, beside `memory`, for KV of requests that give way; 0: none. Empty: the workers
+    share a tenth of what is free, and none takes more than `memory` or 16 GiB."""
     system: str = DEFAULT_SYSTEM
     """Named set of policies."""
     host: Host = "127.0.0.1"

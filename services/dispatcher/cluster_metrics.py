@@ -41,6 +41,8 @@ class ClusterMetrics:
         self._running = gauge("vllm:num_requests_running", "Sequences that run on workers", model)
         self._waiting = gauge("vllm:num_requests_waiting", "Requests that wait, here or at workers", model)
         self._kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks in use", _WORKER)
+        of_host = "KV blocks of host memory: those that are needed, and all"
+        self._host_blocks = gauge("sluice:host_blocks", of_host, (*_WORKER, "state"))
         self._kv_bytes = gauge("sluice:kv_bytes", "Memory for KV, bytes", _WORKER)
         self._param_bytes = gauge("sluice:param_bytes", "Memory of parameters, bytes", (*_WORKER, "state"))
         moves = (*_WORKER, "kind")
@@ -54,6 +56,8 @@ class ClusterMetrics:
         hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache", _WORKER)
         preemptions = counter("vllm:num_preemptions", "Sequences whose KV was taken away while they ran", _WORKER)
         self._queries, self._hits, self._preemptions = Growing(queries), Growing(hits), Growing(preemptions)
+        of_preempted = "Tokens whose KV gave way, by what became of it"
+        self._preempted = Growing(counter("sluice:preempted_tokens", of_preempted, (*_WORKER, "what")))
 
     def _declare_own(self, metrics: Metrics) -> None:
         gauge, counter, model = metrics.gauge, metrics.counter, ("model_name",)
@@ -75,7 +79,7 @@ class ClusterMetrics:
         self._running.set(sum(report.num_running for report in reports), model_name=model)
         waiting = sum(report.num_waiting + report.num_preempted for report in reports)
         self._waiting.set(waiting + sessions.num_queued, model_name=model)
-        for gauge in (self._kv_usage, self._kv_bytes, self._param_bytes, *self._moves.values()):
+        for gauge in (self._kv_usage, self._host_blocks, self._kv_bytes, self._param_bytes, *self._moves.values()):
             gauge.clear()  # of a worker that is gone nothing is said
         for report in reports:
             self._read_worker(report)
@@ -86,6 +90,8 @@ class ClusterMetrics:
     def _read_worker(self, report: WorkerReport) -> None:
         labels = {"model_name": self._model, "worker": report.worker_id}
         self._kv_usage.set(report.num_used_blocks / report.num_blocks if report.num_blocks else 0.0, **labels)
+        self._host_blocks.set(report.num_used_host_blocks, state="used", **labels)
+        self._host_blocks.set(report.num_host_blocks, state="all", **labels)
         self._kv_bytes.set(report.kv_bytes, **labels)
         self._param_bytes.set(report.param_bytes, state="resident", **labels)
         for move in report.moves:
@@ -97,6 +103,9 @@ class ClusterMetrics:
         self._queries.follow(report.num_prefix_cache_queries_total, **labels)
         self._hits.follow(report.num_prefix_cache_hits_total, **labels)
         self._preemptions.follow(report.num_preemptions_total, **labels)
+        self._preempted.follow(report.num_recomputed_tokens_total, **labels, what="recomputed")
+        self._preempted.follow(report.num_brought_back_tokens_total, **labels, what="brought_back")
+        self._preempted.follow(report.num_given_up_tokens_total, **labels, what="given_up")
 
     def _read_bus(self, sessions: Sessions, bus: Bus) -> None:
         model, counters = self._model, sessions.table.counters

@@ -256,8 +256,8 @@ def _engine(
         num_lanes=executor.num_lanes,
         overlaps=overlaps(executor),
     )
-    system = find_system(settings.system)
-    scheduler, num_blocks = make_scheduler(system.scheduler), _num_blocks(settings, capacity)
+    scheduler = make_scheduler(find_system(settings.system).scheduler)
+    num_blocks = _num_blocks(settings, capacity)
     return (make_engine or Engine)(config, scheduler, num_blocks, capacity.host, model.cost)
 
 

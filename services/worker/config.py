@@ -71,8 +71,12 @@ class WorkerSettings(ServiceSettings):
     """Type of parameters and KV; bfloat16 halves both."""
     memory: Size = 1024**3
     """Hard budget for parameters, KV and workspace, in bytes; what the first and last leave becomes KV."""
-    host_memory: Size = 1024**3
-    """Memory of the host for KV of preempted sequences, in bytes, beside `memory`; only systems that swap take it."""
+    host_memory: Annotated[Size, Field(ge=0)] | None = None
+    """Memory of the host for KV of preempted sequences, in bytes, beside `memory`; 0: none. Empty: a tenth of what is
+    free there (on the CPU, beyond `memory`), shared among `host_workers`, and at most `memory` or 16 GiB. Systems that
+    form groups take none."""
+    host_workers: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Workers on this host, which share what `host_memory` takes of it by default."""
     host_link_gb_per_s: Annotated[float, Field(gt=0)] = 25.0
     """Gigabytes (10^9) per second between device and host, each way; of the modelled executor, others measure it."""
     page_bytes: Annotated[Size, Field(ge=4096)] = 2 * 1024**2

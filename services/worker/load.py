@@ -20,7 +20,8 @@ from services.worker.cost.estimate import CostEstimate
 from services.worker.cost.fitting import CostFitting
 from services.worker.cost.kept import KeptSteps
 from services.worker.executor.first_look import RunnerSettings, first_look
-from services.worker.memory.budget import bytes_per_block, count_host_blocks
+from services.worker.memory.budget import bytes_per_block
+from services.worker.memory.host_share import HostShare, host_share
 from services.worker.modelled.executor import ModelledExecutor
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw
 from services.worker.models.spec import MIN_CONTEXT, TOO_SHORT, ModelSpec, read_spec
@@ -32,7 +33,7 @@ from shared.cost import load_profile
 from shared.errors import StartupError
 from shared.ids import NOBODY, Incarnation, WorkerId
 from shared.process.log import get_logger
-from shared.systems import Preemption, UnknownSystemError, find_live_system, find_system
+from shared.systems import UnknownSystemError, find_live_system, find_system
 
 if TYPE_CHECKING:
     from services.worker.executor.elastic_model import ElasticModel
@@ -90,13 +91,17 @@ def check_model(settings: WorkerSettings, spec: ModelSpec) -> None:
         spec: of the model in `settings.model`.
 
     Raises:
-        StartupError: the checkpoint is damaged, or does not fit, or there is no such device, or no such kernels.
+        StartupError: the checkpoint is damaged, or does not fit, or there is no such device, or no such kernels, or
+            `host_share` refuses what the settings say of the host's memory.
     """
     if settings.executor is ExecutorKind.MODELLED:
-        _modelled_kv(settings, spec)
+        _modelled_blocks(settings, spec)
         load_profile(settings.profile)
+    else:
+        first_look(_runner_settings(settings), spec)
+    host_share(settings, _block_kv_bytes(settings, spec))
+    if settings.executor is ExecutorKind.MODELLED:
         return
-    first_look(_runner_settings(settings), spec)
     if settings.device != "cpu" or settings.kernels is not KernelKind.AUTO:
         from services.worker.executor.runner import check_compute
 
@@ -128,16 +133,21 @@ async def load_executor(
     Raises:
         StartupError: the checkpoint is damaged, or the memory does not suffice.
     """
+    host = host_share(settings, _block_kv_bytes(settings, spec))
+    by = "setting" if host.is_given else "default"
+    get_logger().info("host_memory", num_bytes=host.num_bytes, num_blocks=host.num_blocks, by=by)
     if settings.executor is ExecutorKind.MODELLED:
-        return _modelled(settings, spec)
-    return await _torch(settings, spec, progress, incarnation)
+        return _modelled(settings, spec, host)
+    return await _torch(settings, spec, _runner_settings(settings, host.num_bytes), progress, incarnation)
 
 
-def _modelled(settings: WorkerSettings, spec: ModelSpec) -> Loaded:
+def _modelled(settings: WorkerSettings, spec: ModelSpec, share: HostShare) -> Loaded:
     """Return an executor that takes time and computes nothing; its KV memory is the whole of `memory`."""
-    num_blocks, block_kv_bytes, host = _modelled_kv(settings, spec)
+    num_blocks, block_kv_bytes = _modelled_blocks(settings, spec), _block_kv_bytes(settings, spec)
+    block_copy_s = block_kv_bytes / (settings.host_link_gb_per_s * 1e9)
+    host = HostMemory(share.num_blocks, block_kv_bytes, block_copy_s) if share.num_blocks else None
     draw = TokenDraw.of_vocabulary(spec.vocab_size, spec.eos_token_ids, first_id=min(256, spec.vocab_size // 2))
-    kv = ShadowKv(num_blocks, settings.block_size, draw, num_host_blocks=0 if host is None else host.num_blocks)
+    kv = ShadowKv(num_blocks, settings.block_size, draw, num_host_blocks=share.num_blocks)
     cost = load_profile(settings.profile).cost
     facts = ServedModel(
         vocab_size=spec.vocab_size,
@@ -149,24 +159,26 @@ def _modelled(settings: WorkerSettings, spec: ModelSpec) -> Loaded:
     return Loaded(ModelledExecutor(cost, kv, host=host, overlaps=bool(settings.overlap)), facts)
 
 
-def _modelled_kv(settings: WorkerSettings, spec: ModelSpec) -> tuple[int, int, HostMemory | None]:
-    """Return the blocks of the modelled KV memory, the bytes of each, and the host's memory if the system swaps."""
-    block_kv_bytes = bytes_per_block(spec, settings.block_size, settings.dtype)
+def _block_kv_bytes(settings: WorkerSettings, spec: ModelSpec) -> int:
+    return bytes_per_block(spec, settings.block_size, settings.dtype)
+
+
+def _modelled_blocks(settings: WorkerSettings, spec: ModelSpec) -> int:
+    """Return the blocks of the modelled KV memory."""
+    block_kv_bytes = _block_kv_bytes(settings, spec)
     num_blocks = settings.memory // block_kv_bytes
     if num_blocks * settings.block_size < MIN_CONTEXT:
         raise StartupError(f"--memory holds no KV of two tokens in blocks of {block_kv_bytes} bytes", "Give more")
-    if not _swaps(settings):
-        return num_blocks, block_kv_bytes, None
-    num_host_blocks = count_host_blocks(settings.host_memory, block_kv_bytes)
-    host = HostMemory(num_host_blocks, block_kv_bytes, block_kv_bytes / (settings.host_link_gb_per_s * 1e9))
-    return num_blocks, block_kv_bytes, host
+    return num_blocks
 
 
-def _swaps(settings: WorkerSettings) -> bool:
-    return find_system(settings.system).preemption is Preemption.SWAP
-
-
-async def _torch(settings: WorkerSettings, spec: ModelSpec, progress: Progress, incarnation: Incarnation) -> Loaded:
+async def _torch(
+    settings: WorkerSettings,
+    spec: ModelSpec,
+    runner_settings: RunnerSettings,
+    progress: Progress,
+    incarnation: Incarnation,
+) -> Loaded:
     loop = asyncio.get_running_loop()
 
     def report(ratio: float, text: str) -> None:
@@ -174,12 +186,12 @@ async def _torch(settings: WorkerSettings, spec: ModelSpec, progress: Progress, 
 
     niceness = NICENESS if settings.device == "cpu" else 0
     await off_the_loop(_import_torch, niceness=niceness)
-    await off_the_loop(lambda: _make_pool(settings))
+    await off_the_loop(lambda: _make_pool(runner_settings))
     if find_system(settings.system).forms_groups:
-        model = await off_the_loop(lambda: _load_elastic(settings, spec, report), niceness=niceness)
+        model = await off_the_loop(lambda: _load_elastic(runner_settings, spec, report), niceness=niceness)
         fitting = await off_the_loop(lambda: _tried_elastic(settings, spec, model))
         return await _in_pages(settings, model, fitting, incarnation)
-    runner = await off_the_loop(lambda: _load_runner(settings, spec, report), niceness=niceness)
+    runner = await off_the_loop(lambda: _load_runner(runner_settings, spec, report), niceness=niceness)
     fitting = await off_the_loop(lambda: _tried(settings, spec, runner))
     from services.worker.executor.thread import ThreadExecutor
 
@@ -225,22 +237,22 @@ def _import_torch() -> None:
     import_module("services.worker.executor.runner")
 
 
-def _make_pool(settings: WorkerSettings) -> None:
+def _make_pool(settings: RunnerSettings) -> None:
     from services.worker.executor.runner import make_pool
 
-    make_pool(_runner_settings(settings))
+    make_pool(settings)
 
 
-def _load_runner(settings: WorkerSettings, spec: ModelSpec, report: Progress) -> ModelRunner:
+def _load_runner(settings: RunnerSettings, spec: ModelSpec, report: Progress) -> ModelRunner:
     from services.worker.executor.runner import load_runner
 
-    return load_runner(_runner_settings(settings), report, spec)
+    return load_runner(settings, report, spec)
 
 
-def _load_elastic(settings: WorkerSettings, spec: ModelSpec, report: Progress) -> ElasticModel:
+def _load_elastic(settings: RunnerSettings, spec: ModelSpec, report: Progress) -> ElasticModel:
     from services.worker.executor.elastic_model import load_elastic_model
 
-    return load_elastic_model(_runner_settings(settings), report, spec)
+    return load_elastic_model(settings, report, spec)
 
 
 def _tried_elastic(settings: WorkerSettings, spec: ModelSpec, model: ElasticModel) -> CostFitting:
@@ -262,13 +274,13 @@ def _tried(settings: WorkerSettings, spec: ModelSpec, runner: ModelRunner) -> Co
     return CostFitting([*kept.read(tried), *tried], kept.write)
 
 
-def _runner_settings(settings: WorkerSettings) -> RunnerSettings:
+def _runner_settings(settings: WorkerSettings, host_memory_bytes: int = 0) -> RunnerSettings:
     return RunnerSettings(
         model_dir=settings.model,
         device=settings.device,
         dtype=settings.dtype.value,
         memory_bytes=settings.memory,
-        host_memory_bytes=settings.host_memory if _swaps(settings) else 0,
+        host_memory_bytes=host_memory_bytes,
         block_size=settings.block_size,
         max_batch_tokens=settings.max_batch_tokens,
         max_batch_rows=settings.max_batch_rows,

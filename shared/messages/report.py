@@ -138,6 +138,10 @@ class WorkerReport(ProcessFacts, ControlMessage):
     those that run."""
     num_coming_blocks: int = 0
     """Blocks whose KV is on its way from other workers of the group; sequences wait for theirs."""
+    num_host_blocks: int = 0
+    """Blocks of host memory for KV of preempted sequences."""
+    num_used_host_blocks: int = 0
+    """Of these, the ones that sequences or copies need now."""
     moves: Annotated[tuple[TransferProgress, ...], Field(max_length=8)] = ()
     """What is on its way to it while it serves."""
     layers: tuple[int, int] = (0, 0)
@@ -180,6 +184,12 @@ class WorkerReport(ProcessFacts, ControlMessage):
     param_bytes: int = 0
     kv_bytes: int = 0
     num_preemptions_total: int = 0
+    num_recomputed_tokens_total: int = 0
+    """Tokens whose KV was computed again after a preemption."""
+    num_brought_back_tokens_total: int = 0
+    """Tokens whose KV came from host memory instead, back or for another prompt."""
+    num_given_up_tokens_total: int = 0
+    """Of those computed again, tokens whose KV had been in host memory and was lost there."""
     num_prompt_tokens_total: int = 0
     num_generated_tokens_total: int = 0
     num_finished_total: int = 0

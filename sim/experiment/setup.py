@@ -78,7 +78,8 @@ def build_cluster(scenario: Scenario, system: str, workload: Workload) -> Experi
             max_batch_rows=scenario.max_batch_rows,
             max_batch_tokens=scenario.max_batch_tokens,
             kv_bytes_per_token=instance.kv_bytes_per_token,
-            host_link_bytes_per_s=instance.host_link_bytes_per_s,
+            host_memory_bytes=variant.host_memory,
+            host_link_bytes_per_s=1e9 * (variant.host_link_gb_per_s or 0) or instance.host_link_bytes_per_s,
             pipeline=None if num_stages == 1 else Pipeline(instance.num_layers, ranges, link),
             elastic=_elastic_facts(instance, rate if variant.exchange else 0.0) if facts.drops else None,
         )

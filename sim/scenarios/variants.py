@@ -8,9 +8,9 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from services.planner.config import PlannerSettings
 from services.worker.scheduling.registry import SCHEDULERS
-from shared.process.config import ServiceSettings
+from shared.process.config import ServiceSettings, Size
 from shared.process.config_fields import did_you_mean
-from shared.systems import KvExchange, Preemption, UnknownSystemError, find_system
+from shared.systems import KvExchange, UnknownSystemError, find_system
 from shared.types import Value
 
 PLANNER_FIELDS: Final = {
@@ -62,14 +62,18 @@ class Variant(Value):
     """How KV comes to a group that forms; None: as the system has it."""
     network_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
     """Of each instance, each way; None: as the scenario has it."""
+    host_memory: Annotated[Size, Field(ge=0)] | None = None
+    """Of each instance, for KV of preempted sequences; None: 64 GiB where the system swaps, none elsewhere."""
+    host_link_gb_per_s: Annotated[float, Field(gt=0)] | None = None
+    """Gigabytes (10^9) per second to the host, each way; None: as the catalogue says of the GPU."""
     planner: Annotated[dict[str, Any], AfterValidator(_are_settings)] = Field(default_factory=dict)
     """Settings of the planner (`services.planner.config`), by name."""
 
     @model_validator(mode="after")
     def _has_what_it_changes(self) -> Self:
         system = find_system(self.system)
-        if self.scheduler is not None and system.preemption is Preemption.SWAP:
-            raise ValueError(f"the scheduler of {self.system} cannot be changed: it swaps, which others do not know of")
+        if self.host_memory and not system.keeps_on_host:
+            raise ValueError(f"{self.system} keeps no KV on the host; leave `host_memory` out")
         if not system.drops and not (self.exchange and self.kv_exchange is None):
             raise ValueError(f"{self.system} exchanges no KV; leave `exchange` and `kv_exchange` out")
         return self

@@ -15,6 +15,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
+from shared.process.config import parse_size
 from tests.support.checkpoints import CheckpointShape, greedy_text, stored_checkpoint
 from tests.support.cluster import Cluster, cluster
 from tests.support.waiting import rounds
@@ -33,6 +34,8 @@ LENGTHS = (3, 150, 4, 90, 5, 6, 64, 7, 8, 77, 9, 12)
 MAX_BLOCKS = 14
 """The longest sequence needs all of them (150 + 64 tokens in blocks of 16). Three short ones that run together begin
 with one block each and end with five each, so one of them is preempted."""
+BLOCK_KV_BYTES = 8192
+"""Of the smallest checkpoint: 2 layers · 2 (keys, values) · 2 heads · 16 dimensions · 4 bytes · 16 slots."""
 MAX_ROUNDS = 5
 """How the requests arrive is not ours to say; so often may they be sent until a preemption has been seen."""
 
@@ -82,14 +85,20 @@ def complete(running: Cluster, prompt: list[int], **how: Any) -> str:
     return text
 
 
-def check_under_pressure(running: Cluster, work: Sequence[Callable[[], str]], texts: list[str]) -> None:
-    """Ask for everything at once until a sequence was preempted meanwhile; the texts are the same each time."""
+def check_under_pressure(
+    running: Cluster, work: Sequence[Callable[[], str]], texts: list[str], counted: str = "num_preemptions_total"
+) -> None:
+    """Ask for everything at once until a sequence was preempted meanwhile; the texts are the same each time.
+
+    Args:
+        counted: number of the reports that tells of it.
+    """
     assert running.total("num_preemptions_total") == 0
     for _ in rounds("a sequence is preempted", MAX_ROUNDS):
         with ThreadPoolExecutor(len(work)) as pool:
             assert list(pool.map(lambda ask: ask(), work)) == texts
         running.wait_until_idle()
-        if running.total("num_preemptions_total"):
+        if running.total(counted):
             return
 
 
@@ -108,15 +117,25 @@ def test_greedy_text_over_http_equals_the_references(name: str) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_deterministic_text_does_not_depend_on_the_batch() -> None:
+@pytest.mark.parametrize(
+    ("host_memory", "counted", "never"),
+    [
+        ("0", "num_recomputed_tokens_total", "num_brought_back_tokens_total"),
+        ("4MiB", "num_brought_back_tokens_total", "num_given_up_tokens_total"),
+    ],
+    ids=["computed again", "brought back from the host"],
+)
+def test_deterministic_text_does_not_depend_on_the_batch(host_memory: str, counted: str, never: str) -> None:
     """Sampled text from a model with near-ties: byte-equal alone, in a full batch, and after preemptions."""
     shape, rng = CheckpointShape(seed=5, weight_std=0.03), random.Random(1)
     folder, _ = stored_checkpoint(shape)
-    with crowded_cluster(folder, "--deterministic") as running:
+    with crowded_cluster(folder, "--deterministic", "--host-memory", host_memory) as running:
         work = [
             partial(complete, running, draw_prompt(rng, shape, length), temperature=1.0, seed=length)
             for length in LENGTHS
         ]
         alone = [ask() for ask in work]
-        check_under_pressure(running, work, alone)
+        assert running.total("num_host_blocks") == parse_size(host_memory) // BLOCK_KV_BYTES
+        check_under_pressure(running, work, alone, counted)
+        assert running.total(never) == running.total("num_used_host_blocks") == 0
         assert len(set(alone)) == len(alone)

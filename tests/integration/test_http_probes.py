@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -18,6 +19,8 @@ from tests.support.dispatchers import Running, Serve, load_model, make_settings,
 from tests.support.fake_worker import make_status
 from tests.support.statuses import make_elastic_report, make_elastic_view
 from tests.support.waiting import until
+
+HOST_SERIES = ("sluice:host_blocks", "sluice:preempted_tokens_total")
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -162,6 +165,20 @@ async def test_what_is_on_its_way_to_a_worker_is_told_until_it_is_there(served: 
         assert all(sample.labels == labels for sample in samples)
         pages.append({sample.name.removeprefix("sluice:move_"): sample.value for sample in samples})
     assert pages == [{"left_bytes": 750, "moved_bytes": 250, "bytes_per_second": 50.0, "waiting_requests": 3}, {}]
+
+
+async def test_what_became_of_kv_that_gave_way_is_told(served: Running) -> None:
+    """A worker that brought back 500 tokens starts anew and brings back 40: 540 in all."""
+    pages: list[dict[str, float]] = []
+    for back in (500, 40):
+        totals: dict[str, Any] = {"num_recomputed_tokens_total": 70, "num_brought_back_tokens_total": back}
+        blocks: dict[str, Any] = {"num_host_blocks": 96, "num_used_host_blocks": 9}
+        await served.view(make_status(**blocks, **totals, num_given_up_tokens_total=16))
+        samples = [each for each in await served.samples() if each.name in HOST_SERIES]
+        assert all(each.labels["worker"] == "w0" for each in samples)
+        pages.append({each.labels.get("what") or each.labels["state"]: each.value for each in samples})
+    assert pages[0] == {"used": 9, "all": 96, "recomputed": 70, "brought_back": 500, "given_up": 16}
+    assert pages[1] == {**pages[0], "brought_back": 540}
 
 
 async def test_the_cache_counts_of_a_worker_that_was_started_anew_go_on(served: Running) -> None:

@@ -14,6 +14,8 @@ from tests.support.cluster import Cluster, cluster
 
 MIB = 2**20
 BUDGET = 192 * MIB
+HOST_MEMORY = 16 * MIB
+"""Beside the budget, for KV that gives way."""
 BESIDES = 1024 * MIB
 """Beyond the budget: the interpreter, torch's and numpy's libraries and their heaps (docs/design/executor.md)."""
 NUM_REQUESTS = 60
@@ -60,7 +62,7 @@ def load(running: Cluster) -> None:
 
 @pytest.mark.slow
 def test_a_loaded_worker_stays_within_its_budget_and_leaves_nothing_open() -> None:
-    flags = ("--workers", "1", "--memory", "192MiB", "--dtype", "bfloat16")
+    flags = ("--workers", "1", "--memory", "192MiB", "--host-memory", "16MiB", "--dtype", "bfloat16")
     with cluster(*flags, env={"SLUICE_WORKER_MAX_BLOCKS": "600"}) as running:
         pid = running.pids["worker-0"]
         (report,) = running.reports()
@@ -72,7 +74,7 @@ def test_a_loaded_worker_stays_within_its_budget_and_leaves_nothing_open() -> No
             running.wait_until_idle()
         files, peak = num_files(pid), status_bytes(pid, "VmHWM")
         assert running.total("num_preemptions_total") > 0
-        assert peak <= BUDGET + BESIDES, f"{peak / MIB:.0f} MiB"
+        assert peak <= BUDGET + HOST_MEMORY + BESIDES, f"{peak / MIB:.0f} MiB"
         load(running)
         running.wait_until_idle()
         assert num_files(pid) <= files

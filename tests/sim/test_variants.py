@@ -80,6 +80,36 @@ def test_another_scheduler_cuts_otherwise_in_groups(found: dict[str, Summary]) -
     assert found["by-count"]["bubble_ratio"] > found["kunserve"]["bubble_ratio"] > 0
 
 
+def test_host_memory_makes_one_system_the_other_and_its_size_and_link_are_the_variants() -> None:
+    """Turns make rows give way all the time, so with somewhere to go the run is another one."""
+    turns = {"system": "round-robin", "host_memory": "64GiB"}
+    variants = {
+        "none": {**turns, "host_memory": 0},
+        "as-swap": turns,
+        "swap-in-turns": {"system": "swap", "scheduler": "round-robin"},
+        "swap-without": {"system": "swap", "scheduler": "round-robin", "host_memory": 0},
+        "small": {**turns, "host_memory": "64MiB", "host_link_gb_per_s": 4},
+        "slow": {**turns, "host_link_gb_per_s": 0.001},
+    }
+    scenario = validated({**SCENARIO, "variants": variants, "duration_s": 8.0}, "scenario varied")
+    runs = {name: run_system(scenario, name, seed=3) for name in ("round-robin", *variants)}
+    found = {name: summarise(run.records, run.facts) for name, run in runs.items()}
+    assert found["as-swap"] == found["swap-in-turns"]
+    assert found["none"] == found["swap-without"] == found["round-robin"] == found["slow"]
+    assert found["as-swap"]["preemptions"] > 0
+    for name, other in (("as-swap", "none"), ("small", "none"), ("small", "as-swap")):
+        assert found[name]["ttft_s"] != found[other]["ttft_s"], (name, other)
+    worker = build_cluster(scenario, "small", scenario.workload(3)).params.workers[0]
+    host = worker.host_memory()
+    assert host is not None
+    assert host.num_blocks * host.block_kv_bytes == 64 * 2**20
+    assert host.block_copy_s == host.block_kv_bytes / 4e9
+    slower = {**turns, "host_link_gb_per_s": None}
+    as_catalogued = validated({**SCENARIO, "variants": {"plain": slower}}, "scenario varied")
+    plain = build_cluster(as_catalogued, "plain", as_catalogued.workload(3)).params.workers[0]
+    assert plain.host_link_bytes_per_s == as_catalogued.instance().host_link_bytes_per_s
+
+
 def test_without_restore_groups_stay(found: dict[str, Summary]) -> None:
     assert found["quick"]["restores"] > 0
     assert found["stays"]["drops"] > 0
@@ -142,7 +172,10 @@ NO_EXCHANGE = "fcfs exchanges no KV; leave `exchange` and `kv_exchange` out"
     [
         ("kunserv", {}, "unknown system 'kunserv'; did you mean 'kunserve'?"),
         ("kunserve", {"scheduler": "lokahead"}, "no scheduler is called 'lokahead'; there are: fcfs, chunked"),
-        ("swap", {"scheduler": "fcfs"}, "the scheduler of swap cannot be changed"),
+        ("kunserve", {"host_memory": "1GiB"}, "kunserve keeps no KV on the host; leave `host_memory` out"),
+        ("oracle", {"host_memory": 1}, "oracle keeps no KV on the host"),
+        ("swap", {"host_memory": "much"}, "variants.x.host_memory: 'much' is not a size"),
+        ("swap", {"host_link_gb_per_s": 0}, "host_link_gb_per_s: Input should be greater than 0"),
         ("fcfs", {"exchange": False}, NO_EXCHANGE),
         ("fcfs", {"kv_exchange": "live"}, NO_EXCHANGE),
         ("kunserve", {"kv_exchange": "lively"}, "variants.x.kv_exchange: "),

@@ -33,6 +33,8 @@ _COUNTS = (
     "num_head_blocks",
     "num_queued_for_memory",
     "num_coming_blocks",
+    "num_host_blocks",
+    "num_used_host_blocks",
     "num_layers",
     "stage",
     "num_stages",
@@ -49,6 +51,9 @@ _TOTALS = (
     "pid",
     "num_steps",
     "num_preemptions_total",
+    "num_recomputed_tokens_total",
+    "num_brought_back_tokens_total",
+    "num_given_up_tokens_total",
     "num_prompt_tokens_total",
     "num_generated_tokens_total",
     "num_finished_total",
@@ -80,6 +85,8 @@ def find_absurdity(report: WorkerReport) -> str | None:
             return f"{name} has more than {MAX_TEXT_CHARS} characters"
     if report.num_used_blocks > report.num_blocks:
         return f"num_used_blocks is {report.num_used_blocks}, of {report.num_blocks} in all"
+    if report.num_used_host_blocks > report.num_host_blocks:
+        return f"num_used_host_blocks is {report.num_used_host_blocks}, of {report.num_host_blocks} in all"
     for move in report.moves:
         if not move.num_moved_bytes <= move.num_bytes <= MAX_BYTES:
             return f"{move.num_moved_bytes} bytes of {move.num_bytes} have moved"

@@ -145,8 +145,8 @@ class Swapping:
         copy = HostCopy(self._next_copy_id, device, host, to_host=False)
         return num_tokens, self._begin(_Move(copy, row, num_tokens))
 
-    def copy_ahead(self, cost: CostModel | None) -> int:
-        """Begin to copy what the device is about to forget, unless something is on its way there; return the bytes.
+    def copy_ahead(self, cost: CostModel | None) -> None:
+        """Begin to copy what the device is about to forget, unless something is on its way there.
 
         Nothing is copied that would not be worth bringing back. Blocks hold what their names say: no batch in flight is
         yet to fill them.
@@ -155,18 +155,18 @@ class Swapping:
             cost: of a step; None: unknown.
         """
         if cost is None or not self._names.are_shared or any(move.copy.to_host for move in self._moves.values()):
-            return 0
+            return
         if self._memory.block_copy_s >= cost.chunk_s(0, self._blocks.block_size):
-            return 0
+            return
         device = about_to_be_lost(self._blocks, self.host)
         if not device.size:
-            return 0
+            return
         owner = ("host copy", self._next_copy_id)
         names = tuple(self._blocks.index.name_of(block) for block in device.tolist())
         self._blocks.pin_kept(device, owner)
         host = self.host.hand_out(int(device.size), owner)
         copy = HostCopy(self._next_copy_id, device, host, to_host=True)
-        return self._enter(_Move(copy, NOBODY, 0, names, int(device.size)))
+        self._enter(_Move(copy, NOBODY, 0, names, int(device.size)))
 
     def is_moving(self, row: int) -> bool:
         """Return whether a copy of the row's KV is under way."""

@@ -18,6 +18,7 @@ def describe(engine: Engine) -> list[dict[str, object]]:
             "num_output_tokens": int(table.num_output[row]),
             "num_computed_tokens": int(table.num_computed[row]),
             "num_blocks": int(table.held_blocks[row]),
+            "num_host_tokens": int(table.host_tokens[row]),
             # it does not run because KV for it is on its way from another worker
             "awaits_kv": bool(table.status[row] != Status.RUNNING) and engine.sharing.awaits_coming(row),
         }

@@ -200,7 +200,7 @@ class Engine:
         if self.swapping is None:
             return []
         if self._viewing.may_leave:
-            self.totals.copied_ahead_bytes += self.swapping.copy_ahead(self.cost.now)
+            self.swapping.copy_ahead(self.cost.now)
         return self.swapping.take_copies()
 
     def copied(self, copy_id: int, *, done: bool) -> None:

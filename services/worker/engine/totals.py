@@ -22,14 +22,12 @@ class Totals:
     """Preemptions whose KV moved to host memory."""
     num_swap_ins: int = 0
     """Times that it was brought back."""
+    num_brought_back_tokens: int = 0
+    """Tokens whose KV came from host memory, back or for the first time; what the device had still is not counted."""
     num_failed_copies: int = 0
     """Copies to the host or back that failed: the KV was computed again."""
     swapped_out_bytes: int = 0
     swapped_in_bytes: int = 0
-    copied_ahead_bytes: int = 0
-    """Copied to the host before the device forgot what nobody ran with."""
-    num_found_on_host_tokens: int = 0
-    """Tokens of sequences that began, or began again, with KV that others had left on the host."""
     stalled_s: float = 0.0
     """Seconds that sequences spent without running after they had begun, summed over them: preempted, or swapping."""
     peak_used_blocks: int = 0

@@ -100,8 +100,6 @@ class Transitions:
         if is_own:
             self.totals.num_swap_ins += 1
             self.totals.swapped_in_bytes += num_bytes
-        else:
-            self.totals.num_found_on_host_tokens += num_tokens - int(self.table.num_computed[row])
         self._introduce(row, num_tokens)
         if not self.swapping.is_moving(row):
             self._is_back(row, num_tokens)
@@ -181,6 +179,7 @@ class Transitions:
 
     def _is_back(self, row: int, num_tokens: int) -> None:
         assert self.swapping is not None, "nothing was on the host"
+        self.totals.num_brought_back_tokens += num_tokens - int(self.table.num_computed[row])
         self.table.num_computed[row] = num_tokens
         self.swapping.forget(row)
         self.sharing.came_back(row)

@@ -101,8 +101,8 @@ def load_model(
         if opener.records_graphs:
             _record(opener, cache, division.max_model_len, progress)
         runner = opener.open(cache, division.max_model_len, reserve_bytes, owns_memory=not lends_memory)
-        if settings.host_memory_bytes:
-            runner.open_host(look.num_host_blocks)
+        if look.num_host_blocks:
+            _open_host(runner, look.num_host_blocks)
         if settings.deterministic:
             progress(0.95, "proving that results do not depend on the batch")
             prove_deterministic(runner, settings.max_batch_tokens)
@@ -124,6 +124,13 @@ def _open_kv(memory: ModelMemory, num_blocks: int, reserve_bytes: int) -> KVCach
         return memory.open_kv(num_blocks, reserve_bytes)
     except (RuntimeError, OSError, MemoryError) as error:  # torch raises the first, also on a GPU
         raise StartupError(f"{memory.device} has no memory for {num_blocks} KV blocks", "Give less --memory") from error
+
+
+def _open_host(runner: ModelRunner, num_blocks: int) -> None:
+    try:
+        runner.open_host(num_blocks)
+    except (RuntimeError, MemoryError) as error:
+        raise StartupError(f"the host has no memory for {num_blocks} KV blocks", "Give less --host-memory") from error
 
 
 def check_compute(settings: RunnerSettings, spec: ModelSpec) -> None:

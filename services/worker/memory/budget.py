@@ -78,14 +78,14 @@ def bytes_per_block(spec: ModelSpec, block_size: int, dtype: NumberType, layers:
 
 
 def count_host_blocks(host_memory_bytes: int, block_kv_bytes: int) -> int:
-    """Return the KV blocks that the memory for swapped KV holds.
+    """Return the KV blocks that so much memory of the host holds.
 
     Raises:
         StartupError: none.
     """
     if host_memory_bytes < block_kv_bytes:
         said = f"host_memory holds no KV block of {block_kv_bytes} bytes"
-        raise StartupError(said, "Give more, or choose another system")
+        raise StartupError(said, f"Give at least {block_kv_bytes}, or 0 for none")
     return host_memory_bytes // block_kv_bytes
 
 

@@ -23,7 +23,9 @@ from cli.cluster.run_dir import RunDir
 from cli.cluster.settings import UpSettings, load_up_settings, log_dir_of
 from cli.cluster.supervisor import Supervisor
 from cli.model import Model, find_model
+from services.worker.config import WorkerSettings
 from shared.errors import ConfigError, StartupError
+from shared.process.config import load
 from shared.transport.nats_config import new_passwords
 from shared.transport.nats_roles import BrokerRole
 from shared.transport.nats_server import EmbeddedNats
@@ -106,6 +108,12 @@ def test_workers_share_the_memory_of_this_machine(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(StartupError, match=r"2\.0 GiB for each of 3 workers is more .* Give at most --memory 1365MiB"):
         checks.check_settings(settings(workers=3, memory="2GiB"))
     checks.check_settings(settings(workers=3, memory="1365MiB"))
+    for fits in ({"memory": "3GiB", "host_memory": "1GiB"}, {"workers": 4, "host_memory": "1GiB"}):
+        checks.check_settings(settings(**fits))
+    with pytest.raises(StartupError, match=r"4\.1 GiB is .* Give at most --memory and --host-memory 4096MiB together"):
+        checks.check_settings(settings(memory="4GiB", host_memory="100MiB"))
+    with pytest.raises(StartupError, match=r"2\.0 GiB for each of 3 workers .* Give at most --host-memory 1365MiB, or"):
+        checks.check_settings(settings(workers=3, host_memory="2GiB", device="cuda", memory="80GiB"))
 
 
 def test_a_taken_port_is_named() -> None:
@@ -276,10 +284,28 @@ def test_flags_beat_the_environment_which_beats_the_file_which_beats_the_command
     assert loaded.has_own_broker
 
 
+@pytest.mark.parametrize("name", ["memory", "host_memory"])
 @pytest.mark.parametrize("value", ["many", "-1GiB", "12XB"])
-def test_a_bad_size_is_refused_by_name(value: str) -> None:
-    with pytest.raises(ConfigError, match="--memory"):
-        load_up_settings({"memory": value})
+def test_a_bad_size_is_refused_by_name(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')}"):
+        load_up_settings({name: value})
+
+
+@pytest.mark.parametrize(
+    ("given", "passed"), [(None, None), ("0", "0"), ("1.5GiB", str(3 * 2**29)), ("8GB", str(8 * 10**9))]
+)
+def test_workers_are_told_how_many_share_the_host_and_what_each_takes_of_it(
+    given: str | None, passed: str | None
+) -> None:
+    chosen = load_up_settings({"workers": "3", "host_memory": given})
+    plan = ClusterPlan(chosen, Model(Path("m"), "m"), BrokerAccess("nats://x"), 80, Path("run"))
+    for name in plan.worker_names():
+        argv = {spec.name: spec.argv for spec in plan.specs()}[name]
+        assert flag(argv, "--host-workers") == "3"
+        assert ("--host-memory" in argv) == (passed is not None)
+        assert passed is None or flag(argv, "--host-memory") == passed
+        worker = load(WorkerSettings, "worker", argv[4:], {})
+        assert (worker.host_workers, worker.host_memory) == (3, None if passed is None else int(passed))
 
 
 def test_a_misspelt_variable_is_refused_with_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:

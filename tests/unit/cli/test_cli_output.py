@@ -169,6 +169,22 @@ def test_the_status_table_shows_every_worker() -> None:
     assert summary == "1 of 2 workers can take requests; 3 running, 12.3 tokens/s"
 
 
+def test_the_status_table_shows_host_memory_where_a_worker_has_some() -> None:
+    with_some: dict[str, Any] = {
+        "num_host_blocks": 4096,
+        "num_used_host_blocks": 99,
+        "num_brought_back_tokens_total": 6400,
+    }
+    totals: dict[str, Any] = {"num_recomputed_tokens_total": 640, "num_given_up_tokens_total": 16}
+    shown = render(make_view(make_status("w0", **with_some, **totals), make_status("w1"))).splitlines()
+    assert [line.split("  ")[-1].strip() for line in shown[:3]] == ["HOST KV", "99/4096", "-"]
+    assert shown[5:] == ["gave way: w0: 6400 tokens brought back, 640 computed again, 16 given up"]
+    for word in ("HOST KV", "gave way"):
+        assert word not in render(make_view(make_status("w1")))
+    again = render(make_view(make_status("w1", num_recomputed_tokens_total=3)))
+    assert again.endswith("gave way: w1: 0 tokens brought back, 3 computed again")
+
+
 def test_the_status_table_shows_groups_where_parameters_can_be_dropped() -> None:
     common: dict[str, Any] = {"num_layers": 8, "elastic": MESSAGES["worker_report"].model_dump()["elastic"]}
     grouped: dict[str, Any] = {"group": "w0", "num_stages": 2, "plan_id": 17, **common}

@@ -51,6 +51,8 @@ def test_a_full_worker_is_not_absurd() -> None:
         ({"num_running": -1}, "num_running is -1"),
         ({"num_blocks": 10**12}, "num_blocks is 1000000000000"),
         ({"num_used_blocks": 11}, "num_used_blocks is 11, of 10"),
+        ({"num_host_blocks": 8, "num_used_host_blocks": 9}, "num_used_host_blocks is 9, of 8"),
+        ({"num_given_up_tokens_total": -1}, "num_given_up_tokens_total is -1"),
         ({"tokens_per_s": 1e12}, "tokens_per_s"),
         ({"step_time_s": -0.1}, "step_time_s"),
         ({"token_s": -0.1}, "token_s is -0.1"),

@@ -43,6 +43,8 @@ def test_a_sequence_goes_to_the_host_and_comes_back_without_computing_anything_a
     assert stats.totals.num_recomputed_tokens == 0
     assert stats.totals.swapped_out_bytes == stats.totals.swapped_in_bytes > 0
     assert stats.totals.swapped_out_bytes % 1024 == 0
+    assert 0 < stats.totals.num_brought_back_tokens <= 4 * stats.totals.swapped_in_bytes // 1024
+    assert stats.totals.num_given_up_tokens == 0
     assert stats.totals.stalled_s > 0
 
 
@@ -108,7 +110,39 @@ def test_after_a_copy_that_fails_the_kv_is_computed_again(*, to_host: bool) -> N
     harness.finish()
     stats = take_stats(harness.engine)
     assert stats.totals.num_failed_copies == 1
+    assert stats.totals.num_given_up_tokens == lost
     assert 0 < stats.totals.num_recomputed_tokens <= lost
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_token_that_gave_way_is_brought_back_found_or_computed_again(seed: int) -> None:
+    """Without prefix caching none is found: what a copy carries is brought back, what a failed one lost computed."""
+    random = np.random.default_rng(seed)
+    fails = 0.0 if seed < 2 else 0.3
+    harness = make_harness(num_blocks=14, prefix_caching=False, num_host_blocks=int(random.integers(8, 40)))
+    for name in range(8):
+        harness.add(new_sequence(name, num_prompt=int(random.integers(3, 18)), max_tokens=int(random.integers(9, 25))))
+    lost, block_size = 0, harness.engine.config.block_size
+    while harness.engine.table.num_sequences:
+        if harness.host_copies and (random.random() < 0.5 or not harness.flights):
+            copy, done = harness.host_copies[0], bool(random.random() >= fails)
+            swapping = harness.engine.swapping
+            assert swapping is not None
+            lost += 0 if done else swapping._moves[copy.copy_id].num_tokens
+            harness.land_copy(done=done)
+        harness.submit()
+        if harness.flights:
+            harness.land()
+    totals = take_stats(harness.engine).totals
+    assert totals.num_given_up_tokens == lost
+    assert (lost > 0) == (totals.num_failed_copies > 0)
+    assert totals.num_recomputed_tokens >= lost
+    carried = totals.swapped_in_bytes // 1024 * block_size
+    assert totals.num_brought_back_tokens <= carried
+    if not fails:
+        assert carried - totals.num_brought_back_tokens < max(totals.num_swap_ins, 1) * block_size
+        assert totals.num_brought_back_tokens > 0
+    harness.check_empty()
 
 
 def test_a_full_host_leaves_recompute() -> None:

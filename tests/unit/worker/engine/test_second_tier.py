@@ -46,14 +46,15 @@ def asks_again(harness: EngineHarness, name: int = 9, **values: Any) -> int:
 def test_a_prompt_that_the_device_has_forgotten_is_brought_from_the_host() -> None:
     """Of 33 tokens 32 are brought, one is computed, and so is the first of the answer."""
     harness = crowded()
-    assert harness.engine.totals.copied_ahead_bytes > 0
+    assert harness.engine.swapping is not None
+    assert len(harness.engine.swapping.host.index) > 0
     assert asks_again(harness) == 2
     totals = harness.engine.totals
-    assert totals.num_found_on_host_tokens == 32
+    assert totals.num_brought_back_tokens == 32
     assert totals.num_prefix_cache_hits == 32
     assert (totals.num_swap_ins, totals.num_preemptions) == (0, 0)
     assert asks_again(harness, 10) == 2, "now the device has it"
-    assert harness.engine.totals.num_found_on_host_tokens == 32
+    assert harness.engine.totals.num_brought_back_tokens == 32
 
 
 @pytest.mark.parametrize(
@@ -72,17 +73,17 @@ def test_it_is_computed_where_it_may_not_be_found_or_computing_is_cheaper(
 ) -> None:
     harness = crowded(**engine)
     assert asks_again(harness, **values) == len(PROMPT) + 1
-    assert harness.engine.totals.num_found_on_host_tokens == 0
+    assert harness.engine.totals.num_brought_back_tokens == 0
 
 
 def test_only_what_the_device_lacks_is_brought() -> None:
     harness = crowded()
     harness.add(new_sequence(7, prompt=PROMPT[:14], max_tokens=1))
     harness.drain()
-    found = harness.engine.totals.num_found_on_host_tokens
+    found = harness.engine.totals.num_brought_back_tokens
     assert found == 12
     assert asks_again(harness) == 2
-    assert harness.engine.totals.num_found_on_host_tokens - found == 20
+    assert harness.engine.totals.num_brought_back_tokens - found == 20
 
 
 def test_two_that_ask_for_the_same_share_what_is_brought() -> None:
@@ -92,7 +93,7 @@ def test_two_that_ask_for_the_same_share_what_is_brought() -> None:
     harness.finish()
     totals = harness.engine.totals
     assert totals.num_prefix_cache_hits == 64
-    assert 32 <= totals.num_found_on_host_tokens <= 64
+    assert 32 <= totals.num_brought_back_tokens <= 64
 
 
 @pytest.mark.parametrize("what", ["fails", "cancel", "pause", "error"])

@@ -27,6 +27,7 @@ from services.worker.serving.reporter import Reporter
 from shared.cost import CostModel, Profile, profile_toml
 from shared.ids import Incarnation
 from shared.layers import even_split
+from shared.systems import find_system
 from shared.transport.memory_bus import MemoryBroker
 from sim.devices.modelled_pipeline import PipelineParams, modelled_stages
 from sim.worker import SimWorker, SimWorkerParams
@@ -72,7 +73,7 @@ def settings_of(system: str, folder: Path, kind: ExecutorKind) -> WorkerSettings
         executor=kind,
         profile=str(profile),
         memory=2**25,
-        host_memory=2**18,
+        host_memory=2**18 if find_system(system).keeps_on_host else None,
         page_bytes=2**16,
         stage_port=0,
     )

@@ -18,7 +18,6 @@ from shared.systems import (
     SYSTEMS,
     KvExchange,
     Memory,
-    Preemption,
     UnknownSystemError,
     find_live_system,
     find_system,
@@ -31,7 +30,8 @@ KUNSERVE = ["kunserve", "kunserve-v1", "kunserve-v2"]
 def settings(system: str, **changes: Any) -> WorkerSettings:
     """A worker with a modelled device."""
     folder: Path = stored_checkpoint(CheckpointShape())[0]
-    defaults = {"memory": 2**20, "host_memory": 2**18, "executor": ExecutorKind.MODELLED}
+    defaults: dict[str, Any] = {"memory": 2**20, "executor": ExecutorKind.MODELLED}
+    defaults |= {"host_memory": 2**18} if SYSTEMS[system].keeps_on_host else {}
     defaults |= {"nats_user": "worker", "nats_password": "a password of workers"}
     return WorkerSettings(instance_id="w0", model=folder, system=system, **{**defaults, **changes})
 
@@ -79,7 +79,7 @@ def test_the_oracle_differs_from_what_it_is_compared_with_in_memory_alone() -> N
     oracle, plain, swap = (SYSTEMS[name] for name in ("oracle", "fcfs-chunked", "swap"))
     assert (oracle.scheduler, oracle.placement) == (plain.scheduler, plain.placement)
     assert (swap.scheduler, swap.placement) == (plain.scheduler, plain.placement)
-    assert swap.preemption is Preemption.SWAP
+    assert swap == replace(plain, name="swap", swaps=True)
 
 
 def test_a_live_worker_refuses_the_oracle_by_name() -> None:
@@ -139,18 +139,24 @@ def test_asking_a_modelled_worker_makes_no_memory_and_refuses_what_loading_would
         load.check_model(settings("swap", profile="nowhere"), check_start(settings("swap")))
 
 
-async def test_a_worker_takes_host_memory_only_where_the_system_swaps() -> None:
+@pytest.mark.parametrize("kind", [ExecutorKind.MODELLED, ExecutorKind.TORCH])
+@pytest.mark.parametrize("system", sorted(set(SYSTEMS) - {"oracle"}))
+async def test_a_worker_has_the_host_memory_that_it_is_given_unless_its_system_forms_groups(
+    system: str, kind: ExecutorKind
+) -> None:
     """2 layers · 2 (keys, values) · 2 heads · 16 dimensions · 4 bytes · 16 slots are 8 192 bytes; 25 GB/s."""
-    loaded = {
-        name: await load_executor(settings(name), check_start(settings(name)), lambda _done, _what: None)
-        for name in ("swap", "fcfs-chunked")
-    }
-    assert loaded["fcfs-chunked"].executor.capacity.host is None
-    host = loaded["swap"].executor.capacity.host
-    assert host is not None
-    assert (host.num_blocks, host.block_kv_bytes) == (2**18 // 8192, 8192)
-    assert host.block_copy_s == pytest.approx(8192 / 25e9)
-    assert loaded["swap"].model.cost.token_s > 0
+    chosen = settings(system, executor=kind, memory=2**25, page_bytes=2**16)
+    loaded = await load_executor(chosen, check_start(chosen), lambda _done, _what: None)
+    host = loaded.executor.capacity.host
+    assert (host is None) == find_system(system).forms_groups
+    if host is not None:
+        assert (host.num_blocks, host.block_kv_bytes) == (2**18 // 8192, 8192)
+        assert host.block_copy_s > 0
+        assert kind is ExecutorKind.TORCH or host.block_copy_s == pytest.approx(8192 / 25e9)
+    assert loaded.model.cost.token_s > 0
+    if loaded.device is not None:
+        await loaded.device.close()
+    await loaded.executor.close()
 
 
 @pytest.mark.parametrize("kind", [ExecutorKind.MODELLED, ExecutorKind.TORCH])
@@ -166,9 +172,3 @@ async def test_a_worker_overlaps_its_steps_if_it_is_told_to(
     if loaded.device is not None:
         await loaded.device.close()
     await loaded.executor.close()
-
-
-async def test_too_little_host_memory_is_refused_by_name() -> None:
-    small = settings("swap", host_memory=8191)
-    with pytest.raises(StartupError, match="host_memory holds no KV block of 8192 bytes"):
-        await load_executor(small, check_start(small), lambda _done, _what: None)
