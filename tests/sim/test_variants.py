@@ -172,7 +172,7 @@ NO_EXCHANGE = "fcfs exchanges no KV; leave `exchange` and `kv_exchange` out"
     [
         ("kunserv", {}, "unknown system 'kunserv'; did you mean 'kunserve'?"),
         ("kunserve", {"scheduler": "lokahead"}, "no scheduler is called 'lokahead'; there are: fcfs, chunked"),
-        ("kunserve", {"host_memory": "1GiB"}, "kunserve keeps no KV on the host; leave `host_memory` out"),
+        ("oracle", {"host_memory": "1GiB"}, "oracle keeps no KV on the host; leave `host_memory` out"),
         ("oracle", {"host_memory": 1}, "oracle keeps no KV on the host"),
         ("swap", {"host_memory": "much"}, "variants.x.host_memory: 'much' is not a size"),
         ("swap", {"host_link_gb_per_s": 0}, "host_link_gb_per_s: Input should be greater than 0"),

@@ -165,7 +165,7 @@ class ShadowKv:
         self._weight = None if weight == 1 else np.uint64(weight)
         self._draw = draw
         self._random = np.random.default_rng(seed)
-        self._chosen = _Chosen(verify_ratio, self._random)
+        self.verify(verify_ratio)
         self._slots: U64 = np.zeros((0, block_size), dtype=np.uint64)
         self._host_slots: U64 = np.full((num_host_blocks, block_size), _POISON, dtype=np.uint64)
         self._table: I32 = np.zeros((1, 1), dtype=np.int32)

@@ -81,7 +81,10 @@ SAMPLES: dict[str, tuple[ControlMessage, str]] = {
     ),
     "welcome": (
         WELCOME,
-        "84a776657273696f6e02a46b696e64ac706565725f77656c636f6d65aa6e756d5f626c6f636b7307aa626c6f636b5f73697a6510",
+        (
+            "85a776657273696f6e02a46b696e64ac706565725f77656c636f6d65aa6e756d5f626c6f636b7307"
+            "af6e756d5f686f73745f626c6f636b7300aa626c6f636b5f73697a6510"
+        ),
     ),
     "ready": (
         PeerReady(),

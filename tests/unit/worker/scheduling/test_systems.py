@@ -141,18 +141,15 @@ def test_asking_a_modelled_worker_makes_no_memory_and_refuses_what_loading_would
 
 @pytest.mark.parametrize("kind", [ExecutorKind.MODELLED, ExecutorKind.TORCH])
 @pytest.mark.parametrize("system", sorted(set(SYSTEMS) - {"oracle"}))
-async def test_a_worker_has_the_host_memory_that_it_is_given_unless_its_system_forms_groups(
-    system: str, kind: ExecutorKind
-) -> None:
+async def test_a_worker_has_the_host_memory_that_it_is_given(system: str, kind: ExecutorKind) -> None:
     """2 layers · 2 (keys, values) · 2 heads · 16 dimensions · 4 bytes · 16 slots are 8 192 bytes; 25 GB/s."""
     chosen = settings(system, executor=kind, memory=2**25, page_bytes=2**16)
     loaded = await load_executor(chosen, check_start(chosen), lambda _done, _what: None)
     host = loaded.executor.capacity.host
-    assert (host is None) == find_system(system).forms_groups
-    if host is not None:
-        assert (host.num_blocks, host.block_kv_bytes) == (2**18 // 8192, 8192)
-        assert host.block_copy_s > 0
-        assert kind is ExecutorKind.TORCH or host.block_copy_s == pytest.approx(8192 / 25e9)
+    assert host is not None
+    assert (host.num_blocks, host.block_kv_bytes) == (2**18 // 8192, 8192)
+    assert host.block_copy_s > 0
+    assert kind is ExecutorKind.TORCH or host.block_copy_s == pytest.approx(8192 / 25e9)
     assert loaded.model.cost.token_s > 0
     if loaded.device is not None:
         await loaded.device.close()
