@@ -232,7 +232,7 @@ class EngineHarness:
     def check_contents(self) -> None:
         """Check that rows share a block only if they agree in the salt and in every token up to the block's end."""
         engine, size = self.engine, self.engine.config.block_size
-        for row in engine.table.running.view.tolist():
+        for row in [*engine.table.running.view.tolist(), *engine.table.preempted.view.tolist()]:
             num_full = int(engine.table.num_computed[row]) // size
             tokens = known_tokens(engine.table, engine.log, row, 0, num_full * size).astype(np.int32).tobytes()
             salt = engine.table.sequence(row).cache_salt.encode() + b"/"

@@ -3,11 +3,12 @@
     running ──leave──► preempted, SWAPPING ──copy done──► preempted
     preempted ──come_back──► running, SWAPPING ──copy done──► running
 
-Block by block: what is on the other side already, by its name, is not copied; where that is all of it, the row has no
-copy to wait for. A copy runs beside the steps. Until it is done its blocks are pinned on both sides, whatever becomes
-of the row: so a cancel in the middle is safe, and memory is free only when nobody reads or fills it any more. The row
-itself has the bit SWAPPING meanwhile, so nobody schedules it. It refers to its host blocks until its KV is on the
-device again, or it ends; full ones keep their contents beyond that.
+Block by block: the row's first blocks may stay on the device, so that only those behind them go and come. What is on
+the other side already, by its name, is not copied; where that is all of it, the row has no copy to wait for. A copy
+runs beside the steps. Until it is done its blocks are pinned on both sides, whatever becomes of the row: so a cancel in
+the middle is safe, and memory is free only when nobody reads or fills it any more. The row itself has the bit SWAPPING
+meanwhile, so nobody schedules it. It refers to its host blocks until its KV is on the device again, or it ends; full
+ones keep their contents beyond that.
 
 Source: vLLM (Kwon et al., 2023, section 4.5) for swapping whole sequences; InferCept (Abhyankar et al., 2024) for
 copies beside the steps.
@@ -88,15 +89,20 @@ class Swapping:
             on_host=self._on_host,
         )
 
-    def leave(self, row: int) -> int:
-        """Begin to copy a running row's KV to the host; return the bytes. The caller then takes its blocks, pinned."""
+    def leave(self, row: int, num_kept: int) -> int:
+        """Begin to copy what a row's blocks hold to the host, but for the first ones; return the bytes.
+
+        The caller then takes these blocks, which are pinned.
+        """
         table, blocks = self._table, self._blocks
-        num_tokens = int(table.num_computed[row])
-        names = self._names.of(row, num_tokens // blocks.block_size)
-        num_blocks = -(-num_tokens // blocks.block_size)
-        host, is_new = self.host.keep(row, names, num_blocks)
+        num_computed = int(table.num_computed[row])
+        end = -(-num_computed // blocks.block_size)
+        assert num_kept < end, f"row {row} would keep all its blocks"
+        names = self._names.of(row, num_computed // blocks.block_size)[num_kept:]
+        host, is_new = self.host.keep(row, names, end - num_kept)
+        num_tokens = int(table.host_tokens[row]) or num_computed
         table.host_tokens[row] = num_tokens
-        device: I32 = blocks.block_table[row, :num_blocks][is_new]
+        device: I32 = blocks.block_table[row, num_kept:end][is_new]
         num_freed = int(np.count_nonzero((blocks.refcount[device] == 1) & (blocks.pins[device] == 0)))
         filled = tuple(name for name, new in zip(names, is_new.tolist(), strict=False) if new)
         copy = HostCopy(self._next_copy_id, device, host[is_new], to_host=True)
@@ -105,14 +111,15 @@ class Swapping:
     def come_back(self, row: int) -> int:
         """Give a row, which is a running one now, blocks for its KV and begin to copy it there; return the bytes.
 
-        The first of its full blocks that the device has still are shared: their tokens are computed at once.
+        Behind those that it holds, the first of its full blocks that the device has still are shared: their tokens are
+        computed at once.
         """
         table, blocks, host = self._table, self._blocks, self.host.blocks_of(row)
-        num_tokens, shared = int(table.host_tokens[row]), EMPTY_I32
+        num_tokens, num_held, shared = int(table.host_tokens[row]), int(blocks.held[row]), EMPTY_I32
         if self._names.are_shared:
-            names = self._names.of(row, num_tokens // blocks.block_size)
+            names = self._names.of(row, num_tokens // blocks.block_size)[num_held:]
             shared = np.array(blocks.index.find(names), dtype=np.int32)
-        table.num_computed[row] = shared.size * blocks.block_size
+        table.num_computed[row] = (num_held + shared.size) * blocks.block_size
         device = blocks.take_for(row, shared, int(host.size - shared.size))
         copy = HostCopy(self._next_copy_id, device, host[shared.size :], to_host=False)
         return self._begin(_Move(copy, row, num_tokens))
@@ -166,10 +173,10 @@ class Swapping:
         self._arriving.pop(row, None)
         self._table.host_tokens[row] = 0
 
-    def _on_host(self, row: int) -> OnHost:
+    def _on_host(self, row: int, num_kept: int) -> OnHost:
         if not len(self.host.index):
             return NOTHING_ON_HOST
-        names = self._names.of(row, int(self._table.num_computed[row]) // self._blocks.block_size)
+        names = self._names.of(row, int(self._table.num_computed[row]) // self._blocks.block_size)[num_kept:]
         ids = self.host.find(names)
         return OnHost(int(ids.size), self.host.in_use(ids)) if ids.size else NOTHING_ON_HOST
 
@@ -208,7 +215,14 @@ class Swapping:
         kept = np.flatnonzero(table.host_tokens).tolist()
         assert sorted(self.host.rows) == kept, "rows with KV on the host and rows that keep host blocks differ"
         for row in kept:
-            num_blocks = -(-int(table.host_tokens[row]) // self._blocks.block_size)
-            assert self.host.blocks_of(row).size == num_blocks, f"row {row} keeps too few or too many host blocks"
+            num_blocks, host = -(-int(table.host_tokens[row]) // self._blocks.block_size), self.host.blocks_of(row)
+            assert host.size, f"row {row} has nothing on the host"
+            if row in arriving:
+                coming = self._moves[self._move_of[row]].copy.host
+                assert (host[-coming.size :] == coming).all(), f"row {row} waits for other blocks than it keeps"
+                assert table.held_blocks[row] == num_blocks, f"row {row} has too few or too many blocks for its KV"
+            else:
+                num_blocks -= int(table.held_blocks[row])
+                assert host.size == num_blocks, f"row {row} keeps too few or too many host blocks"
             assert table.host_tokens[row] < table.num_known[row], f"row {row} has more KV on the host than tokens"
         assert {copy.copy_id for copy in self._begun} <= set(self._moves), "a copy that nobody knows"

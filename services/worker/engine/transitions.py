@@ -62,7 +62,7 @@ class Transitions:
         for row, num_tokens in zip(rows, found, strict=True):
             table.admit(row)
             table.num_computed[row] = num_tokens
-            self.totals.num_recomputed_tokens += max(self._lost_tokens.pop(row, 0) - num_tokens, 0)
+            self._count_again(row, num_tokens)
             if not table.at_executor[row]:
                 table.at_executor[row] = True
                 self._admits.append(row_init(table, self.log, row))
@@ -71,22 +71,32 @@ class Transitions:
                 self._count_prompt(row, num_tokens)
         self.sharing.forks.review()  # a row that finds its whole prompt is a parent that is ready at once
 
-    def preempt(self, row: int, how: int = PreemptHow.RECOMPUTE) -> None:
-        """Take the device blocks from a running row, which is in no step and no copy."""
-        table = self.table
-        assert table.status[row] == Status.RUNNING, f"row {row} does not run, so it cannot be preempted"
+    def preempt(self, row: int, how: int = PreemptHow.RECOMPUTE, num_kept: int = 0) -> None:
+        """Take device blocks from a running row, or more of them from a preempted one; it is in no step and no copy.
+
+        Args:
+            row: loses its place among those that run, if it has one.
+            how: `PreemptHow`, of the blocks that it loses.
+            num_kept: of its first blocks, which are full, that it goes on holding.
+        """
+        table, runs = self.table, self.table.status[row] == Status.RUNNING
+        assert runs or table.held_blocks[row] > num_kept, f"row {row} has no such blocks to lose"
         assert not table.hold[row] & (Hold.IN_FLIGHT | Hold.SWAPPING), f"row {row} is in a step or a copy"
-        self.totals.num_preemptions += 1
-        if how == _SWAP and table.num_computed[row]:
+        kept_tokens = num_kept * self.table.block_size
+        assert kept_tokens <= table.num_computed[row], "only full blocks are kept"
+        if how == _SWAP and table.num_computed[row] > kept_tokens:
             assert self.swapping is not None, "there is no host memory to swap to"
-            self.totals.num_swap_outs += 1
-            self.totals.swapped_out_bytes += self.swapping.leave(row)
+            self.totals.num_swap_outs += int(not table.host_tokens[row])
+            self.totals.swapped_out_bytes += self.swapping.leave(row, num_kept)
         else:
-            self._lost_tokens[row] = int(table.num_computed[row])
-        self.retry.discard(row)
-        table.hold[row] &= ~Hold.RETRY
-        self.sharing.release(row)
-        table.preempt(row)
+            self._lose(row, int(table.host_tokens[row] or table.num_computed[row]))
+        self.sharing.release(row, num_kept)
+        table.num_computed[row] = kept_tokens
+        if runs:
+            self.totals.num_preemptions += 1
+            self.retry.discard(row)
+            table.hold[row] &= ~Hold.RETRY
+            table.preempt(row)
 
     def bring_back(self, row: int) -> None:
         """Make a preempted row a running one and begin to copy its KV back from the host."""
@@ -106,20 +116,29 @@ class Transitions:
         row = landed.row
         if not done:
             self.totals.num_failed_copies += 1
-        if row is None or (landed.to_host and done):
+        if row is None:
             return
-        if done:
+        if done and not landed.to_host:
             self._is_back(row)
-            return
-        self.swapping.forget(row)
-        if not landed.to_host:
+        elif not done:
+            if not landed.to_host:  # what it held before is sound, and what it has found on the device
+                self.swapping.forget(row)
+                self.preempt(row, num_kept=int(self.table.num_computed[row]) // self.table.block_size)
+            self._lose(row, landed.num_tokens)
+        if self.table.hold[row] & Hold.PAUSED:
+            self.clear(row)
+
+    def clear(self, row: int) -> None:
+        """Take all device blocks from a row, if it has any and is in no step and no copy."""
+        table = self.table
+        is_busy = table.hold[row] & (Hold.IN_FLIGHT | Hold.SWAPPING)
+        if not is_busy and (table.status[row] == Status.RUNNING or table.held_blocks[row]):
             self.preempt(row)
-        self._lost_tokens[row] = landed.num_tokens
 
     def forget_executor(self) -> None:
-        """Take the device blocks from all running rows: the executor is another one now, which knows no row."""
-        for row in self.table.running.view.tolist():
-            self.preempt(row)
+        """Take the device blocks from all rows: the executor is another one now, which knows no row."""
+        for row in [*self.table.running.view.tolist(), *self.table.preempted.view.tolist()]:
+            self.clear(row)
         self.table.at_executor[:] = False
         self._admits.clear()
         self._drops.clear()
@@ -147,10 +166,18 @@ class Transitions:
     def _is_back(self, row: int) -> None:
         assert self.swapping is not None, "nothing was on the host"
         self.table.num_computed[row] = self.table.host_tokens[row]
+        self._count_again(row, int(self.table.num_computed[row]))
         self.swapping.forget(row)
         self.sharing.forks.review()
-        if self.table.hold[row] & Hold.PAUSED:
-            self.preempt(row)
+
+    def _lose(self, row: int, num_tokens: int) -> None:
+        """Have so many tokens of a row computed again, but for what it holds then or finds; nothing is on the host."""
+        self._lost_tokens[row] = max(self._lost_tokens.get(row, 0), num_tokens)
+        if self.swapping is not None:
+            self.swapping.forget(row)
+
+    def _count_again(self, row: int, num_found: int) -> None:
+        self.totals.num_recomputed_tokens += max(self._lost_tokens.pop(row, 0) - num_found, 0)
 
     def _count_prompt(self, row: int, num_cached: int) -> None:
         num_prompt = int(self.table.num_prompt[row])

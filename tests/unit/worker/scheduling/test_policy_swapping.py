@@ -32,9 +32,9 @@ def scheduler(request: pytest.FixtureRequest) -> str:
 
 
 def leaving(block_copy_s: float, *, free_blocks: int = 1000, num_queued: int = 0) -> Leaving:
-    """Computing a token again takes 1 ms, so 100 tokens take 0.1 s; blocks have 4 slots."""
+    """Computing a token again takes 1 ms, so 100 tokens take 0.1 s; blocks of 4 slots make 25 of them."""
     host = HostView(free_blocks, 0, num_queued, np.zeros(0, dtype=np.int32), block_copy_s)
-    return Leaving(host, block_size=4, cost=per_token(0.001))
+    return Leaving(host, cost=per_token(0.001))
 
 
 # Which way wastes less
@@ -43,53 +43,62 @@ def leaving(block_copy_s: float, *, free_blocks: int = 1000, num_queued: int = 0
 @pytest.mark.parametrize(("num_others", "break_even_s"), [(0, 0.002), (100, 0.004), (900, 0.02)])
 def test_a_row_swaps_if_that_occupies_less_memory_for_nothing(num_others: int, break_even_s: float) -> None:
     """100 tokens are 25 blocks. Recompute: 0.1 s · (100 + others). Swap: 2 · 25 blocks · 100 tokens."""
-    assert leaving(0.99 * break_even_s).swaps(100, num_others)
-    assert not leaving(1.01 * break_even_s).swaps(100, num_others)
+    assert leaving(0.99 * break_even_s).swaps(25, 100, num_others)
+    assert not leaving(1.01 * break_even_s).swaps(25, 100, num_others)
+
+
+@pytest.mark.parametrize(("num_blocks", "break_even_s"), [(25, 0.002), (5, 0.01), (1, 0.05)])
+def test_only_what_is_copied_takes_the_link(num_blocks: int, break_even_s: float) -> None:
+    """Recompute: 0.1 s · 100 tokens. Swap: 2 · blocks · 100 tokens, since the others lie idle meanwhile."""
+    assert leaving(0.99 * break_even_s).swaps(num_blocks, 100, 0)
+    assert not leaving(1.01 * break_even_s).swaps(num_blocks, 100, 0)
 
 
 def test_the_wait_for_the_link_counts() -> None:
     """Blocks of 1 ms, alone: 0.1 s to recompute, 2 · 25 ms to swap, so up to 50 blocks may be ahead of it."""
-    assert leaving(0.001, num_queued=49).swaps(100, 0)
-    assert not leaving(0.001, num_queued=51).swaps(100, 0)
+    assert leaving(0.001, num_queued=49).swaps(25, 100, 0)
+    assert not leaving(0.001, num_queued=51).swaps(25, 100, 0)
 
 
 def test_what_is_there_already_takes_neither_memory_nor_the_link() -> None:
     """Of 25 blocks 20 are on the host, 15 of them for others too: 5 go out, 10 are taken, 25 come back."""
     there = OnHost(num_blocks=20, num_kept_blocks=15)
-    assert leaving(0.99 * 0.1 / 30).swaps(100, 0, there)
-    assert not leaving(1.01 * 0.1 / 30).swaps(100, 0, there)
-    assert leaving(0.0, free_blocks=10).swaps(100, 0, there)
-    assert not leaving(0.0, free_blocks=9).swaps(100, 0, there)
-    assert leaving(0.001, num_queued=70).swaps(100, 0, there)
-    assert not leaving(0.001, num_queued=71).swaps(100, 0, there)
-    assert leaving(0.001, num_queued=1000).swaps(100, 0, OnHost(25, 25)), "who has nothing to send waits for no link"
+    assert leaving(0.99 * 0.1 / 30).swaps(25, 100, 0, there)
+    assert not leaving(1.01 * 0.1 / 30).swaps(25, 100, 0, there)
+    assert leaving(0.0, free_blocks=10).swaps(25, 100, 0, there)
+    assert not leaving(0.0, free_blocks=9).swaps(25, 100, 0, there)
+    assert leaving(0.001, num_queued=70).swaps(25, 100, 0, there)
+    assert not leaving(0.001, num_queued=71).swaps(25, 100, 0, there)
+    assert leaving(0.001, num_queued=1000).swaps(25, 100, 0, OnHost(25, 25)), (
+        "who has nothing to send waits for no link"
+    )
 
 
 def test_rows_sent_before_take_memory_and_the_link() -> None:
     """Each of three rows of 25 blocks waits for those before: 0, 25, 50 ms on top of 50, against 99 ms."""
     queue = leaving(0.001)
-    queue_of_99 = [queue.swaps(99, 0) for _ in range(4)]
+    queue_of_99 = [queue.swaps(25, 99, 0) for _ in range(4)]
     assert queue_of_99 == [True, True, False, False]
     full = leaving(0.0, free_blocks=60)
-    assert [full.swaps(100, 0) for _ in range(3)] == [True, True, False]
-    assert full.swaps(40, 0), "10 blocks are left"
+    assert [full.swaps(25, 100, 0) for _ in range(3)] == [True, True, False]
+    assert full.swaps(10, 40, 0), "10 blocks are left"
 
 
 def test_a_row_without_kv_has_nothing_to_move() -> None:
-    assert not leaving(0.0).swaps(0, 100)
+    assert not leaving(0.0).swaps(0, 0, 100)
 
 
 def test_computing_long_contexts_again_costs_more_than_their_length() -> None:
     """1000 tokens make 500 500 pairs: 1.5005 s again, as long as 2 · 250 blocks of 3.001 ms take."""
     host = partial(HostView, 1000, 0, 0, np.zeros(0, dtype=np.int32))
     cost = per_token(0.001, pair_s=1e-6)
-    assert Leaving(host(0.0030009), 4, cost).swaps(1000, 0)
-    assert not Leaving(host(0.0030011), 4, cost).swaps(1000, 0)
+    assert Leaving(host(0.0030009), cost).swaps(250, 1000, 0)
+    assert not Leaving(host(0.0030011), cost).swaps(250, 1000, 0)
 
 
 def test_nobody_moves_where_nothing_says_that_computing_again_is_dear() -> None:
     host = HostView(1000, 0, 0, np.zeros(0, dtype=np.int32), 1e-9)
-    assert not Leaving(host, 4, None).swaps(100, 0)
+    assert not Leaving(host, None).swaps(25, 100, 0)
 
 
 # What a step does
@@ -101,9 +110,10 @@ def test_nobody_moves_where_nothing_says_that_computing_again_is_dear() -> None:
 def test_every_answer_keeps_the_contract(scheduler: str, seed: int) -> None:
     view = random_view(np.random.default_rng(seed), swaps=True)
     output = decide(scheduler, view)
-    if output.preempt.size:
-        kept = view.running.size - output.preempt.size
-        assert sorted(output.preempt.tolist()) == sorted(view.running[kept:].tolist()), "the newest give way"
+    victims = output.preempt[np.isin(output.preempt, view.running)]
+    if victims.size:
+        kept = view.running.size - victims.size
+        assert sorted(victims.tolist()) == sorted(view.running[kept:].tolist()), "the newest give way"
         assert kept >= 1, "the first running row stays"
         assert output.reason == "kv-full"
 
