@@ -108,6 +108,8 @@ def lived(runs: Iterable[Chaos], **adds: int) -> Counter[str]:
                 "moved": harness.num_moved,
                 "extended": harness.num_extended,
                 "ahead": harness.num_ahead,
+                "lent": harness.num_lent,
+                "went again": harness.num_more,
                 "surplus": harness.num_surplus,
                 "stale": harness.num_stale,
             }
@@ -149,6 +151,8 @@ def test_the_random_operations_reach_every_kind_of_copy() -> None:
     counts = lived(chaotic_run("chunked", 2, seed, num_host_blocks=20) for seed in range(8))
     assert {"out", "back", "copy fails", "cancel in copy"} <= set(counts)
     assert counts["came back"] > 20
+    assert counts["lent"] > 100
+    assert counts["went again"] > 20
     assert counts["preempted"] - counts["swapped out"] > 20, "some were computed again"
 
 
@@ -192,7 +196,7 @@ def test_a_small_memory_delays_but_never_changes_a_text(
 
 @pytest.mark.slow
 def test_the_random_operations_reach_every_kind_of_event_where_steps_overlap() -> None:
-    runs = (overlapping_run(scheduler, seed=seed) for scheduler in SCHEDULERS for seed in range(3))
+    runs = (overlapping_run(scheduler, seed=seed) for scheduler in SCHEDULERS for seed in range(4))
     counts = lived(runs, adds=4)
     assert {"guilty", "bad luck", "cancel in flight", "limit in flight", "grow in flight"} <= set(counts)
     assert counts["ahead"] > 200
