@@ -286,8 +286,10 @@ def test_the_first_in_line_comes_in_whatever_others_hold(*, prefix_caching: bool
     blocks.drop_contents(np.arange(40, dtype=np.int32)[(blocks.refcount == 0) & blocks.index.is_named])
     blocks.reserve(np.flatnonzero(blocks.refcount == 0)[:20].astype(np.int32), "somebody else")
     assert (blocks.num_used, blocks.num_free) == (36, 4)
-    ends = []
+    ends: list[int] = []
     while harness.engine.table.num_sequences:
+        harness.fill()
+        harness.check_going_on()
         harness.step()
         ends += [story.row for story in harness.stories.values() if story.finish and story.row not in ends]
     assert ends[0] == rows[0]
