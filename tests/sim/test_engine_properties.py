@@ -108,8 +108,6 @@ def lived(runs: Iterable[Chaos], **adds: int) -> Counter[str]:
                 "moved": harness.num_moved,
                 "extended": harness.num_extended,
                 "ahead": harness.num_ahead,
-                "lent": harness.num_lent,
-                "went again": harness.num_more,
                 "surplus": harness.num_surplus,
                 "stale": harness.num_stale,
             }

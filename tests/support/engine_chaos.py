@@ -197,7 +197,13 @@ class Chaos:
         return [*beginning, *(int(token) for token in rest)]
 
     def step(self) -> None:
+        """Submit a batch; count the blocks of preempted rows, and how often one of these gives more to the host."""
+        table = self.harness.engine.table
+        parked = (table.status == Status.PREEMPTED) & (table.hold & Hold.SWAPPING == 0)
         self.harness.submit()
+        leaves = (table.status == Status.PREEMPTED) & (table.hold & Hold.SWAPPING != 0)
+        self.counts["went again"] += int(np.count_nonzero(parked & leaves))
+        self.counts["lent"] += table.num_lent_blocks
 
     def land(self, *, by_chance: bool = True) -> None:
         """Let a step fail if somebody in it is guilty, or (more than one row) by chance."""

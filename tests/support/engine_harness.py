@@ -21,7 +21,7 @@ from services.worker.scheduling.view import Scheduler
 from services.worker.sequences.assemble import known_tokens
 from services.worker.sequences.config import AddRefusal, NewSequence
 from services.worker.sequences.events import StepEvents
-from services.worker.sequences.table import Hold, Status
+from services.worker.sequences.table import Hold
 from shared.types import FinishReason
 from tests.support.engine_builders import make_engine, new_sequence
 from tests.support.staged_kv import StagedKv
@@ -69,10 +69,6 @@ class EngineHarness:
     """Decodes that were launched before the token was known that they begin with."""
     num_surplus: int = 0
     """Of these, those of rows that turned out to have ended."""
-    num_lent: int = 0
-    """Blocks of preempted rows, counted anew for each batch."""
-    num_more: int = 0
-    """Times that a preempted row gave more of its blocks to the host."""
     host_copies: list[HostCopy] = field(default_factory=list)
     """Under way, in the order in which they began."""
 
@@ -124,12 +120,7 @@ class EngineHarness:
         """Submit the next batch if the executor takes one more."""
         if len(self.flights) >= self.depth:
             return None
-        table = self.engine.table
-        parked = (table.status == Status.PREEMPTED) & (table.hold & Hold.SWAPPING == 0)
         batch = self.engine.next_batch(self.now_s)
-        leaves = (table.status == Status.PREEMPTED) & (table.hold & Hold.SWAPPING != 0)
-        self.num_more += int(np.count_nonzero(parked & leaves))
-        self.num_lent += table.num_lent_blocks
         for copy in self.engine.take_copies():
             self.kv.begin_copy(copy)
             self.host_copies.append(copy)

@@ -34,6 +34,8 @@ Rules that the parts keep, whatever the order:
   it runs, it ends, and then the next one. (Rows in a batch in flight cannot be preempted at all.) If it lacks blocks
   that only pins, copies or a batch in flight can give back, nobody gives way for it: it waits, and who needs no block
   goes on.
+- *Nobody waits for what parked rows hold.* They give it up before a running row gives way, and for the first parked row
+  that does not fit, if that makes it fit. So where nobody runs, the first of the line comes in.
 
 Policies that come first, serve first (`fcfs`, `chunked`, `round_robin`, `lookahead`) use the order of admission, and
 stop at who does not fit, as in vLLM: smaller ones behind would else keep it waiting for ever. Their lanes: `lanes.py`.

@@ -201,3 +201,58 @@ def test_the_first_prefill_waits_for_a_copy_and_else_sends_others(scheduler: str
     assert not output.rows.size
     waits = decide(scheduler, make_view(running=rows, free_blocks=0, host=host_view(leaving_blocks=1)))
     assert (waits.rows.size, waits.preempt.size) == (0, 0)
+
+
+# What parked rows hold
+
+
+def test_as_few_blocks_go_as_are_needed(scheduler: str) -> None:
+    """Rows 0 and 1 lack one block each in the next step, and none is free: of row 2's five the last two go.
+
+    The last of them is not full, so it goes in any case.
+    """
+    rows = [decoding(7), decoding(7), decoding(18)]
+    output = decide(scheduler, make_view(running=rows, free_blocks=0, host=host_view()))
+    assert (output.preempt.tolist(), output.preempt_kept.tolist()) == ([2], [3])
+    output = decide(scheduler, make_view(running=rows, free_blocks=1, host=host_view()))
+    assert (output.preempt.tolist(), output.preempt_kept.tolist()) == ([2], [4])
+
+
+def test_parked_rows_give_before_a_running_one_does(scheduler: str) -> None:
+    """Rows 0 and 1 will lack a block each. The last parked one has one left to give, row 2 then one of three."""
+    view = make_view(
+        running=[decoding(7), decoding(7)],
+        preempted=[parked(30, held=3), parked(30, held=1)],
+        free_blocks=0,
+        on_host={2: 29},
+        host=host_view(),
+    )
+    output = decide(scheduler, view)
+    assert (output.preempt.tolist(), output.preempt_kept.tolist()) == ([2, 3], [2, 0])
+    assert (output.preempt_how == PreemptHow.SWAP).all()
+
+
+def test_with_a_full_host_what_is_lent_is_dropped_before_anybody_stops(scheduler: str) -> None:
+    view = make_view(
+        running=[decoding(8), decoding(8)],
+        preempted=[parked(30, held=3)],
+        free_blocks=0,
+        on_host={2: 29},
+        host=host_view(free_blocks=0),
+    )
+    output = decide(scheduler, view)
+    assert (output.preempt.tolist(), output.preempt_how.tolist()) == ([2], [PreemptHow.RECOMPUTE])
+    assert chosen(output) == [(0, 1), (1, 1)]
+
+
+def test_the_first_in_line_has_what_others_hold_and_nobody_gives_for_nothing(scheduler: str) -> None:
+    """Nobody runs. Row 0 needs 8 blocks and holds 2; 4 are free, and row 1 has 2."""
+    view = partial(make_view, preempted=[parked(32, held=2), parked(20, held=2)], on_host={0: 31}, host=host_view())
+    output = decide(scheduler, view(free_blocks=4))
+    assert (output.preempt.tolist(), output.preempt_kept.tolist(), output.resume.size) == ([1], [0], 0)
+    output = decide(scheduler, view(free_blocks=6))
+    assert (output.preempt.size, output.resume.tolist()) == (0, [0])
+    assert not decide(scheduler, view(free_blocks=3)).preempt.size, "it would not fit with them either"
+    full = view(free_blocks=5, host=host_view(free_blocks=0))
+    output = decide(scheduler, full)
+    assert (output.preempt.tolist(), output.resume.tolist()) == ([1], [0]), "dropped blocks are free at once"
