@@ -51,9 +51,11 @@ def host_view(
     num_leaving: int = 0,
     arriving: tuple[int, ...] = (),
     block_copy_s: float = 0.0,
+    lent_blocks: int = 0,
 ) -> HostView:
     """Host memory that costs nothing to use, unless told otherwise."""
-    return HostView(free_blocks, leaving_blocks, num_leaving, np.array(arriving, dtype=np.int32), block_copy_s)
+    rows = np.array(arriving, dtype=np.int32)
+    return HostView(free_blocks, leaving_blocks, num_leaving, rows, block_copy_s, lent_blocks=lent_blocks)
 
 
 def prefilling(num_prompt: int, computed: int, *, held: int | None = None, block_size: int = 4) -> Row:
@@ -237,6 +239,7 @@ def _random_host(num_running: int, random: np.random.Generator) -> HostView:
         num_leaving=leaving + int(random.integers(3)),
         arriving=tuple(row for row in range(1, num_running) if random.random() < 0.15),
         block_copy_s=float(random.choice([0.0, 0.01, 10.0])),
+        lent_blocks=int(random.choice([0, 5])) if leaving else 0,
     )
 
 

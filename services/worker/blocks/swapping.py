@@ -87,6 +87,7 @@ class Swapping:
             arriving=np.fromiter(self._arriving, dtype=np.int32, count=len(self._arriving)),
             block_copy_s=self._memory.block_copy_s,
             on_host=self._on_host,
+            lent_blocks=sum(int(self._blocks.held[row]) for row in self._move_of if row not in self._arriving),
         )
 
     def leave(self, row: int, num_kept: int) -> int:

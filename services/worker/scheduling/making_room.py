@@ -28,6 +28,8 @@ class KeptRunning:
         self.free_blocks = view.free_blocks
         self.coming_blocks = 0 if view.host is None else view.host.leaving_blocks
         """Blocks that are free once the copies to the host are done."""
+        self.lent_later = 0 if view.host is None else view.host.lent_blocks
+        """Blocks that can be taken then."""
         self.swapped: I32 = EMPTY_ROWS
         """Rows that give way and move to the host, but for `kept`."""
         self.kept: dict[int, int] = {}
@@ -137,14 +139,14 @@ class KeptRunning:
             ahead: [n] blocks that it lacks for this step and the next, at least as many.
         """
         if self._leaving is not None and int(ahead.sum()) > self._room():
-            kept = num_kept(ahead, self.freeable(), self._room() + self.lent_blocks())
+            kept = num_kept(ahead, self.freeable(), self._room() + self.lent_blocks() + self.lent_later)
             if kept > 0:
                 self._swap_from(kept, int(ahead[:kept].sum()))
         needs = needs[: self.rows.size]
         if int(needs.sum()) > self._room():
-            kept = num_kept(needs, self.freeable(), self._room() + self.lent_blocks())
+            kept = num_kept(needs, self.freeable(), self._room() + self.lent_blocks() + self.lent_later)
             if kept > 0:
-                self._drop_from(kept, int(needs[:kept].sum()))
+                self._drop_from(kept, int(needs[:kept].sum()) - self.lent_later)
 
     def preempt(self, victims: I32, num_blocks: int, row: int, *, lacks_place: bool) -> None:
         """Let the first of the victims give way, as few as free enough; nobody if all of them would not.
@@ -156,7 +158,7 @@ class KeptRunning:
             lacks_place: one has to go in any case.
         """
         wanted, lent = self.free_blocks + num_blocks, self._lent_but(row)
-        if not lacks_place and wanted - self._room() <= lent:
+        if not lacks_place and wanted - self._room() <= lent + self.lent_later:
             self.take_lent(num_blocks, row)
             return
         freeable = self._blocks.freeable(victims[::-1])[::-1]

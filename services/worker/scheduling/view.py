@@ -144,6 +144,8 @@ class HostView:
     on_host: Callable[[int, int], OnHost] = lambda _row, _num_kept: NOTHING_ON_HOST
     """What is there already of the KV in a row's blocks, but for the first so many. It costs more than reading a
     column."""
+    lent_blocks: int = 0
+    """Device blocks that rows on their way to the host hold still: they can be taken when the copies are done."""
 
 
 @hot_dataclass(frozen=True, slots=True)

@@ -146,6 +146,14 @@ def test_nobody_else_is_sent_while_blocks_are_coming(scheduler: str) -> None:
     assert not output.preempt.size
 
 
+@pytest.mark.parametrize(("lent_blocks", "victims"), [(0, [2]), (1, [])])
+def test_nobody_else_is_sent_while_more_can_be_taken_soon(scheduler: str, lent_blocks: int, victims: list[int]) -> None:
+    """Two blocks are lacking, one comes with a copy; its row holds more, which can be taken then."""
+    rows = [decoding(8), decoding(8), decoding(6)]
+    host = host_view(leaving_blocks=1, num_leaving=1, lent_blocks=lent_blocks)
+    assert decide(scheduler, make_view(running=rows, free_blocks=0, host=host)).preempt.tolist() == victims
+
+
 def test_kv_is_dropped_where_moving_it_is_dearer(scheduler: str) -> None:
     """A slow link: nothing is done ahead of time, and in need row 2 is computed again; its 2 blocks serve two rows."""
     slow = host_view(block_copy_s=100.0)
