@@ -157,6 +157,8 @@ def test_the_random_operations_reach_every_kind_of_copy() -> None:
     assert counts["given up"] > 200
     assert counts["moved"] > 10
     assert counts["came back"] > 20
+    assert counts["lent"] > 100
+    assert counts["went again"] > 20
     assert counts["preempted"] - counts["swapped out"] > 20, "some were computed again"
 
 
@@ -173,12 +175,13 @@ def test_everything_finishes_with_kv_for_only_one_request(
     assert {story.finish for story in harness.stories.values()} == {FinishReason.LENGTH}
 
 
-@pytest.mark.parametrize("num_host_blocks", [0, 30])
+@pytest.mark.parametrize("num_host_blocks", [0, 30, 80])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize(("seed", "num_stages"), first_of([*((seed, 1) for seed in range(6)), (6, 2), (7, 3)], 1))
 def test_a_small_memory_delays_but_never_changes_a_text(
     scheduler: str, seed: int, num_stages: int, num_host_blocks: int
 ) -> None:
+    """If the host is full, who has KV there may lose it with what it holds; a host of 80 blocks is never full."""
     random = np.random.default_rng(seed)
     harness = make_harness(
         short_quanta(scheduler), num_blocks=24, max_model_len=96, num_lanes=num_stages, num_host_blocks=num_host_blocks
@@ -190,13 +193,16 @@ def test_a_small_memory_delays_but_never_changes_a_text(
     stats = take_stats(harness.engine)
     assert stats.totals.num_finished == 16
     assert (stats.totals.num_swap_outs > 0) is (num_host_blocks > 0)
-    assert stats.totals.num_swap_ins == stats.totals.num_swap_outs, "nobody ended on the host"
+    num_lost = stats.totals.num_swap_outs - stats.totals.num_swap_ins
+    assert num_lost >= 0
+    assert num_lost == 0 or stats.totals.num_recomputed_tokens > 0, "nobody ended on the host"
+    assert num_host_blocks < 80 or stats.totals.num_recomputed_tokens == 0, "all of it comes back"
     assert stats.totals.peak_used_blocks <= 24 < stats.totals.peak_demanded_blocks
 
 
 @pytest.mark.slow
 def test_the_random_operations_reach_every_kind_of_event_where_steps_overlap() -> None:
-    runs = (overlapping_run(scheduler, seed=seed) for scheduler in SCHEDULERS for seed in range(3))
+    runs = (overlapping_run(scheduler, seed=seed) for scheduler in SCHEDULERS for seed in range(4))
     counts = lived(runs, adds=4)
     assert {"guilty", "bad luck", "cancel in flight", "limit in flight", "grow in flight"} <= set(counts)
     assert counts["ahead"] > 200

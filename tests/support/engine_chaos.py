@@ -33,17 +33,25 @@ class UnrulyScheduler:
         if self.is_calm or self._random.random() < 1 - self._whims:
             return self._calm.schedule(view)
         columns, random = view.columns, self._random
-        victims = view.running[random.random(view.running.size) < random.choice([0.0, 0.1, 0.5])]
-        how = self._ways(view, victims)
-        free = view.free_blocks + int(view.blocks.freeable(victims[how == PreemptHow.RECOMPUTE]).sum())
+        holding = view.preempted[columns.held_blocks[view.preempted] > 0]
+        victims = np.concatenate([view.running, holding]).astype(np.int32)
+        victims = victims[random.random(victims.size) < random.choice([0.0, 0.1, 0.5])]
+        kept = random.integers(0, columns.num_computed[victims] // view.block_size + 1).astype(np.int32)
+        kept *= random.random(victims.size) < 0.7
+        kept = np.where(np.isin(victims, holding), np.minimum(kept, columns.held_blocks[victims] - 1), kept)
+        how = self._ways(view, victims, kept)
+        dropped = how == PreemptHow.RECOMPUTE
+        free = view.free_blocks + max(int(view.blocks.freeable(victims[dropped]).sum() - kept[dropped].sum()), 0)
         others = view.running[~np.isin(view.running, victims)]
         left = view.limits.max_batch_tokens
-        resume = [row for row in view.preempted.tolist() if columns.host_tokens[row] and random.random() < 0.5]
-        resume = [row for row in resume[:1] if -(-int(columns.host_tokens[row]) // view.block_size) <= view.free_blocks]
-        free -= sum(-(-int(columns.host_tokens[row]) // view.block_size) for row in resume)
+        parked = view.preempted[~np.isin(view.preempted, victims)]
+        lacks = (-(-columns.host_tokens // view.block_size) - columns.held_blocks).tolist()
+        resume = [row for row in parked.tolist() if columns.host_tokens[row] and random.random() < 0.5]
+        resume = [row for row in resume[:1] if lacks[row] <= view.free_blocks]
+        free -= sum(lacks[row] for row in resume)
         rows: list[int] = []
         num_tokens: list[int] = []
-        for row in random.permutation(np.concatenate([others, view.extensible, view.preempted, view.waiting])).tolist():
+        for row in random.permutation(np.concatenate([others, view.extensible, parked, view.waiting])).tolist():
             computed, held = self._begin(view, row, counts_shared=victims.size == 0)
             remaining = int(columns.num_prompt[row] + columns.num_output[row]) - computed
             chunk = min(int(random.integers(1, remaining + 1)), left, (held + free) * view.block_size - computed)
@@ -58,15 +66,15 @@ class UnrulyScheduler:
         if not rows:
             return self._calm.schedule(view)
         chosen, back = np.array(rows, dtype=np.int32), np.array(resume, dtype=np.int32)
-        return SchedulerOutput(chosen, np.array(num_tokens, dtype=np.int32), victims, how, "whim", back)
+        return SchedulerOutput(chosen, np.array(num_tokens, dtype=np.int32), victims, how, kept, "whim", back)
 
-    def _ways(self, view: SchedulerView, victims: I32) -> U8:
+    def _ways(self, view: SchedulerView, victims: I32, kept: I32) -> U8:
         """Return how each victim gives way: to the host by chance, as long as it holds them."""
         left = 0 if view.host is None else view.host.free_blocks
         how = np.full(victims.size, PreemptHow.RECOMPUTE, dtype=np.uint8)
-        for i, row in enumerate(victims.tolist()):
-            num_blocks = -(-int(view.columns.num_computed[row]) // view.block_size)
-            num_taken = num_blocks - (0 if view.host is None else view.host.on_host(row).num_kept_blocks)
+        for i, (row, num_kept) in enumerate(zip(victims.tolist(), kept.tolist(), strict=True)):
+            num_blocks = -(-int(view.columns.num_computed[row]) // view.block_size) - num_kept
+            num_taken = num_blocks - (0 if view.host is None else view.host.on_host(row, num_kept).num_kept_blocks)
             if num_blocks and num_taken <= left and view.host is not None and self._random.random() < 0.7:
                 how[i] = PreemptHow.SWAP
                 left -= num_taken
@@ -80,7 +88,8 @@ class UnrulyScheduler:
             begin = int(view.extensible_begins[view.extensible == row][0])
             return begin, int(view.columns.held_blocks[row])
         cached = view.blocks.cached(row)
-        return cached.num_tokens, cached.num_shared_blocks if counts_shared else 0
+        held = int(view.columns.held_blocks[row])
+        return cached.num_tokens, held + (cached.num_shared_blocks if counts_shared else 0)
 
 
 class Chaos:
@@ -185,7 +194,13 @@ class Chaos:
         return [*beginning, *(int(token) for token in rest)]
 
     def step(self) -> None:
+        """Submit a batch; count the blocks of preempted rows, and how often one of these gives more to the host."""
+        table = self.harness.engine.table
+        parked = (table.status == Status.PREEMPTED) & (table.hold & Hold.SWAPPING == 0)
         self.harness.submit()
+        leaves = (table.status == Status.PREEMPTED) & (table.hold & Hold.SWAPPING != 0)
+        self.counts["went again"] += int(np.count_nonzero(parked & leaves))
+        self.counts["lent"] += table.num_lent_blocks
 
     def land(self, *, by_chance: bool = True) -> None:
         """Let a step fail if somebody in it is guilty, or (more than one row) by chance."""

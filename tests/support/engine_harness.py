@@ -49,7 +49,7 @@ def check_contents(engine: Engine, contents: dict[int, bytes]) -> None:
         contents: as in `EngineHarness`; what is seen now is added.
     """
     size = engine.config.block_size
-    for row in engine.table.running.view.tolist():
+    for row in [*engine.table.running.view.tolist(), *engine.table.preempted.view.tolist()]:
         num_full = int(engine.table.num_computed[row]) // size
         tokens = known_tokens(engine.table, engine.log, row, 0, num_full * size).astype(np.int32).tobytes()
         salt = engine.table.sequence(row).cache_salt.encode() + b"/"

@@ -9,7 +9,6 @@ import numpy as np
 from services.worker.scheduling.registry import make_scheduler
 from services.worker.scheduling.view import (
     I32,
-    NOTHING_CACHED,
     CachedPrefix,
     Columns,
     HostView,
@@ -30,13 +29,14 @@ class StatedBlocks:
     """Answers as the test states them: blocks that each row frees, whoever else gives way; what rows find cached."""
 
     free_by_row: I32
+    held_tokens: I32
     cached_by_row: dict[int, CachedPrefix] = field(default_factory=dict)
 
     def freeable(self, rows: I32) -> I32:
         return self.free_by_row[rows]
 
     def cached(self, row: int) -> CachedPrefix:
-        return self.cached_by_row.get(row, NOTHING_CACHED)
+        return self.cached_by_row.get(row, CachedPrefix(int(self.held_tokens[row])))
 
 
 def decoding(context: int, *, held: int | None = None, block_size: int = 4) -> Row:
@@ -51,17 +51,20 @@ def host_view(
     num_leaving: int = 0,
     arriving: tuple[int, ...] = (),
     block_copy_s: float = 0.0,
+    lent_blocks: int = 0,
 ) -> HostView:
     """Host memory that costs nothing to use, unless told otherwise."""
-    return HostView(free_blocks, leaving_blocks, num_leaving, np.array(arriving, dtype=np.int32), block_copy_s)
+    rows = np.array(arriving, dtype=np.int32)
+    return HostView(free_blocks, leaving_blocks, num_leaving, rows, block_copy_s, lent_blocks=lent_blocks)
 
 
 def prefilling(num_prompt: int, computed: int, *, held: int | None = None, block_size: int = 4) -> Row:
     return (num_prompt, 0, computed, -(-computed // block_size) if held is None else held)
 
 
-def parked(num_known: int) -> Row:
-    return (num_known, 0, 0, 0)
+def parked(num_known: int, *, held: int = 0) -> Row:
+    """A row that does not run, and that holds so many of its first blocks of 4 still."""
+    return (num_known, 0, 4 * held, held)
 
 
 def make_view(
@@ -119,7 +122,7 @@ def make_view(
         free_blocks=free_blocks,
         block_size=block_size,
         limits=Limits(max_batch_tokens, max_batch_rows),
-        blocks=StatedBlocks(freeable, cached or {}),
+        blocks=StatedBlocks(freeable, values[:, 2], cached or {}),
         host=host,
         cost=cost,
     )
@@ -178,12 +181,12 @@ def random_flights(view: SchedulerView, num_lanes: int, random: np.random.Genera
     return in_lanes(view, num_lanes, away.tolist(), twice.tolist(), last_step=last_step, ends=ends)
 
 
-def random_cached(num_known: int, random: np.random.Generator) -> CachedPrefix:
+def random_cached(num_known: int, random: np.random.Generator, held: int = 0) -> CachedPrefix:
     """Some full blocks, part of them in use; with a follower that few names stand for, now and then on its way."""
-    num_blocks = int(random.integers(0, (num_known - 1) // 4 + 1))
+    num_blocks = int(random.integers(held, (num_known - 1) // 4 + 1))
     return CachedPrefix(
         num_tokens=4 * num_blocks,
-        num_shared_blocks=int(random.integers(0, num_blocks + 1)),
+        num_shared_blocks=int(random.integers(0, num_blocks - held + 1)),
         next_block=bytes([random.integers(4)]) if 4 * (num_blocks + 1) < num_known else None,
         is_coming=bool(random.random() < 0.2) and 4 * (num_blocks + 1) < num_known,
     )
@@ -192,7 +195,8 @@ def random_cached(num_known: int, random: np.random.Generator) -> CachedPrefix:
 def random_view(random: np.random.Generator, *, swaps: bool = False) -> SchedulerView:
     """A moment that an engine can be in: some rows run (decoding, prefilling, just rolled back), others wait.
 
-    With `swaps` some preempted rows have KV on the host, others are on their way back, and copies take some time.
+    With `swaps` some preempted rows have KV on the host or hold their first blocks, others are on their way back, and
+    copies take some time.
     """
     running: list[Row] = []
     for _ in range(random.integers(0, 9)):
@@ -200,13 +204,16 @@ def random_view(random: np.random.Generator, *, swaps: bool = False) -> Schedule
         computed = known - 1 if random.random() < 0.6 else int(random.integers(0, known))
         blocks = max(-(-computed // 4), 1) + int(random.random() < 0.1)
         running.append((known - known // 3, known // 3, computed, blocks))
-    preempted = [parked(int(n)) for n in random.integers(1, 60, size=random.integers(0, 4))]
+    preempted = [
+        parked(n, held=int(random.integers(0, (n - 1) // 4 + 1)) if swaps and random.random() < 0.5 else 0)
+        for n in random.integers(1, 60, size=random.integers(0, 4)).tolist()
+    ]
     waiting = [parked(int(n)) for n in random.integers(1, 60, size=random.integers(0, 6))]
     parked_rows = enumerate([*preempted, *waiting], start=len(running))
     on_host = {
-        len(running) + i: int(random.integers(1, max(known, 2)))
-        for i, (known, *_) in enumerate(preempted)
-        if swaps and known > 1 and random.random() < 0.5
+        len(running) + i: int(random.integers(computed + 1, known))
+        for i, (known, _, computed, _) in enumerate(preempted)
+        if swaps and known > computed + 1 and random.random() < 0.5
     }
     return make_view(
         running=running,
@@ -215,7 +222,9 @@ def random_view(random: np.random.Generator, *, swaps: bool = False) -> Schedule
         free_blocks=int(random.choice([0, 1, 2, 5, 20, 100])) + (0 if running else 20),
         max_batch_tokens=int(random.choice([1, 8, 32, 64])),
         max_batch_rows=int(random.integers(1, 10)),
-        cached={row: random_cached(known, random) for row, (known, *_) in parked_rows if random.random() < 0.5},
+        cached={
+            row: random_cached(known, random, held) for row, (known, _, _, held) in parked_rows if random.random() < 0.5
+        },
         host=_random_host(len(running), random) if swaps else None,
         on_host=on_host,
         cost=per_token(0.01),
@@ -230,6 +239,7 @@ def _random_host(num_running: int, random: np.random.Generator) -> HostView:
         num_leaving=leaving + int(random.integers(3)),
         arriving=tuple(row for row in range(1, num_running) if random.random() < 0.15),
         block_copy_s=float(random.choice([0.0, 0.01, 10.0])),
+        lent_blocks=int(random.choice([0, 5])) if leaving else 0,
     )
 
 
@@ -238,6 +248,7 @@ def check_contract(view: SchedulerView, output: SchedulerOutput) -> None:
     columns, rows = view.columns, output.rows
     swaps = output.preempt_how == PreemptHow.SWAP
     dropped, swapped = output.preempt[~swaps], output.preempt[swaps]
+    kept, held = output.preempt_kept, columns.held_blocks
     known = columns.num_prompt + columns.num_output
     listed = np.concatenate([view.running, view.extensible, view.preempted, view.waiting])
     computed = columns.num_computed.copy()
@@ -250,36 +261,63 @@ def check_contract(view: SchedulerView, output: SchedulerOutput) -> None:
     parked_rows = np.isin(rows, np.concatenate([view.preempted, view.waiting]))
     found = [view.blocks.cached(row) if parks else None for row, parks in zip(rows.tolist(), parked_rows, strict=True)]
     begin = np.where(parked_rows, [hit.num_tokens if hit else 0 for hit in found], computed[rows])
-    held = np.where(parked_rows, [hit.num_shared_blocks if hit else 0 for hit in found], columns.held_blocks[rows])
+    shared = np.where(parked_rows, [hit.num_shared_blocks if hit else 0 for hit in found], 0)
     assert (begin + output.num_tokens <= known[rows]).all()
-    assert set(output.preempt.tolist()) <= set(view.running.tolist()) - set(rows.tolist())
-    assert output.preempt_how.size == output.preempt.size
+    holding = view.preempted[held[view.preempted] > 0]
+    assert set(output.preempt.tolist()) <= {*view.running.tolist(), *holding.tolist()} - set(rows.tolist())
     if output.preempt.size:
-        held = np.where(parked_rows, 0, held)
-    needed = np.maximum(-(-(begin + output.num_tokens) // view.block_size) - held, 0).sum()
+        shared = np.zeros_like(shared)
+    needed = np.maximum(-(-(begin + output.num_tokens) // view.block_size) - held[rows] - shared, 0).sum()
     back = output.resume
     assert set(back.tolist()) <= set(view.preempted.tolist()) - set(rows.tolist())
     assert len(set(back.tolist())) == back.size, "each comes back once"
     assert (columns.host_tokens[back] > 0).all(), "only what is on the host can be brought back"
     assert not columns.host_tokens[rows].any(), "KV on the host is not computed anew"
-    needed += (-(-columns.host_tokens[back] // view.block_size)).sum()
-    assert needed <= view.free_blocks + view.blocks.freeable(dropped).sum(), "it fits"
-    if swapped.size:
-        assert view.host is not None
-        wanted = (-(-columns.num_computed[swapped] // view.block_size)).sum()
-        assert wanted <= view.host.free_blocks, "it fits the host"
-        assert (columns.num_computed[swapped] > 0).all(), "there is something to move"
+    assert not set(back.tolist()) & set(output.preempt.tolist()), "who comes back gives nothing up"
+    needed += (-(-columns.host_tokens[back] // view.block_size) - held[back]).sum()
+    assert needed <= view.free_blocks + view.blocks.freeable(dropped).sum() - kept[~swaps].sum(), "it fits"
+    _check_victims(view, output)
     decodes = (known[rows] - columns.num_computed[rows]) == 1
     first_chunk = int(np.flatnonzero(~decodes)[0]) if (~decodes).any() else rows.size
     running_decodes = np.isin(rows, view.running) & decodes
     assert not running_decodes[first_chunk:].any(), "decodes first"
     if view.running.size:
         next_token = columns.num_computed[view.running] + 1
-        missing = np.maximum(-(-next_token // view.block_size) - columns.held_blocks[view.running], 0)
-        others = int(view.blocks.freeable(view.running[1:]).sum())
+        missing = np.maximum(-(-next_token // view.block_size) - held[view.running], 0)
+        others = int(view.blocks.freeable(np.concatenate([view.running[1:], holding])).sum())
         can_go_on = (missing <= view.free_blocks).any() or missing[0] <= view.free_blocks + others
         copies = swapped.size or (view.host is not None and (view.host.leaving_blocks or view.host.arriving.size))
         assert rows.size or copies or not can_go_on, "somebody who runs can go on, so somebody does"
+    elif not (rows.size or back.size or view.num_in_flight or (view.host is not None and view.host.arriving.size)):
+        _check_nobody_starves(view, output)
+
+
+def _check_victims(view: SchedulerView, output: SchedulerOutput) -> None:
+    """Check who gives way: each gives something, and what goes to the host fits there."""
+    victims, kept, swaps = output.preempt, output.preempt_kept, output.preempt_how == PreemptHow.SWAP
+    computed, held = view.columns.num_computed[victims], view.columns.held_blocks[victims]
+    assert output.preempt_how.size == victims.size == kept.size == len(set(victims.tolist()))
+    assert (kept * view.block_size <= computed).all(), "only full blocks are kept"
+    assert ((kept < held) | ((kept == 0) & (held == 0))).all(), "who gives way gives something"
+    if swaps.any():
+        assert view.host is not None
+        wanted = -(-computed[swaps] // view.block_size) - kept[swaps]
+        assert wanted.sum() <= view.host.free_blocks, "it fits the host"
+        assert (wanted > 0).all(), "there is something to move"
+
+
+def _check_nobody_starves(view: SchedulerView, output: SchedulerOutput) -> None:
+    """Where nobody runs, the first of the parked rows comes in if it fits the memory that nobody runs in."""
+    columns = view.columns
+    parked_rows = np.concatenate([view.preempted, view.waiting])
+    comes = [row for row in parked_rows.tolist() if columns.host_tokens[row] or not view.blocks.cached(row).is_coming]
+    if comes:
+        head = comes[0]
+        need = -(-int(columns.num_prompt[head] + columns.num_output[head]) // view.block_size)
+        others = view.preempted[view.preempted != head]
+        room = view.free_blocks + int(columns.held_blocks[head]) + int(view.blocks.freeable(others).sum())
+        makes_way = output.preempt.size or (view.host is not None and view.host.leaving_blocks)
+        assert makes_way or need > room, "parked rows keep the first of them from running"
 
 
 def decide(scheduler: str, view: SchedulerView) -> SchedulerOutput:

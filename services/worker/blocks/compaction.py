@@ -15,21 +15,17 @@ from typing import Final
 import numpy as np
 
 from services.worker.blocks.manager import BlockManager
-from services.worker.contract.arrays import I32
 from services.worker.contract.batch import CopyOps, TableDelta
 
 MAX_MOVED_BLOCKS: Final = 256
 """Blocks that move with one batch at most; raising it makes way sooner and lengthens the steps meanwhile."""
 
 
-def with_moves(
-    blocks: BlockManager, rows: I32, owner: Hashable, delta: TableDelta, copies: CopyOps
-) -> tuple[TableDelta, CopyOps]:
+def with_moves(blocks: BlockManager, owner: Hashable, delta: TableDelta, copies: CopyOps) -> tuple[TableDelta, CopyOps]:
     """Move what may move now; return what the executor has to be told of tables and copies, that included.
 
     Args:
         blocks: in which `delta` and `copies` have been made.
-        rows: all that hold blocks.
         owner: pins the old blocks until the batch is back.
         delta: of the batch.
         copies: of the batch; their sources are pinned.
@@ -38,7 +34,7 @@ def with_moves(
     if not source.size:
         return delta, copies
     target = blocks.vacate(source, owner)
-    renamed = blocks.rename(rows, source, target)
+    renamed = blocks.rename(np.flatnonzero(blocks.held).astype(np.int32), source, target)
     stays = ~np.isin(delta.block_id, source)  # of a row that has come to share such a block just now
     return (
         TableDelta(

@@ -34,24 +34,23 @@ class HostBlocks(BlockPool):
         return self._kept[row]
 
     def keep(self, row: int, names: Sequence[RunName], num_blocks: int) -> tuple[I32, Bool]:
-        """Let a row that keeps nothing refer to as many blocks, which the caller knows to be free or to be there.
+        """Let a row refer to so many blocks more, which the caller knows to be free or to be there.
 
         Args:
-            row: whose KV it is.
-            names: of its full blocks, the first ones.
-            num_blocks: of all of its KV; what goes beyond the names is not full.
+            row: whose KV it is; what it keeps so far comes behind.
+            names: of those that are full, the first ones.
+            num_blocks: what goes beyond the names is not full.
 
         Returns:
             [num_blocks] the blocks, and whether each has yet to be filled.
         """
-        assert row not in self._kept, f"row {row} keeps host blocks already"
         found = [self.index.get(name) for name in names]
         is_new = np.array([block is None for block in found] + [True] * (num_blocks - len(found)), dtype=np.bool_)
         ids = np.zeros(num_blocks, dtype=np.int32)
         ids[~is_new] = [block for block in found if block is not None]
         self._refer(ids[~is_new])  # before others are handed out, which could be these
         ids[is_new] = self._take(int(np.count_nonzero(is_new)))
-        self._kept[row] = ids
+        self._kept[row] = np.concatenate([ids, self._kept[row]]) if row in self._kept else ids
         return ids, is_new
 
     def hand_out(self, count: int, owner: Hashable) -> I32:

@@ -34,8 +34,9 @@ class BlockManager(BlockPool):
         self._block_size = np.array(block_size, dtype=np.int32)  # half as long as a scalar, in a short operation
         self.held = held
         self.block_table: I32 = np.zeros((held.size, max_blocks_per_row), dtype=np.int32)
-        self._shared: list[tuple[int, I32]] = []  # (row, blocks that it has come to share) since the last `extend`
-        self._ahead: list[tuple[int, I32]] = []  # (row, blocks that `take_for` gave it) since the last `extend`
+        # since the last `extend`, (row, index of the first in its table, blocks): those that it has come to share, ...
+        self._shared: list[tuple[int, int, I32]] = []
+        self._ahead: list[tuple[int, int, I32]] = []  # ... and those that `take_for` gave it
         self._copies: list[tuple[int, int, int]] = []  # (row, index in its table, source) since the last `take_copies`
 
     def extend(self, rows: Rows, ends: I32) -> TableDelta:
@@ -67,15 +68,15 @@ class BlockManager(BlockPool):
         return TableDelta(row.astype(np.int32), index.astype(np.int32), ids)
 
     def _with_first(self, delta: TableDelta) -> TableDelta:
-        first, self._shared, self._ahead = [*self._shared, *self._ahead], [], []
+        before, self._shared, self._ahead = [*self._shared, *self._ahead], [], []
         return TableDelta(
-            np.concatenate([*(np.full(ids.size, row, dtype=np.int32) for row, ids in first), delta.row]),
-            np.concatenate([*(np.arange(ids.size, dtype=np.int32) for _, ids in first), delta.index]),
-            np.concatenate([*(ids for _, ids in first), delta.block_id]),
+            np.concatenate([*(np.full(ids.size, row, dtype=np.int32) for row, _, ids in before), delta.row]),
+            np.concatenate([*(np.arange(i, i + ids.size, dtype=np.int32) for _, i, ids in before), delta.index]),
+            np.concatenate([*(ids for _, _, ids in before), delta.block_id]),
         )
 
     def take_for(self, row: int, shared: I32, count: int) -> I32:
-        """Give a row that holds nothing blocks ahead of its next step: full ones to share, then free ones.
+        """Give a row more blocks behind its own, ahead of its next step: full ones to share, then free ones.
 
         Args:
             row: is known to its executor.
@@ -85,17 +86,14 @@ class BlockManager(BlockPool):
         Returns:
             [count] the free ones.
         """
-        assert not self.held[row], f"row {row} holds blocks already"
         self._refer(shared)
         taken = self._take(count)
         ids = np.concatenate([shared, taken])
-        self.block_table[row, : ids.size] = ids
-        self.held[row] = ids.size
-        self._ahead.append((row, ids))
+        self._ahead.append((row, self._append(row, ids), ids))
         return taken
 
     def share(self, row: int, ids: I32, partial: int | None, owner: Hashable) -> None:
-        """Let a row that holds nothing refer to full blocks, and copy one more that is not full.
+        """Let a row refer to full blocks, behind those that it holds, and copy one more that is not full.
 
         Args:
             row: is in the next batch, so that its executor learns of them.
@@ -103,15 +101,20 @@ class BlockManager(BlockPool):
             partial: held by somebody; the block that the row is given next becomes its copy.
             owner: pins the source of the copy, which must stay as it is until the copy is made.
         """
-        assert not self.held[row], f"row {row} holds blocks already"
         self._refer(ids)
-        self.block_table[row, : ids.size] = ids
-        self.held[row] = ids.size
+        first = self._append(row, ids)
         if ids.size:
-            self._shared.append((row, ids))
+            self._shared.append((row, first, ids))
         if partial is not None:
             self.pin(np.array([partial], dtype=np.int32), owner)
-            self._copies.append((row, int(ids.size), partial))
+            self._copies.append((row, first + int(ids.size), partial))
+
+    def _append(self, row: int, ids: I32) -> int:
+        """Put blocks behind those that a row holds; return where in its table."""
+        first = int(self.held[row])
+        self.block_table[row, first : first + ids.size] = ids
+        self.held[row] = first + ids.size
+        return first
 
     def take_copies(self) -> CopyOps:
         """Return the copies that rows asked for since the last call; they have been extended since."""
@@ -133,13 +136,14 @@ class BlockManager(BlockPool):
         self.block_table[rows[place], index] = ids
         return TableDelta(rows[place], index.astype(np.int32), ids)
 
-    def release(self, row: int) -> None:
-        """Take all blocks from a row; those that nobody else refers to or pins become free."""
-        ids = self.block_table[row, : self.held[row]]
-        self.held[row] = 0
+    def release(self, row: int, num_kept: int = 0) -> None:
+        """Take all but its first blocks from a row; those that nobody else refers to or pins become free."""
+        ids = self.block_table[row, num_kept : self.held[row]]
+        self.held[row] = num_kept
         self._let_go(ids)
         if self._ahead:
-            self._ahead = [entry for entry in self._ahead if entry[0] != row]
+            kept = [(of, i, ids[: max(num_kept - i, 0)] if of == row else ids) for of, i, ids in self._ahead]
+            self._ahead = [entry for entry in kept if entry[2].size]
 
     def freeable(self, rows: I32) -> I32:
         """Return [n]: how many blocks become free when rows[i:] are released, beyond those that rows[i + 1:] free.
@@ -172,9 +176,10 @@ class BlockManager(BlockPool):
         assert (references == self.refcount).all(), "refcounts differ from the entries of the block tables"
         self.check_pool()
         assert not self._shared, "the executor was not told what a row shares"
-        for row, ids in self._ahead:
-            assert self.held[row] == ids.size, "the executor would be told of blocks that a row had"
-            assert (self.block_table[row, : ids.size] == ids).all(), "the executor would be told of other blocks"
+        for row, first, ids in self._ahead:
+            assert self.held[row] >= first + ids.size, "the executor would be told of blocks that a row had"
+            told = self.block_table[row, first : first + ids.size]
+            assert (told == ids).all(), "the executor would be told of other blocks"
         assert not self._copies, "the executor was not told to copy a block"
 
     def check_writable(self, row: int, num_computed: int) -> None:

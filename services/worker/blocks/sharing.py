@@ -85,7 +85,8 @@ class Sharing:
                 return CachedPrefix(match.num_tokens, 0, following, is_coming=True)
         if not match.num_tokens and following is None:
             return NOTHING_CACHED
-        num_shared = self._blocks.in_use(np.array(match.ids, dtype=np.int32)) if match.ids else 0
+        ids = match.ids[int(self._blocks.held[row]) :]
+        num_shared = self._blocks.in_use(np.array(ids, dtype=np.int32)) if ids else 0
         return CachedPrefix(match.num_tokens, num_shared, following)
 
     # Rows come, run and go
@@ -103,7 +104,7 @@ class Sharing:
         """Give rows that are admitted what they can share.
 
         Args:
-            rows: hold no blocks.
+            rows: parked; what they hold of their first blocks they keep.
             owner: pins the sources of copies until the next batch has come back.
             leaving: rows that give up their blocks before that batch.
 
@@ -112,7 +113,8 @@ class Sharing:
         """
         matches = [self._match(row, leaving) for row in rows]  # all of them before anything changes
         for row, match in zip(rows, matches, strict=True):
-            self._blocks.share(row, np.array(match.ids, dtype=np.int32), match.partial, owner)
+            ids = np.array(match.ids[int(self._blocks.held[row]) :], dtype=np.int32)
+            self._blocks.share(row, ids, match.partial, owner)
             if self.prefix_caching:
                 self._claim(row, self._chains[row], len(match.ids))
         return [match.num_tokens for match in matches]
@@ -201,11 +203,12 @@ class Sharing:
 
     # Rows give up their blocks
 
-    def release(self, row: int, *, is_sound: bool = True) -> None:
-        """Take all blocks from a row and keep the contents of those that are full.
+    def release(self, row: int, num_kept: int = 0, *, is_sound: bool = True) -> None:
+        """Take blocks from a row and keep the contents of those that are full.
 
         Args:
             row: not in flight.
+            num_kept: of its first blocks, which are full, that it goes on holding.
             is_sound: the contents may be used again; those of a row that failed may not.
         """
         self.forks.let_go(row)
@@ -217,8 +220,8 @@ class Sharing:
             else:
                 self._blocks.index.forget(self._blocks.block_table[row, : self._blocks.held[row]])
             self._drop_claims(row, chain)
-            chain.num_settled = 0
-        self._blocks.release(row)
+            chain.num_settled = num_kept
+        self._blocks.release(row, num_kept)
 
     def forget(self, row: int) -> None:
         """Forget a row that ends; its blocks are released."""
@@ -245,13 +248,13 @@ class Sharing:
         return (int(self._table.num_known[row]) - 1) // self._blocks.block_size
 
     def _match(self, row: int, leaving: I32 = EMPTY_I32) -> _Match:
-        found = _Match()
+        ids: list[int] = self._blocks.block_table[row, : self._blocks.held[row]].tolist()
         if self.prefix_caching:
             shareable = self._names.of(row, self._num_shareable(row))
-            ids = self._blocks.index.find(shareable)
+            ids += self._blocks.index.find(shareable[len(ids) :])
             if self._remote is not None:
                 ids = self._remote.extend(shareable, ids, self._blocks.index)
-            found = _Match(ids, None, len(ids) * self._blocks.block_size)
+        found = _Match(ids, None, len(ids) * self._blocks.block_size)
         parent = self.forks.ready_parent(row)
         if parent is None or parent in leaving:
             return found

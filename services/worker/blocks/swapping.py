@@ -3,11 +3,12 @@
     running ──leave──► preempted, SWAPPING ──copy done──► preempted
     preempted ──come_back──► running, SWAPPING ──copy done──► running
 
-Block by block: what is on the other side already, by its name, is not copied; where that is all of it, the row has no
-copy to wait for. A copy runs beside the steps. Until it is done its blocks are pinned on both sides, whatever becomes
-of the row: so a cancel in the middle is safe, and memory is free only when nobody reads or fills it any more. The row
-itself has the bit SWAPPING meanwhile, so nobody schedules it. It refers to its host blocks until its KV is on the
-device again, or it ends; full ones keep their contents beyond that.
+Block by block: the row's first blocks may stay on the device, so that only those behind them go and come. What is on
+the other side already, by its name, is not copied; where that is all of it, the row has no copy to wait for. A copy
+runs beside the steps. Until it is done its blocks are pinned on both sides, whatever becomes of the row: so a cancel in
+the middle is safe, and memory is free only when nobody reads or fills it any more. The row itself has the bit SWAPPING
+meanwhile, so nobody schedules it. It refers to its host blocks until its KV is on the device again, or it ends; full
+ones keep their contents beyond that.
 
 Source: vLLM (Kwon et al., 2023, section 4.5) for swapping whole sequences; InferCept (Abhyankar et al., 2024) for
 copies beside the steps.
@@ -103,19 +104,25 @@ class Swapping:
             arriving=np.fromiter(self._arriving, dtype=np.int32, count=len(self._arriving)),
             block_copy_s=self._memory.block_copy_s,
             num_arriving=sum(int(move.copy.device.size) for move in self._moves.values() if not move.copy.to_host),
+            lent_blocks=sum(int(self._blocks.held[row]) for row in self._move_of if row not in self._arriving),
             on_host=self._on_host if may_leave else _nothing_on_host,
             behind=self._behind if may_come else _nothing_behind,
         )
 
-    def leave(self, row: int) -> int:
-        """Begin to copy a running row's KV to the host; return the bytes. The caller then takes its blocks, pinned."""
+    def leave(self, row: int, num_kept: int) -> int:
+        """Begin to copy what a row's blocks hold to the host, but for the first ones; return the bytes.
+
+        The caller then takes these blocks, which are pinned.
+        """
         table, blocks = self._table, self._blocks
-        num_tokens = int(table.num_computed[row])
-        names = self._names.of(row, num_tokens // blocks.block_size)
-        num_blocks = -(-num_tokens // blocks.block_size)
-        host, is_new = self.host.keep(row, names, num_blocks)
+        num_computed = int(table.num_computed[row])
+        end = -(-num_computed // blocks.block_size)
+        assert num_kept < end, f"row {row} would keep all its blocks"
+        names = self._names.of(row, num_computed // blocks.block_size)[num_kept:]
+        host, is_new = self.host.keep(row, names, end - num_kept)
+        num_tokens = int(table.host_tokens[row]) or num_computed
         table.host_tokens[row] = num_tokens
-        device: I32 = blocks.block_table[row, :num_blocks][is_new]
+        device: I32 = blocks.block_table[row, num_kept:end][is_new]
         num_freed = int(np.count_nonzero((blocks.refcount[device] == 1) & (blocks.pins[device] == 0)))
         filled = tuple(name for name, new in zip(names, is_new.tolist(), strict=False) if new)
         copy = HostCopy(self._next_copy_id, device, host[is_new], to_host=True)
@@ -124,23 +131,23 @@ class Swapping:
     def come_back(self, row: int) -> tuple[int, int]:
         """Give a row, which is a running one now, blocks for its KV and begin to copy it there.
 
-        The first of its full blocks that the device has still are shared: their tokens are computed at once. A row that
-        keeps nothing on the host gets what others have left there behind these.
+        Behind those that it holds, the first of its full blocks that the device has still are shared: their tokens are
+        computed at once. A row that keeps nothing on the host gets what others have left there behind these.
 
         Returns:
             Its tokens whose KV is on the device once that is done, and the bytes of the copy.
         """
-        table, blocks = self._table, self._blocks
+        table, blocks, num_held = self._table, self._blocks, int(self._blocks.held[row])
         if table.host_tokens[row]:
             num_tokens, host, shared = int(table.host_tokens[row]), self.host.blocks_of(row), EMPTY_I32
             if self._names.are_shared:
-                names = self._names.of(row, num_tokens // blocks.block_size)
+                names = self._names.of(row, num_tokens // blocks.block_size)[num_held:]
                 shared = np.array(blocks.index.find(names), dtype=np.int32)
             host = host[shared.size :]
         else:
             shared, host = self._found(row)
-            num_tokens = int(shared.size + host.size) * blocks.block_size
-        table.num_computed[row] = shared.size * blocks.block_size
+            num_tokens = int(num_held + shared.size + host.size) * blocks.block_size
+        table.num_computed[row] = (num_held + shared.size) * blocks.block_size
         device = blocks.take_for(row, shared, int(host.size))
         copy = HostCopy(self._next_copy_id, device, host, to_host=False)
         return num_tokens, self._begin(_Move(copy, row, num_tokens))
@@ -225,8 +232,11 @@ class Swapping:
         self.host = HostBlocks(self._memory.num_blocks)
 
     def _found(self, row: int) -> tuple[I32, I32]:
-        """Return the device's blocks with which a parked row begins, and the host's that follow; one token is left."""
-        if not self._names.are_shared or not len(self.host.index):
+        """Return the device's blocks with which a parked row begins, and the host's that follow; one token is left.
+
+        Nothing where it holds some already.
+        """
+        if not self._names.are_shared or not len(self.host.index) or self._blocks.held[row]:
             return EMPTY_I32, EMPTY_I32
         names = self._names.of(row, (int(self._table.num_known[row]) - 1) // self._blocks.block_size)
         device = self._blocks.index.find(names)
@@ -237,10 +247,10 @@ class Swapping:
         device, host = self._found(row)
         return HostPrefix(int(device.size), int(host.size)) if host.size else NOTHING_BEHIND
 
-    def _on_host(self, row: int) -> OnHost:
+    def _on_host(self, row: int, num_kept: int) -> OnHost:
         if not len(self.host.index):
             return NOTHING_ON_HOST
-        names = self._names.of(row, int(self._table.num_computed[row]) // self._blocks.block_size)
+        names = self._names.of(row, int(self._table.num_computed[row]) // self._blocks.block_size)[num_kept:]
         ids = self.host.find(names)
         return OnHost(int(ids.size), self.host.in_use(ids)) if ids.size else NOTHING_ON_HOST
 
@@ -287,13 +297,20 @@ class Swapping:
         kept = np.flatnonzero(table.host_tokens).tolist()
         assert sorted(self.host.rows) == kept, "rows with KV on the host and rows that keep host blocks differ"
         for row in kept:
-            num_blocks = -(-int(table.host_tokens[row]) // self._blocks.block_size)
-            assert self.host.blocks_of(row).size == num_blocks, f"row {row} keeps too few or too many host blocks"
+            num_blocks, host = -(-int(table.host_tokens[row]) // self._blocks.block_size), self.host.blocks_of(row)
+            assert host.size, f"row {row} has nothing on the host"
+            if row in arriving:
+                coming = self._moves[self._move_of[row]].copy.host
+                assert (host[-coming.size :] == coming).all(), f"row {row} waits for other blocks than it keeps"
+                assert table.held_blocks[row] == num_blocks, f"row {row} has too few or too many blocks for its KV"
+            else:
+                num_blocks -= int(table.held_blocks[row])
+                assert host.size == num_blocks, f"row {row} keeps too few or too many host blocks"
             assert table.host_tokens[row] < table.num_known[row], f"row {row} has more KV on the host than tokens"
         assert {copy.copy_id for copy in self._begun} <= set(self._moves), "a copy that nobody knows"
 
 
-def _nothing_on_host(_row: int) -> OnHost:
+def _nothing_on_host(_row: int, _num_kept: int) -> OnHost:
     return NOTHING_ON_HOST
 
 

@@ -108,13 +108,12 @@ class Engine:
     def pause(self, channel: int) -> None:
         """Let no sequence of a channel run until `resume`; for rows in a step or copy, repeat it when they are back.
 
-        Those that run give up their KV: it stays in the prefix cache until its memory is needed.
+        Those that hold blocks give up their KV: it stays in the prefix cache until its memory is needed.
         """
         table = self.table
         for row in self.registry.rows_of(channel):
             table.hold[row] |= Hold.PAUSED
-            if table.status[row] == Status.RUNNING and not table.hold[row] & (Hold.IN_FLIGHT | Hold.SWAPPING):
-                self._transitions.preempt(row)
+            self._transitions.clear(row)
 
     def resume(self, channel: int) -> None:
         """Let the sequences of a channel run again; the caller wakes the step loop."""
@@ -132,7 +131,7 @@ class Engine:
         if self.config.overlaps and self.flights:
             ahead = rows_ahead(self.table, self.flights, self.limits, self.blocks.num_free)
             return None if ahead is None else self._launch(ahead, np.ones(ahead.size, dtype=np.int32))
-        for _ in range(2 * self.table.num_rows):
+        for _ in range(2 * self.table.num_rows + self.blocks.num_used):
             view = self._viewing.view(now_s, self.limits)
             if not (view.running.size or view.waiting.size or view.preempted.size or view.extensible.size):
                 return None
@@ -262,7 +261,7 @@ class Engine:
     @property
     def num_demanded_blocks(self) -> int:
         """Blocks that parked rows ask for beyond those in use: there count those that leave the device, or are kept."""
-        counted = self.sharing.num_kept_blocks
+        counted = self.sharing.num_kept_blocks + self.table.num_lent_blocks
         if self.swapping is not None:
             counted += self.swapping.num_leaving_blocks
         return max(self.table.num_parked_blocks - counted, 0)
@@ -294,8 +293,9 @@ class Engine:
         if output.preempt.size:  # after: what the admitted rows share must not be handed out
             runs = rows.size + output.resume.size
             assert runs or output.preempt_how.all(), "who drops KV makes room for somebody"
-            for row, how in zip(output.preempt.tolist(), output.preempt_how.tolist(), strict=True):
-                self._transitions.preempt(row, how)
+            ways = (output.preempt.tolist(), output.preempt_how.tolist(), output.preempt_kept.tolist())
+            for row, how, num_kept in zip(*ways, strict=True):
+                self._transitions.preempt(row, how, num_kept)
         for row in output.resume.tolist() if output.resume.size else ():
             self._transitions.bring_back(row)
         remaining = table.num_known[rows] - self.flights.begins(rows)
@@ -312,7 +312,7 @@ class Engine:
         admits, drops = self._transitions.take_news()
         delta, copies = self.blocks.extend(rows, end), self.blocks.take_copies()
         owner = ("copies", self._next_step_id)
-        delta, copies = with_moves(self.blocks, table.running.view, owner, delta, copies)
+        delta, copies = with_moves(self.blocks, owner, delta, copies)
         batch = Batch(
             step_id=self._next_step_id,
             rows=rows.astype(np.int32),

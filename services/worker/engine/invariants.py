@@ -51,9 +51,13 @@ def _check_counts(table: SequenceTable, live: np.ndarray, block_size: int) -> No
     assert (computed < known).all(), "a live row has a token left to compute"
     assert (computed <= table.held_blocks[live] * block_size).all(), "computed tokens have slots"
     assert (table.num_output[live] < table.max_output[live]).all(), "a sequence at its limit has ended"
-    resting = live[table.status[live] != Status.RUNNING]
-    assert not table.num_computed[resting].any(), "a waiting or preempted row has no KV"
-    assert not table.held_blocks[resting].any(), "a waiting or preempted row holds no blocks"
+    waiting, preempted = (live[table.status[live] == status] for status in (Status.WAITING, Status.PREEMPTED))
+    assert not table.num_computed[waiting].any(), "a waiting row has no KV"
+    assert not table.held_blocks[waiting].any(), "a waiting row holds no blocks"
+    kept = table.held_blocks[preempted] * block_size
+    assert (table.num_computed[preempted] == kept).all(), "a preempted row holds full blocks, and no others"
+    cleared = table.hold[preempted] & (Hold.PAUSED | Hold.NO_ROOM), table.hold[preempted] & Hold.SWAPPING
+    assert not kept[(cleared[0] != 0) & (cleared[1] == 0)].any(), "a row that cannot come back for now holds no blocks"
     parked = int((-(-known[table.status[live] != Status.RUNNING] // block_size)).sum())
     assert table.num_parked_blocks == parked, "blocks that parked rows ask for are counted wrongly"
     assert table.num_readers == int((~np.isnan(table.qoe_speed[live])).sum()), "readers are counted"

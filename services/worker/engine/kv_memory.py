@@ -67,9 +67,8 @@ class KvMemory:
     def _review(self) -> None:
         """Hold the sequences that the whole KV memory cannot fit, and only those."""
         table, too_long = self.table, self._do_not_fit(self.blocks.num_usable)
-        for row in np.flatnonzero(too_long & (table.status == Status.RUNNING)).tolist():
-            self.transitions.preempt(row)
         for row in np.flatnonzero(too_long).tolist():
+            self.transitions.clear(row)
             self.sharing.forks.let_go(row)
         table.hold[too_long] |= Hold.NO_ROOM
         table.hold[~too_long] &= ~Hold.NO_ROOM

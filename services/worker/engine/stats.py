@@ -39,9 +39,9 @@ class EngineStats:
     those in use."""
     num_uncomputed_blocks: int
     """Blocks of KV that is still to be computed for the tokens known so far, as if nothing were cached: of sequences
-    that run what they do not hold yet, of the others all that does not lie on the host and is not on its way."""
+    that run what they do not hold yet, of the others all that is neither held, nor on the host, nor on its way."""
     num_head_blocks: int
-    """Of these, the blocks that the next one in line needs."""
+    """Of these, the blocks that the next one in line lacks."""
     num_queued_for_memory: int
     """Waiting and preempted sequences for which there is a place among those that run, while the next one in line finds
     too few free blocks beside one more for each that runs."""
@@ -131,8 +131,8 @@ def _num_uncomputed_blocks(engine: Engine) -> int:
     table, block_size = engine.table, engine.config.block_size
     rows, parked = table.running.view, table.preempted.view
     unheld = _ceil_div(table.num_known[rows] - 1, block_size) - table.held_blocks[rows]
-    at_host = int(_ceil_div(table.host_tokens[parked], block_size).sum())
-    waiting = table.num_parked_blocks - at_host - engine.sharing.num_kept_blocks
+    there = np.maximum(_ceil_div(table.host_tokens[parked], block_size), table.held_blocks[parked])
+    waiting = table.num_parked_blocks - int(there.sum()) - engine.sharing.num_kept_blocks
     return max(waiting, 0) + int(np.maximum(unheld, 0).sum())
 
 

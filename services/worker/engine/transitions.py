@@ -64,29 +64,36 @@ class Transitions:
         for row, num_tokens in zip(rows, found, strict=True):
             table.admit(row)
             table.num_computed[row] = num_tokens
-            num_lost = max(self._lost_tokens.pop(row, 0) - num_tokens, 0)
-            self.totals.num_recomputed_tokens += num_lost
-            self.totals.num_given_up_tokens += num_lost if row in self._gave_up_copy else 0
-            self._gave_up_copy.discard(row)
+            self._count_again(row, num_tokens)
             self._introduce(row, num_tokens)
         self.sharing.forks.review()  # a row that finds its whole prompt is a parent that is ready at once
 
-    def preempt(self, row: int, how: int = PreemptHow.RECOMPUTE) -> None:
-        """Take the device blocks from a running row, which is in no step and no copy."""
-        table = self.table
-        assert table.status[row] == Status.RUNNING, f"row {row} does not run, so it cannot be preempted"
+    def preempt(self, row: int, how: int = PreemptHow.RECOMPUTE, num_kept: int = 0) -> None:
+        """Take device blocks from a running row, or more of them from a preempted one; it is in no step and no copy.
+
+        Args:
+            row: loses its place among those that run, if it has one.
+            how: `PreemptHow`, of the blocks that it loses.
+            num_kept: of its first blocks, which are full, that it goes on holding.
+        """
+        table, runs = self.table, self.table.status[row] == Status.RUNNING
+        assert runs or table.held_blocks[row] > num_kept, f"row {row} has no such blocks to lose"
         assert not table.hold[row] & (Hold.IN_FLIGHT | Hold.SWAPPING), f"row {row} is in a step or a copy"
-        self.totals.num_preemptions += 1
-        if how == _SWAP and table.num_computed[row]:
+        kept_tokens = num_kept * self.table.block_size
+        assert kept_tokens <= table.num_computed[row], "only full blocks are kept"
+        if how == _SWAP and table.num_computed[row] > kept_tokens:
             assert self.swapping is not None, "there is no host memory to swap to"
-            self.totals.num_swap_outs += 1
-            self.totals.swapped_out_bytes += self.swapping.leave(row)
+            self.totals.num_swap_outs += int(not table.host_tokens[row])
+            self.totals.swapped_out_bytes += self.swapping.leave(row, num_kept)
         else:
-            self._lost_tokens[row] = int(table.num_computed[row])
-        self.retry.discard(row)
-        table.hold[row] &= ~Hold.RETRY
-        self.sharing.release(row)
-        table.preempt(row)
+            self._lose(row, int(table.host_tokens[row] or table.num_computed[row]))
+        self.sharing.release(row, num_kept)
+        table.num_computed[row] = kept_tokens
+        if runs:
+            self.totals.num_preemptions += 1
+            self.retry.discard(row)
+            table.hold[row] &= ~Hold.RETRY
+            table.preempt(row)
 
     def bring_back(self, row: int) -> None:
         """Make a parked row a running one and copy it KV from the host: its own, or what it finds there."""
@@ -111,26 +118,37 @@ class Transitions:
         row = landed.row
         if not done:
             self.totals.num_failed_copies += 1
-        if row is None or (landed.to_host and done):
+        if row is None:
             return
-        if done:
+        if done and not landed.to_host:
             self._is_back(row, landed.num_tokens)
-            return
-        is_own = bool(self.table.host_tokens[row])
-        if not landed.to_host:
+        elif not done:
+            is_own = bool(self.table.host_tokens[row])
+            if not landed.to_host:  # what it held before is sound, and what it has found on the device
+                self.swapping.forget(row)
+                self.preempt(row, num_kept=int(self.table.num_computed[row]) // self.table.block_size)
+            if is_own:
+                self._give_up(row, landed.num_tokens)
+        if self.table.hold[row] & Hold.PAUSED:
+            self.clear(row)
+
+    def clear(self, row: int) -> None:
+        """Take all device blocks from a row, if it has any and is in no step and no copy."""
+        table = self.table
+        is_busy = table.hold[row] & (Hold.IN_FLIGHT | Hold.SWAPPING)
+        if not is_busy and (table.status[row] == Status.RUNNING or table.held_blocks[row]):
             self.preempt(row)
-        if is_own:
-            self._lose_copy(row, landed.num_tokens)
 
     def forget_executor(self) -> None:
-        """Take the device blocks from all running rows, and those on the host: the executor is another one now.
+        """Take all blocks from all rows, on the device and on the host: the executor is another one now.
 
         It knows no row. What is computed again of KV that was on the host counts as given up.
         """
-        for row in self.table.running.view.tolist():
-            self.preempt(row)
-        for row in [] if self.swapping is None else self.swapping.host.rows:
-            self._lose_copy(row, int(self.table.host_tokens[row]))
+        for row in [*self.table.running.view.tolist(), *self.table.preempted.view.tolist()]:
+            num_on_host = int(self.table.host_tokens[row])
+            self.clear(row)
+            if num_on_host:
+                self._give_up(row, num_on_host)
         self.table.at_executor[:] = False
         self._admits.clear()
         self._drops.clear()
@@ -160,13 +178,6 @@ class Transitions:
                 self._admits[:] = known
         self.totals.num_finished += 1
 
-    def _lose_copy(self, row: int, num_tokens: int) -> None:
-        """Give up what a preempted row has on the host: so many tokens are found elsewhere, or computed again."""
-        assert self.swapping is not None, "nothing was on the host"
-        self.swapping.forget(row)
-        self._lost_tokens[row] = num_tokens
-        self._gave_up_copy.add(row)
-
     def _introduce(self, row: int, num_tokens: int) -> None:
         """Let the executor and the counts know of a row that has come to run, with so many tokens that it has found."""
         table = self.table
@@ -181,11 +192,27 @@ class Transitions:
         assert self.swapping is not None, "nothing was on the host"
         self.totals.num_brought_back_tokens += num_tokens - int(self.table.num_computed[row])
         self.table.num_computed[row] = num_tokens
+        self._count_again(row, num_tokens)
         self.swapping.forget(row)
         self.sharing.came_back(row)
         self.sharing.forks.review()
-        if self.table.hold[row] & Hold.PAUSED:
-            self.preempt(row)
+
+    def _lose(self, row: int, num_tokens: int) -> None:
+        """Have so many tokens of a row computed again, but for what it holds then or finds; nothing is on the host."""
+        self._lost_tokens[row] = max(self._lost_tokens.get(row, 0), num_tokens)
+        if self.swapping is not None:
+            self.swapping.forget(row)
+
+    def _give_up(self, row: int, num_tokens: int) -> None:
+        """As `_lose`, of a row whose KV was on the host."""
+        self._lose(row, num_tokens)
+        self._gave_up_copy.add(row)
+
+    def _count_again(self, row: int, num_found: int) -> None:
+        num_lost = max(self._lost_tokens.pop(row, 0) - num_found, 0)
+        self.totals.num_recomputed_tokens += num_lost
+        self.totals.num_given_up_tokens += num_lost if row in self._gave_up_copy else 0
+        self._gave_up_copy.discard(row)
 
     def _count_prompt(self, row: int, num_cached: int) -> None:
         num_prompt = int(self.table.num_prompt[row])

@@ -1,16 +1,18 @@
 """The running rows of a step in the making, and who of them gives way.
 
 They stand in the policy's order: when blocks run out the last ones go, as many as needed and no more; the first never
-does. Where there is host memory, a row that goes is copied there if that wastes less than computing it again
-(`recompute_or_swap.py`). Such a row frees what the host has not yet only when the copy is done, so it is sent one step
-before the blocks run out; a row that lacks one meanwhile sits that step out.
+does. Where there is host memory, the end of a row that goes is copied there if that wastes less than computing it again
+(`recompute_or_swap.py`): as few of its last blocks as are needed. Its first ones stay on the device and are *lent*:
+they go before anybody else gives way, and also for a parked row that does not fit else. What is copied is free only
+when the copy is done, so a row is sent one step before the blocks run out; a row that lacks one meanwhile sits that
+step out.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from services.worker.scheduling.blocks_math import Places, missing_blocks, num_kept, num_known
+from services.worker.scheduling.blocks_math import Places, ceil_div, missing_blocks, num_kept, num_known
 from services.worker.scheduling.recompute_or_swap import Leaving
 from services.worker.scheduling.view import EMPTY_ROWS, I32, NO_WAYS, U8, PreemptHow, SchedulerView
 
@@ -26,10 +28,18 @@ class KeptRunning:
         self.free_blocks = view.free_blocks
         self.coming_blocks = 0 if view.host is None else view.host.leaving_blocks
         """Blocks that are free once the copies to the host are done."""
+        self.lent_later = 0 if view.host is None else view.host.lent_blocks
+        """Blocks that can be taken then."""
         self.swapped: I32 = EMPTY_ROWS
-        """Rows that give way and move to the host."""
+        """Rows that give way and move to the host, but for `kept`."""
+        self.kept: dict[int, int] = {}
+        """By row of `swapped`: how many of its first blocks it keeps."""
         self.dropped: I32 = EMPTY_ROWS
         """Rows that give way and are computed again."""
+        self.holding: I32 = EMPTY_ROWS
+        """Parked rows that hold blocks; the last one loses them first."""
+        if view.preempted.size:
+            self.holding = view.preempted[columns.held_blocks[view.preempted] > 0]
         self.arriving = EMPTY_ROWS if view.host is None else view.host.arriving
         """Rows that run when their KV is back from the host."""
         self.come: set[int] = set()
@@ -38,7 +48,7 @@ class KeptRunning:
         self._given_blocks = 0  # of what is promised to anybody
         self._view = view
         self._blocks = view.blocks
-        self._leaving = None if view.host is None else Leaving(view.host, view.block_size, view.cost)
+        self._leaving = None if view.host is None else Leaving(view.host, view.cost)
         self._freeable: I32 | None = None
 
     @property
@@ -51,6 +61,10 @@ class KeptRunning:
         """Somebody gives way."""
         return bool(self.swapped.size or self.dropped.size)
 
+    def gives_way(self, row: int) -> bool:
+        """Return whether a row gives way, or gives up more of what it holds."""
+        return self.any_gone and (row in self.kept or row in self.dropped)
+
     def missing(self, places: Places, num_tokens: int) -> I32:
         """Return the blocks that rows, named by their places, lack for their next tokens."""
         return missing_blocks(self._view, self.rows[places], self.computed[places] + num_tokens)
@@ -58,6 +72,8 @@ class KeptRunning:
     def come_in(self, row: int, num_blocks: int) -> None:
         """Let a parked row run, which will need so many blocks."""
         self.come.add(row)
+        if self.holding.size:
+            self._stay_holding(self.holding != row)
         self._come_blocks += num_blocks
 
     def give(self, num_blocks: int) -> None:
@@ -84,11 +100,34 @@ class KeptRunning:
     def freeable(self) -> I32:
         """Return [n]: blocks that each row frees now if it and all after it are dropped, besides those dropped so far.
 
-        A block that a row on its way to the host shares is freed by nobody: the copy needs it.
+        Lent ones go before. A block that a row on its way to the host shares is freed by nobody: the copy needs it.
         """
-        if self._freeable is None:
-            self._freeable = self._blocks.freeable(np.concatenate([self.rows, self.dropped]))
-        return self._freeable[: self.rows.size]
+        return self._all_freeable()[: self.rows.size]
+
+    def lent_blocks(self) -> int:
+        """Return how many blocks parked rows free if they are dropped, besides those dropped so far."""
+        return int(self._all_freeable()[self.rows.size :][: self.holding.size].sum()) if self.holding.size else 0
+
+    def take_lent(self, num_blocks: int, row: int) -> int:
+        """Let parked rows give up their last blocks until so many are free or coming; none do if that is not enough.
+
+        Args:
+            num_blocks: that are wanted beyond the free ones.
+            row: a parked one for which it is; it gives up nothing.
+
+        Returns:
+            How many are free now that were not.
+        """
+        before, wanted = self.free_blocks, self.free_blocks + num_blocks
+        others = self.holding[self.holding != row]
+        if not others.size or not 0 < wanted - self._room() <= self._lent_but(row):
+            return 0
+        freeable = self._blocks.freeable(np.concatenate([others, self.dropped]))[: others.size]
+        for other, count in zip(others[::-1].tolist(), freeable[::-1].tolist(), strict=True):
+            if wanted > self._room() and not self._send(other, wanted - self._room(), count, self.computed.sum()):
+                self._drop(other)
+        self._stay_holding(~np.isin(self.holding, self.gone()[0]))
+        return self.free_blocks - before
 
     def make_room(self, needs: I32, ahead: I32) -> None:
         """Let rows give way until those that stay have the blocks that they need, now or when copies are done.
@@ -99,72 +138,131 @@ class KeptRunning:
             needs: [n] blocks that each row lacks for this step.
             ahead: [n] blocks that it lacks for this step and the next, at least as many.
         """
-        if self._leaving is not None and int(ahead.sum()) > self.free_blocks + self.coming_blocks:
-            kept = num_kept(ahead, self.freeable(), self.free_blocks + self.coming_blocks)
+        if self._leaving is not None and int(ahead.sum()) > self._room():
+            kept = num_kept(ahead, self.freeable(), self._room() + self.lent_blocks() + self.lent_later)
             if kept > 0:
-                self._swap_from(kept)
-        size = self.rows.size
-        if int(needs[:size].sum()) > self.free_blocks + self.coming_blocks:
-            kept = num_kept(needs[:size], self.freeable(), self.free_blocks + self.coming_blocks)
+                self._swap_from(kept, int(ahead[:kept].sum()))
+        needs = needs[: self.rows.size]
+        if int(needs.sum()) > self._room():
+            kept = num_kept(needs, self.freeable(), self._room() + self.lent_blocks() + self.lent_later)
             if kept > 0:
-                self._drop_from(kept)
+                self._drop_from(kept, int(needs[:kept].sum()) - self.lent_later)
 
-    def preempt(self, victims: I32, num_blocks: int, *, lacks_place: bool) -> None:
+    def preempt(self, victims: I32, num_blocks: int, row: int, *, lacks_place: bool) -> None:
         """Let the first of the victims give way, as few as free enough; nobody if all of them would not.
 
         Args:
             victims: some of the rows, in the order in which they are to go.
-            num_blocks: that are wanted beyond those free or coming; each row that goes also frees its headroom of one.
+            num_blocks: that are wanted beyond those free; each row that goes also frees its headroom of one.
+            row: a parked one for which it is. Others give up what they hold first.
             lacks_place: one has to go in any case.
         """
-        freed = self._blocks.freeable(victims[::-1])[::-1].cumsum() + np.arange(1, victims.size + 1)
-        enough = (freed >= num_blocks).nonzero()[0]
-        if not enough.size or not (lacks_place or num_blocks > 0):
+        wanted, lent = self.free_blocks + num_blocks, self._lent_but(row)
+        if not lacks_place and wanted - self._room() <= lent + self.lent_later:
+            self.take_lent(num_blocks, row)
             return
-        victims = victims[: int(enough[0]) + 1]
-        swaps = np.array([self._swaps(row, int(self.computed[self.rows == row][0])) for row in victims.tolist()])
-        self.dropped = np.concatenate([victims[~swaps], self.dropped])
-        self.swapped = np.concatenate([victims[swaps], self.swapped])
-        self.free_blocks += int(self._blocks.freeable(victims[~swaps]).sum())
-        self._keep(~np.isin(self.rows, victims))
+        freeable = self._blocks.freeable(victims[::-1])[::-1]
+        freed = freeable.cumsum() + np.arange(1, victims.size + 1)
+        enough = (freed + lent >= wanted - self._room()).nonzero()[0]
+        if not enough.size:
+            return
+        count = int(enough[0]) + 1
+        self.take_lent(num_blocks - int(freed[count - 1]), row)
+        lacking, dropped = wanted - self._room(), list[int]()
+        for victim, num_freed in zip(victims[:count].tolist(), freeable.tolist(), strict=False):
+            others = self.computed.sum() - self._view.columns.num_computed[victim]
+            if not self._send(victim, max(lacking, 1), num_freed, others):
+                dropped.append(victim)
+            lacking -= num_freed + 1
+        for victim in reversed(dropped):
+            self._drop(victim)
+        self._keep(~np.isin(self.rows, victims[:count]))
 
-    def gone(self) -> tuple[I32, U8]:
-        """Return the rows that give way, and how each does, [n] `PreemptHow`; the last of the order come last."""
+    def gone(self) -> tuple[I32, U8, I32]:
+        """Return the rows that give way, and how each does, [n] `PreemptHow`; the last of the order come last.
+
+        The third: how many of its first blocks each keeps.
+        """
         if not self.any_gone:
-            return EMPTY_ROWS, NO_WAYS
+            return EMPTY_ROWS, NO_WAYS, EMPTY_ROWS
         how = np.repeat([PreemptHow.RECOMPUTE, PreemptHow.SWAP], [self.dropped.size, self.swapped.size])
-        return np.concatenate([self.dropped, self.swapped]), how.astype(np.uint8)
+        kept = [0] * self.dropped.size + [self.kept[row] for row in self.swapped.tolist()]
+        return np.concatenate([self.dropped, self.swapped]), how.astype(np.uint8), np.array(kept, dtype=np.int32)
 
-    def _swap_from(self, kept: int) -> None:
-        """Send rows to the host, the last one first, until `kept` are left or one is better computed again."""
-        count = 0
-        while count < self.rows.size - kept:
-            last = -1 - count
-            if not self._swaps(int(self.rows[last]), int(self.computed[last]), count):
+    def _all_freeable(self) -> I32:
+        if self._freeable is None:
+            self._freeable = self._blocks.freeable(np.concatenate([self.rows, self.holding, self.dropped]))
+        return self._freeable
+
+    def _lent_but(self, row: int) -> int:
+        """Return how many blocks parked rows free without this one."""
+        others = np.concatenate([self.holding[self.holding != row], self.dropped])
+        return int(self._blocks.freeable(others)[: others.size - self.dropped.size].sum()) if self.holding.size else 0
+
+    def _room(self) -> int:
+        return self.free_blocks + self.coming_blocks
+
+    def _swap_from(self, kept: int, wanted: int) -> None:
+        """Send rows to the host until `kept` are left and so many blocks are free or coming.
+
+        Parked ones first, then the last of the order; no more of them once one is better computed again.
+        """
+        freeable, size, last = self._all_freeable(), self.rows.size, self.rows.size
+        others = int(self.computed.sum())
+        for place in range(size + self.holding.size - 1, kept - 1, -1):
+            if place >= size:
+                if wanted <= self._room():
+                    continue
+                row = int(self.holding[place - size])
+            else:
+                row = int(self.rows[place])
+                others -= int(self.computed[place])
+            if not self._send(row, max(wanted - self._room(), 1), int(freeable[place]), others):
                 break
-            count += 1
-        if count:
-            self.coming_blocks += int(self.freeable()[-count:].sum())
-            stay = self.rows.size - count
-            self.swapped = np.concatenate([self.rows[stay:], self.swapped])
-            self._keep(np.arange(self.rows.size) < stay)
+            last = min(last, place)
+        self._stay_holding(~np.isin(self.holding, self.swapped))
+        self._keep(np.arange(size) < last)
 
-    def _swaps(self, row: int, num_tokens: int, num_gone: int = 0) -> bool:
-        """Return whether a row with so many tokens goes to the host, after the last `num_gone` rows have gone."""
-        host = self._view.host
-        if self._leaving is None or host is None or self._view.cost is None:
+    def _send(self, row: int, lacking: int, freeable: int, num_other_tokens: int) -> bool:
+        """Send as many of a row's last blocks to the host as are lacking; not if computing them again wastes less.
+
+        Args:
+            row: runs, or holds blocks still.
+            lacking: blocks, at least one.
+            freeable: what all its blocks would free: the first ones may be shared.
+            num_other_tokens: of KV of those that run on.
+        """
+        columns, host = self._view.columns, self._view.host
+        if self._leaving is None or host is None:
             return False
-        others = int(self.computed[: self.rows.size - num_gone].sum()) - num_tokens
-        return self._leaving.swaps(num_tokens, others, host.on_host(row))
+        num_tokens, held = int(columns.num_computed[row]), int(columns.held_blocks[row])
+        num_full, num_blocks = num_tokens // self._view.block_size, ceil_div(num_tokens, self._view.block_size)
+        kept = max(min(held - lacking, num_full, num_blocks - 1), 0) if lacking < freeable else 0
+        there, num_known = host.on_host(row, kept), max(num_tokens, int(columns.host_tokens[row]))
+        if not self._leaving.swaps(num_blocks - kept, num_known, int(num_other_tokens), there):
+            return False
+        self.swapped = np.append(np.int32(row), self.swapped)
+        self.kept[row] = kept
+        self.coming_blocks += min(held - kept, freeable)
+        return True
 
-    def _drop_from(self, kept: int) -> None:
-        freed = int(self.freeable()[kept:].sum())
-        self.dropped = np.concatenate([self.rows[kept:], self.dropped])
-        self.free_blocks += freed
-        freeable = self.freeable()[:kept]
+    def _drop_from(self, kept: int, wanted: int) -> None:
+        """Drop all rows from `kept` on, and parked ones before until so many blocks are free or coming."""
+        for row in self.holding[::-1].tolist():
+            if wanted > self._room():
+                self._drop(row)
+        for row in self.rows[kept:][::-1].tolist():
+            self._drop(row)
+        self._stay_holding(~np.isin(self.holding, self.dropped))
         self._keep(np.arange(self.rows.size) < kept)
-        self._freeable = freeable
+
+    def _drop(self, row: int) -> None:
+        self.dropped = np.append(np.int32(row), self.dropped)
+        self.free_blocks += int(self._blocks.freeable(self.dropped)[0])
 
     def _keep(self, stays: np.ndarray) -> None:
         self.rows, self.computed, self.remaining = self.rows[stays], self.computed[stays], self.remaining[stays]
         self._freeable = None
+
+    def _stay_holding(self, stays: np.ndarray) -> None:
+        self.holding, self._freeable = self.holding[stays], None

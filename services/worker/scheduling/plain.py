@@ -29,7 +29,7 @@ def plain_decode(view: SchedulerView) -> SchedulerOutput | None:
         return None
     num_tokens = np.empty(num_rows, dtype=np.int32)
     num_tokens.fill(1)
-    return SchedulerOutput(view.running.copy(), num_tokens, EMPTY_ROWS, NO_WAYS, "decode")
+    return SchedulerOutput(view.running.copy(), num_tokens, EMPTY_ROWS, NO_WAYS, EMPTY_ROWS, "decode")
 
 
 _ONE = np.array(1, dtype=np.int32)

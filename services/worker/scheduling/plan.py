@@ -34,6 +34,8 @@ Rules that the parts keep, whatever the order:
   it runs, it ends, and then the next one. (Rows in a batch in flight cannot be preempted at all.) If it lacks blocks
   that only pins, copies or a batch in flight can give back, nobody gives way for it: it waits, and who needs no block
   goes on.
+- *Nobody waits for what parked rows hold.* They give it up before a running row gives way, and for the first parked row
+  that does not fit, if that makes it fit. So where nobody runs, the first of the line comes in.
 
 Policies that come first, serve first (`fcfs`, `chunked`, `round_robin`, `lookahead`) use the order of admission, and
 stop at who does not fit, as in vLLM: smaller ones behind would else keep it waiting for ever. Their lanes: `lanes.py`.
@@ -50,7 +52,7 @@ import numpy as np
 from services.worker.scheduling.blocks_math import Places, ceil_div
 from services.worker.scheduling.making_room import KeptRunning
 from services.worker.scheduling.recompute_or_swap import Bringing
-from services.worker.scheduling.view import EMPTY_ROWS, I32, SchedulerOutput, SchedulerView
+from services.worker.scheduling.view import EMPTY_ROWS, I32, NOTHING_CACHED, SchedulerOutput, SchedulerView
 
 MAX_PASSED_OVER = 64
 """Rows beyond those that a step could take that are looked at, in case some of the first are passed over."""
@@ -113,8 +115,7 @@ class StepPlan:
     @property
     def decoding(self) -> I32:
         """Running rows with one token to compute that are not chosen yet, in the plan's order."""
-        decoding: I32 = self._running.rows[self._decoding()]
-        return decoding
+        return np.asarray(self._running.rows[self._decoding()])
 
     @property
     def begun(self) -> dict[int, int]:
@@ -186,15 +187,13 @@ class StepPlan:
             return
         needs, chunk = np.zeros_like(running.rows), min(int(running.remaining[0]), self._tokens_left)
         missing = int(running.missing(np.zeros(1, dtype=np.intp), chunk)[0])
-        freeable = int(running.freeable()[1:].sum())
+        freeable = int(running.freeable()[1:].sum()) + running.lent_blocks()
         needs[0] = min(missing, running.free_blocks + freeable)  # less than all is progress too
         running.make_room(needs, needs)
         self._continue_prefill(int(running.rows[0]), int(running.computed[0]))
 
     def admit(self, line: I32 | None = None, *, whole: bool = False) -> int | None:
-        """Choose parked rows until one of them does not fit.
-
-        A row whose KV is on the host is brought back, which takes no token of the step.
+        """Choose parked rows, and bring back those on the host, until one does not fit whatever the others give up.
 
         Args:
             line: preempted and waiting rows, who comes in first first; None: as they arrived, the preempted ones first.
@@ -204,31 +203,30 @@ class StepPlan:
         Returns:
             The row that does not fit; None if the line or the step ended before.
         """
-        columns, room = self.view.columns, self.unpromised_blocks
+        columns, running, room = self.view.columns, self._running, self.unpromised_blocks
         for row in self._parked(line):
-            if self._places() <= 0:
+            on_host = int(columns.host_tokens[row])
+            if self._places() <= 0 or not (on_host or self._tokens_left):
                 return None
-            need = self._num_to_fit(row)
-            if columns.host_tokens[row]:
-                if need > room:
-                    return row
-                room -= self._bring(row, need, ceil_div(int(columns.host_tokens[row]), self.view.block_size))
-                continue
-            if self._tokens_left == 0:
-                return None
-            cached = self.view.blocks.cached(row)
+            cached = NOTHING_CACHED if on_host else self.view.blocks.cached(row)
             if cached.is_coming or cached.next_block in self._coming_names:
                 continue  # it would compute what another row is computing
-            shared = 0 if self.preempts else cached.num_shared_blocks  # who gives way may be the other holder
-            left = self._num_known(row) - cached.num_tokens
-            chunk = self._cut(cached.num_tokens, left)
-            if need - shared > room or not chunk or (whole and chunk < left and not self.is_empty):
+            copied = ceil_div(on_host, self.view.block_size) or self._bringing.worth(row, cached.num_tokens)
+            chunk = 0 if copied else self._first_chunk(row, cached.num_tokens, whole=whole)
+            if running.gives_way(row) or not (copied or chunk):
                 return row
-            if brought := self._bringing.worth(row, cached.num_tokens):
-                room -= self._bring(row, need - shared, cached.num_tokens // self.view.block_size + brought - shared)
-                continue
-            self._choose(row, chunk, cached.num_tokens, shared)
-            self._running.come_in(row, need - shared + 1)
+            need, held = self._num_to_fit(row), int(columns.held_blocks[row])
+            shared = 0 if self.preempts else cached.num_shared_blocks  # who gives way may be the other holder
+            if need - shared > room:
+                room, shared = room + running.take_lent(need - room, row), 0
+                if need > room:
+                    return row
+            if copied:
+                self._resume.append(row)
+                running.give(copied - held - shared)
+            else:
+                self._choose(row, chunk, cached.num_tokens, held + shared)
+            running.come_in(row, need - shared + 1)
             room -= need - shared + 1
             if cached.next_block is not None:
                 self._coming_names.add(cached.next_block)
@@ -250,24 +248,23 @@ class StepPlan:
             Whether somebody gives way by recompute, so that `admit` finds room now.
         """
         assert self.is_empty, "who is chosen already must not give way"
-        running = self._running
         if victims.size:
-            room = self.unpromised_blocks + running.coming_blocks
-            running.preempt(victims, self._num_to_fit(row) - room, lacks_place=self._places() <= 0)
-        return bool(running.dropped.size)
+            lacking = self._num_to_fit(row) - self.unpromised_blocks
+            self._running.preempt(victims, lacking, row, lacks_place=self._places() <= 0)
+        return bool(self._running.dropped.size)
 
     def output(self) -> SchedulerOutput:
         """Return the decision. If nobody can run or come back, nobody drops KV either: it would be for nothing."""
         if self.is_empty and not self._resume:
             self._running.dropped = EMPTY_ROWS
-        preempt, how = self._running.gone()
+        preempt, how, kept = self._running.gone()
         rows = self._decodes
         if self._chunk_rows:
             rows = np.concatenate([rows, np.array(self._chunk_rows, dtype=np.int32)])
         num_tokens = np.ones(rows.size, dtype=np.int32)
         num_tokens[self._decodes.size :] = self._chunk_tokens
         resume = np.array(self._resume, dtype=np.int32) if self._resume else EMPTY_ROWS
-        return SchedulerOutput(rows, num_tokens, preempt, how, _reason(self, len(self._chunk_rows)), resume)
+        return SchedulerOutput(rows, num_tokens, preempt, how, kept, _reason(self, len(self._chunk_rows)), resume)
 
     def _decoding(self) -> Places:
         decodes: Places = (self._running.remaining == 1).nonzero()[0]
@@ -294,21 +291,8 @@ class StepPlan:
 
         Others are those that run or are in flight; alone it may use every block.
         """
-        known = self._num_known(row)
-        return ceil_div(known + 1 if self._running.count else known, self.view.block_size)
-
-    def _bring(self, row: int, need: int, num_blocks: int) -> int:
-        """Let a parked row come in once its KV has come from the host; return the blocks that it is promised.
-
-        Args:
-            row: comes in.
-            need: blocks that it will need.
-            num_blocks: that it gets now.
-        """
-        self._resume.append(row)
-        self._running.come_in(row, need + 1)
-        self._running.give(num_blocks)
-        return need + 1
+        known = self._num_known(row) + int(self._running.count > 0)
+        return ceil_div(known, self.view.block_size) - int(self.view.columns.held_blocks[row])
 
     def _continue_prefill(self, row: int, computed: int) -> None:
         held = int(self.view.columns.held_blocks[row])
@@ -316,6 +300,10 @@ class StepPlan:
         chunk = min(self._cut(computed, self._num_known(row) - computed), slots)
         if chunk > 0:
             self._choose(row, chunk, computed, held)
+
+    def _first_chunk(self, row: int, begin: int, *, whole: bool) -> int:
+        chunk = self._cut(begin, left := self._num_known(row) - begin)
+        return 0 if whole and chunk < left and not self.is_empty else chunk
 
     def _cut(self, begin: int, left: int) -> int:
         """Return how many of the tokens that a prompt has left the step takes, if it has the blocks; 0: none."""

@@ -1,17 +1,20 @@
-"""How a sequence gives way when blocks run out: its KV is dropped, or it moves to host memory.
+"""How a sequence gives way when blocks run out: its KV is dropped, or its last blocks move to host memory.
 
 The two are compared by what they waste: memory that is occupied while nobody makes progress with it, in token-seconds.
 
     recompute:  t_compute · (own + others)           everybody in the batch waits while the KV is computed again
-    swap:       (t_queue + t_out + t_back) · own     the sequence's own memory is blocked while it is copied
+    swap:       (t_queue + t_out + t_back) · own     the sequence's own memory is blocked while its end is copied
 
-A token-second costs the same in both, so the smaller product wins. Out goes what the host has not yet; the queue is
-what the link has yet to carry, for who sends anything.
+A token-second costs the same in both, so the smaller product wins. Out goes what the host has not yet of the blocks
+that are needed; the queue is what the link has yet to carry, for who sends anything. The whole sequence is the case in
+which all blocks are needed, so it wastes most. The blocks that stay lie idle beyond the copies, but waste nothing:
+whoever needs them has them a step later (`making_room.py`), so they idle only while nobody does.
 
 Source: InferCept (Abhyankar et al., 2024), the comparison of the waste of discarding, preserving and swapping (its
-section 4). Deviations: preserving is no choice here, since the memory is needed now; copies run beside the steps, so
-they stall nobody else, as in InferCept while its swaps stay within a step's budget; instead of that budget the wait for
-the link counts.
+section 4). Deviations: a sequence is preserved in part, as far as nobody needs its memory, and for so long, where
+InferCept decides once, for all of it, by a guess at how long it is away; copies run beside the steps, so they stall
+nobody else, as in InferCept while its swaps stay within a step's budget; instead of that budget the wait for the link
+counts.
 """
 
 from __future__ import annotations
@@ -25,26 +28,24 @@ class Leaving:
 
     Args:
         host: the host memory.
-        block_size: token slots of a block.
         cost: of a step; None: unknown, so nothing says that computing again is dear, and nobody moves.
     """
 
-    def __init__(self, host: HostView, block_size: int, cost: CostModel | None) -> None:
+    def __init__(self, host: HostView, cost: CostModel | None) -> None:
         self._cost = cost
         self._block_copy_s = host.block_copy_s
-        self._block_size = block_size
         self._free_blocks = host.free_blocks
         self._num_queued = host.num_leaving
 
-    def swaps(self, num_tokens: int, num_other_tokens: int, there: OnHost = NOTHING_ON_HOST) -> bool:
-        """Return whether a sequence should move to the host, and count it as leaving if so.
+    def swaps(self, num_blocks: int, num_tokens: int, num_other_tokens: int, there: OnHost = NOTHING_ON_HOST) -> bool:
+        """Return whether the last blocks of a sequence should move to the host, and count them as leaving if so.
 
         Args:
-            num_tokens: whose KV it has.
+            num_blocks: of its KV, so many.
+            num_tokens: whose KV it has, here or there.
             num_other_tokens: of KV of those that run on.
-            there: what the host has of it.
+            there: what the host has of these blocks.
         """
-        num_blocks = -(-num_tokens // self._block_size)
         num_out, num_taken = num_blocks - there.num_blocks, num_blocks - there.num_kept_blocks
         if self._cost is None or not num_blocks or num_taken > self._free_blocks:
             return False
@@ -73,7 +74,7 @@ class Bringing:
         self._num_queued = 0 if host is None else host.num_arriving
 
     def worth(self, row: int, num_cached: int) -> int:
-        """Return the blocks that a row should get from the host behind its cached tokens, and count them as coming."""
+        """Return with how many of its first blocks, cached ones included, a row should begin; 0: with those alone."""
         host, cost, size = self._host, self._cost, self._block_size
         if host is None or cost is None:
             return 0
@@ -85,4 +86,4 @@ class Bringing:
         ):
             return 0
         self._num_queued += found.num_blocks
-        return found.num_blocks
+        return found.num_device_blocks + found.num_blocks

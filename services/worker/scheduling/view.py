@@ -29,9 +29,9 @@ NO_WAYS.flags.writeable = False
 
 
 class PreemptHow(IntEnum):
-    """What happens to a preempted sequence's KV."""
+    """What happens to the KV that a preempted sequence loses: all of it, or that behind its first blocks."""
 
-    RECOMPUTE = 0  # freed now; prefilled again (prompt and outputs) when the sequence resumes
+    RECOMPUTE = 0  # freed now, and what is on the host of it too; computed again when the sequence resumes
     SWAP = 1  # copied to host memory beside the steps, freed when it is there; copied back before it resumes
 
 
@@ -44,11 +44,13 @@ class Columns:
     num_output: I32
     """Tokens generated so far."""
     num_computed: I32
-    """Tokens whose KV exists; num_prompt + num_output - num_computed are still to compute (1 while decoding)."""
+    """Tokens whose KV exists; num_prompt + num_output - num_computed are still to compute (1 while decoding). Of a
+    preempted row: those in the blocks that it holds."""
     held_blocks: I32
-    """KV blocks that the row holds, alone or with others."""
+    """KV blocks that the row holds, alone or with others; of a preempted row its first ones, full."""
     host_tokens: I32
-    """Tokens of a preempted row whose KV lies in host memory, or is on its way there; 0: it has to be computed."""
+    """Tokens of a preempted row whose KV it has again once the host gives back what lies there, or is on its way there,
+    behind the blocks that it holds; 0: nothing is on the host."""
     order: NDArray[np.int64]
     """Number of the row's sequence, in order of their coming: with the row it names one sequence for good."""
     arrival_s: F64
@@ -88,7 +90,8 @@ class CachedPrefix:
     """Tokens that need not be computed; at least one is left."""
     num_shared_blocks: int = 0
     """Blocks of these tokens that others hold: they cost none of `free_blocks`. (The rest are free ones with contents.)
-    In a step that preempts somebody they must be counted as if they cost one each: he may be the other holder."""
+    In a step that preempts somebody they must be counted as if they cost one each: he may be the other holder. What the
+    row itself holds of these tokens is not among them."""
     next_block: bytes | None = None
     """Names the block that follows, if it could be shared. Rows with equal names would compute the same KV."""
     is_coming: bool = False
@@ -101,7 +104,7 @@ NOTHING_CACHED = CachedPrefix()
 
 @hot_dataclass(frozen=True, slots=True)
 class OnHost:
-    """What of a running row's KV is in host memory already, from before or by others, and need not be copied there."""
+    """What of a row's KV is in host memory already, from before or by others, and need not be copied there."""
 
     num_blocks: int = 0
     num_kept_blocks: int = 0
@@ -128,7 +131,7 @@ class BlockFacts(Protocol):
     """What a policy may ask about blocks. It costs more than reading a column, so ask only about rows in question."""
 
     def freeable(self, rows: I32) -> I32:
-        """Return [n]: blocks that become free when the running rows[i:] give up theirs, beyond those of rows[i + 1:].
+        """Return [n]: blocks that become free when the rows[i:] give up all of theirs, beyond those of rows[i + 1:].
 
         So the sum is what all of the rows free together, and the sum of an end is what that end frees.
         """
@@ -153,8 +156,11 @@ class HostView:
     """One block over the host link, in one direction."""
     num_arriving: int = 0
     """Blocks that the link has yet to carry back."""
-    on_host: Callable[[int], OnHost] = lambda _: NOTHING_ON_HOST
-    """What of a running row's KV is there already. It costs more than reading a column."""
+    lent_blocks: int = 0
+    """Device blocks that rows on their way to the host hold still: they can be taken when the copies are done."""
+    on_host: Callable[[int, int], OnHost] = lambda _row, _num_kept: NOTHING_ON_HOST
+    """What is there already of the KV in a row's blocks, but for the first so many. It costs more than reading a
+    column."""
     behind: Callable[[int], HostPrefix] = lambda _: NOTHING_BEHIND
     """What a parked row would find there. As dear."""
 
@@ -170,7 +176,7 @@ class SchedulerView:
     running: I32
     """Rows that hold KV, in order of admission; the last one is the newest."""
     preempted: I32
-    """Rows that ran and gave up their KV, in order of arrival; they come before `waiting`."""
+    """Rows that ran and gave up their KV, or the end of it, in order of arrival; they come before `waiting`."""
     num_in_flight: int
     """Rows that batches in flight hold (not listed above), each counted once."""
     free_blocks: int
@@ -204,14 +210,17 @@ class SchedulerOutput:
     num_tokens: I32
     """[n] tokens to compute for each: at least 1, at most what is still to compute (not cached, not in flight)."""
     preempt: I32
-    """Running rows that give up their KV before the step; disjoint from `rows`."""
+    """Running rows that give up their KV before the step, and preempted ones that give up more of what they hold;
+    disjoint from `rows` and `resume`."""
     preempt_how: U8
     """[len(preempt)] `PreemptHow`."""
+    preempt_kept: I32
+    """[len(preempt)] how many of its first blocks each keeps, full ones and fewer than it holds."""
     reason: str
     """Why, in one word or two, for logs and the step trace; for example 'decode', 'prefill', 'kv-full'."""
     resume: I32 = field(default_factory=lambda: EMPTY_ROWS)
     """Parked rows whose KV is to be brought from host memory, their own or what they find there; disjoint from `rows`.
-    They take their blocks now and can run once the copy is done."""
+    They take the blocks that they lack for it now and can run once the copy is done."""
 
 
 class Scheduler(Protocol):
@@ -222,7 +231,8 @@ class Scheduler(Protocol):
 
         Rows come from the queues and from `view.extensible`. The answer must fit: the blocks that `rows` need beyond
         those they hold, and `resume` for its tokens in host memory, less those that `preempt` frees, are at most
-        `view.free_blocks`. Preemption by SWAP counts as if it freed nothing yet, and takes at most as many of
+        `view.free_blocks`. (Of a row that keeps some it counts what all its blocks would free, less those kept.)
+        Preemption by SWAP counts as if it freed nothing yet, and takes at most as many of
         `view.host.free_blocks`. A row that is admitted begins behind what `view.blocks.cached` finds. If any running
         row fits, or can be made to by preemption, `rows` is not empty, unless copies are under way or begin that will
         make room, or, with several lanes, batches are in flight.

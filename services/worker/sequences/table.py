@@ -49,8 +49,8 @@ class SequenceTable:
     def __init__(self, num_rows: int, block_size: int) -> None:
         self.num_rows = num_rows
         self.num_parked_blocks = 0
-        """KV blocks that waiting and preempted rows need for the tokens known so far, as if nothing were cached."""
-        self._block_size = block_size
+        """KV blocks that waiting and preempted rows need for the tokens known so far, as if they held none."""
+        self.block_size = block_size
         self.status = np.zeros(num_rows, dtype=np.uint8)
         self.hold = np.zeros(num_rows, dtype=np.uint8)
         self.num_prompt = np.zeros(num_rows, dtype=np.int32)
@@ -58,7 +58,7 @@ class SequenceTable:
         self.num_known = np.zeros(num_rows, dtype=np.int32)  # num_prompt + num_output
         self.num_computed = np.zeros(num_rows, dtype=np.int32)
         self.held_blocks = np.zeros(num_rows, dtype=np.int32)  # written by the block manager
-        self.host_tokens = np.zeros(num_rows, dtype=np.int32)  # of a preempted row: tokens whose KV is on the host
+        self.host_tokens = np.zeros(num_rows, dtype=np.int32)  # of a preempted row: see `Columns`
         self.max_output = np.zeros(num_rows, dtype=np.int32)
         self.last_token = np.zeros(num_rows, dtype=np.int32)  # the last known token: a decode's input
         self.order = np.zeros(num_rows, dtype=np.int64)  # order of `add`: breaks ties of arrival
@@ -128,10 +128,9 @@ class SequenceTable:
         self.running.append(row)
 
     def preempt(self, row: int) -> None:
-        """Move a running row to its place in `preempted`; its KV on the device is gone."""
+        """Move a running row to its place in `preempted`."""
         self.running.remove(np.array([row]))
         self.status[row] = Status.PREEMPTED
-        self.num_computed[row] = 0
         self.preempted.insert(row, self.arrival_s, self.order)
         self.num_parked_blocks += self._num_blocks(row)
 
@@ -157,12 +156,20 @@ class SequenceTable:
 
     @property
     def num_head_blocks(self) -> int:
-        """Blocks that the next parked row needs for the tokens known so far; 0 without one."""
+        """Blocks that the next parked row lacks for the tokens known so far; 0 without one."""
         queue = self.preempted if len(self.preempted) else self.waiting
-        return self._num_blocks(int(queue.view[0])) if len(queue) else 0
+        if not len(queue):
+            return 0
+        row = int(queue.view[0])
+        return self._num_blocks(row) - int(self.held_blocks[row])
+
+    @property
+    def num_lent_blocks(self) -> int:
+        """Blocks that preempted rows hold."""
+        return int(self.held_blocks[self.preempted.view].sum()) if len(self.preempted) else 0
 
     def _num_blocks(self, row: int) -> int:
-        return -(-int(self.num_known[row]) // self._block_size)
+        return -(-int(self.num_known[row]) // self.block_size)
 
     def _set_qoe(self, row: int, new: NewSequence) -> None:
         """Begin the O(1) QoE form. Outputs of earlier attempts count as shown on schedule: nobody here saw them."""

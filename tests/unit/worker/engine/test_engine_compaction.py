@@ -401,9 +401,9 @@ class LimitedBlocks:
         """Give a row blocks up to so many, and let the executor hear of all that has changed."""
         blocks, first = self.blocks, len(self.wanted[row])
         delta = blocks.extend(np.array([row]), np.array([4 * num_blocks], dtype=np.int32))
-        rows, copies = np.arange(self.NUM_ROWS, dtype=np.int32), blocks.take_copies()
+        copies = blocks.take_copies()
         given, num_copies = delta.block_id.tolist(), copies.source.size
-        delta, copies = with_moves(blocks, rows, ("copies", self.step), delta, copies)
+        delta, copies = with_moves(blocks, ("copies", self.step), delta, copies)
         self.num_moved += copies.source.size - num_copies
         if copies.source.size:
             self.in_flight.append(self.step)

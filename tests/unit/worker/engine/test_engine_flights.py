@@ -25,7 +25,9 @@ class Pieces:
         begins = np.concatenate([columns.num_computed[view.running], view.extensible_begins, view.waiting * 0])
         left = (columns.num_prompt + columns.num_output)[rows] - begins
         none = rows[:0]
-        return SchedulerOutput(rows, np.minimum(left, size).astype(np.int32), none, none.astype(np.uint8), "pieces")
+        return SchedulerOutput(
+            rows, np.minimum(left, size).astype(np.int32), none, none.astype(np.uint8), none, "pieces"
+        )
 
 
 def harness_of(

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from services.worker.engine.stats import take_stats
-from services.worker.scheduling.view import PreemptHow
 from services.worker.sequences.table import Hold, Status
 from shared.types import FinishReason
 from tests.support.engine_builders import new_sequence, per_token
 from tests.support.engine_harness import EngineHarness, make_harness
+from tests.support.host_moves import preempt, sent, until_copy
 
 
 def two_that_fit_once(*, num_host_blocks: int = 20, num_blocks: int = 9, prefix_caching: bool = True) -> EngineHarness:
@@ -20,18 +20,6 @@ def two_that_fit_once(*, num_host_blocks: int = 20, num_blocks: int = 9, prefix_
     harness = make_harness(num_blocks=num_blocks, prefix_caching=prefix_caching, num_host_blocks=num_host_blocks)
     harness.add_all(2, num_prompt=12, max_tokens=16)
     return harness
-
-
-def until_copy(harness: EngineHarness, *, to_host: bool) -> int:
-    """Step until a copy in this direction has begun, and return the row that it moves."""
-    for _ in range(200):
-        harness.submit()
-        if harness.flights:
-            harness.land()
-        if any(copy.to_host is to_host for copy in harness.host_copies):
-            return int(np.flatnonzero(harness.engine.table.hold & Hold.SWAPPING)[0])
-        harness.land_copies()
-    raise AssertionError("no such copy began")
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
@@ -55,7 +43,7 @@ def test_blocks_are_free_only_when_the_copy_is_done() -> None:
     copy = harness.host_copies[0]
     free = blocks.num_free
     assert table.status[row] == Status.PREEMPTED
-    assert table.held_blocks[row] == 0
+    assert (table.held_blocks[row], copy.device.size) == (3, 1), "only as many go as are needed"
     assert (blocks.refcount[copy.device] == 0).all()
     assert (blocks.pins[copy.device] == 1).all()
     assert take_stats(harness.engine).num_used_host_blocks == copy.host.size
@@ -70,8 +58,9 @@ def test_blocks_are_free_only_when_the_copy_is_done() -> None:
 def test_who_comes_back_runs_only_when_its_kv_is_there() -> None:
     harness = two_that_fit_once(prefix_caching=False)
     row = until_copy(harness, to_host=False)
-    table = harness.engine.table
-    assert (table.status[row], table.num_computed[row]) == (Status.RUNNING, 0)
+    table, copy = harness.engine.table, harness.host_copies[0]
+    assert table.status[row] == Status.RUNNING
+    assert table.num_computed[row] == 4 * (table.held_blocks[row] - copy.device.size)
     assert harness.submit() is None, "nobody else is left to run"
     harness.land_copy()
     assert table.num_computed[row] == table.num_known[row] - 1
@@ -147,6 +136,11 @@ def test_every_token_that_gave_way_is_brought_back_found_or_computed_again(seed:
 
 def test_a_full_host_leaves_recompute() -> None:
     harness = two_that_fit_once(num_host_blocks=2)
+    swapping = harness.engine.swapping
+    assert swapping is not None
+    swapping.host.reserve(np.arange(2, dtype=np.int32), "somebody else")
+    harness.step_until_end_of(1000)
+    swapping.host.unpin("somebody else")
     harness.finish()
     stats = take_stats(harness.engine)
     assert (stats.totals.num_swap_outs, stats.totals.num_preemptions) == (0, 1)
@@ -175,9 +169,13 @@ def test_a_pause_in_the_middle_of_a_copy_takes_the_memory_when_it_is_done(*, to_
 
 def test_a_child_waits_until_its_parents_prompt_is_back() -> None:
     """The fork comes while the parent's KV is being copied back; it shares it when it has arrived."""
-    harness = two_that_fit_once(num_blocks=10, prefix_caching=False)
-    row = until_copy(harness, to_host=False)
-    parent = next(story.new for story in harness.stories.values() if story.row == row)
+    harness = make_harness(num_blocks=10, prefix_caching=False, num_host_blocks=20)
+    row = harness.add(new_sequence(0, num_prompt=12, max_tokens=16))
+    harness.step()
+    preempt(harness, row, 2)
+    harness.land_copies()
+    assert until_copy(harness, to_host=False) == row
+    parent = harness.stories[1000].new
     child = replace(new_sequence(9, prompt=parent.prompt.tolist(), max_tokens=4), fork_of=parent.request_id)
     child_row = harness.add(child)
     assert harness.engine.table.hold[child_row] & Hold.FORK
@@ -187,7 +185,9 @@ def test_a_child_waits_until_its_parents_prompt_is_back() -> None:
 
 
 def test_peaks_and_stalls_are_counted() -> None:
-    """Steps of 50 ms, 9 blocks. Both prompts take 3 blocks; with 15 of 16 tokens each holds 4, and the second goes."""
+    """Steps of 50 ms, 9 blocks. Both prompts take 3 blocks; with 15 of 16 tokens each holds 4, and the second gives
+    way, block by block: so all of them are used.
+    """
     harness = two_that_fit_once()
     away_s = 0.0
     while harness.engine.table.num_sequences:
@@ -195,37 +195,9 @@ def test_peaks_and_stalls_are_counted() -> None:
         harness.step()
         away_s += (harness.now_s - before_s) * was_away
     stats = take_stats(harness.engine)
-    assert stats.totals.peak_used_blocks == 8
+    assert stats.totals.peak_used_blocks == 9
     assert 9 < stats.totals.peak_demanded_blocks <= 14, "2 * 7 blocks at most"
     assert stats.totals.stalled_s == pytest.approx(away_s, abs=0.101)
-
-
-def sent(harness: EngineHarness) -> list[tuple[bool, int]]:
-    """Run to the end; return of each copy whether it went to the host, and its blocks."""
-    copies: list[tuple[bool, int]] = []
-    while harness.engine.table.num_sequences:
-        harness.fill()
-        harness.check_going_on()
-        copies += [(copy.to_host, int(copy.host.size)) for copy in harness.host_copies]
-        if harness.flights:
-            harness.land()
-        harness.land_copies()
-    harness.judge()
-    harness.check_empty()
-    return copies
-
-
-def preempt(harness: EngineHarness, row: int) -> list[int]:
-    """Send a running row to the host, and return the device blocks that are copied, in sequence order."""
-    engine = harness.engine
-    table = engine.blocks.block_table[row, : engine.table.held_blocks[row]].tolist()
-    engine._transitions.preempt(row, PreemptHow.SWAP)
-    copies = engine.take_copies()
-    for copy in copies:
-        harness.kv.begin_copy(copy)
-        harness.host_copies.append(copy)
-    harness.settle()
-    return [table.index(block) for copy in copies for block in copy.device.tolist()]
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])

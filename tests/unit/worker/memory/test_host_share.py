@@ -37,7 +37,7 @@ def share_of(free_bytes: int, chosen: WorkerSettings, block_kv_bytes: int = BLOC
 
 
 def test_all_systems_keep_kv_on_the_host_but_for_one_that_never_lacks_memory() -> None:
-    assert KEEPING == sorted(set(SYSTEMS) - {"oracle"})
+    assert sorted(set(SYSTEMS) - {"oracle"}) == KEEPING
     assert [name for name, system in SYSTEMS.items() if system.swaps] == ["swap"]
 
 
