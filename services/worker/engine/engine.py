@@ -261,10 +261,13 @@ class Engine:
     @property
     def num_demanded_blocks(self) -> int:
         """Blocks that parked rows ask for beyond those in use: there count those that leave the device, or are kept."""
+        asked = self.table.num_parked_blocks
+        if not asked:
+            return 0
         counted = self.sharing.num_kept_blocks + self.table.num_lent_blocks
         if self.swapping is not None:
             counted += self.swapping.num_leaving_blocks
-        return max(self.table.num_parked_blocks - counted, 0)
+        return max(asked - counted, 0)
 
     # Inside
 

@@ -239,7 +239,7 @@ class KeptRunning:
         num_full, num_blocks = num_tokens // self._view.block_size, ceil_div(num_tokens, self._view.block_size)
         kept = max(min(held - lacking, num_full, num_blocks - 1), 0) if lacking < freeable else 0
         there, num_known = host.on_host(row, kept), max(num_tokens, int(columns.host_tokens[row]))
-        if not self._leaving.swaps(num_blocks - kept, num_known, int(num_other_tokens), there):
+        if not self._leaving.swaps(num_blocks - kept, num_known, int(num_other_tokens), there, kept):
             return False
         self.swapped = np.append(np.int32(row), self.swapped)
         self.kept[row] = kept

