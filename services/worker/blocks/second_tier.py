@@ -30,14 +30,11 @@ FEW_BLANK: Final = 1 / 8
 def about_to_be_lost(device: BlockPool, host: HostBlocks) -> I32:
     """Return the free blocks of the device whose contents should be copied to the host now.
 
-    No more than a fourth of the free ones, so that nobody gives way for them, nor than half of the host's free ones:
-    the others keep what came before.
+    No more than a fourth of the free ones, so that nobody gives way for them. Of no more than half of what the host has
+    free, so that they do not push each other out there, one after the other for ever.
     """
     if device.num_blank > FEW_BLANK * device.num_usable:
         return EMPTY_I32
-    most = min(MOST_AT_ONCE, device.num_free // 4, host.num_free // 2)
-    if most <= 0:
-        return EMPTY_I32
-    ids = device.oldest_kept(LOOKED_AT)
+    ids = device.oldest_kept(min(LOOKED_AT, host.num_free // 2))
     is_new = [host.index.get(device.index.name_of(block)) is None for block in ids.tolist()]
-    return ids[is_new][:most]
+    return ids[is_new][: min(MOST_AT_ONCE, device.num_free // 4)]

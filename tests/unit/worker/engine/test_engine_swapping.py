@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from services.worker.engine.stats import take_stats
@@ -98,8 +99,7 @@ def test_after_a_copy_that_fails_the_kv_is_computed_again(*, to_host: bool) -> N
     harness.finish()
     stats = take_stats(harness.engine)
     assert stats.totals.num_failed_copies == 1
-    assert stats.totals.num_given_up_tokens == lost
-    assert 0 < stats.totals.num_recomputed_tokens <= lost
+    assert 0 < stats.totals.num_given_up_tokens == stats.totals.num_recomputed_tokens <= lost
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -116,15 +116,15 @@ def test_every_token_that_gave_way_is_brought_back_found_or_computed_again(seed:
             copy, done = harness.host_copies[0], bool(random.random() >= fails)
             swapping = harness.engine.swapping
             assert swapping is not None
-            lost += 0 if done else swapping._moves[copy.copy_id].num_tokens
+            move = swapping._moves[copy.copy_id]
             harness.land_copy(done=done)
+            lost += 0 if done else move.num_tokens - int(harness.engine.table.num_computed[move.row])
         harness.submit()
         if harness.flights:
             harness.land()
     totals = take_stats(harness.engine).totals
-    assert totals.num_given_up_tokens == lost
+    assert lost <= totals.num_given_up_tokens <= totals.num_recomputed_tokens, "who lost a copy may lose more then"
     assert (lost > 0) == (totals.num_failed_copies > 0)
-    assert totals.num_recomputed_tokens >= lost
     carried = totals.swapped_in_bytes // 1024 * block_size
     assert totals.num_brought_back_tokens <= carried
     if not fails:

@@ -190,3 +190,19 @@ def test_copies_ahead_do_not_count_as_asked_for() -> None:
     assert stats.num_used_blocks == held + harness.host_copies[0].device.size
     assert stats.num_demanded_blocks == 0
     harness.finish()
+
+
+@pytest.mark.parametrize("num_host_blocks", [2, 5, 24, 60])
+def test_a_host_smaller_than_the_device_does_not_copy_for_ever(num_host_blocks: int) -> None:
+    """Once nobody asks for anything, copies come to an end, and so they do if the device keeps more than fits there."""
+    harness = make_harness(num_blocks=40, num_host_blocks=num_host_blocks)
+    for name in range(8):
+        harness.add(new_sequence(name, num_prompt=45, max_tokens=3))
+        harness.drain()
+    for _ in range(20):
+        assert harness.submit() is None
+        if not harness.host_copies:
+            break
+        harness.land_copies()
+    assert not harness.host_copies
+    harness.check_empty()
