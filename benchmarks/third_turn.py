@@ -1,6 +1,6 @@
 """How long the third turn of a chat waits that the device has forgotten, with memory of the host and without.
 
-    python -m benchmarks.third_turn [--turn 700] [--others 12] [--repeats 7] [--memory 250MiB] [--host-memory 1GiB]
+    python -m benchmarks.third_turn [--turn 650] [--others 8] [--repeats 7] [--memory 400MiB] [--host-memory 1GiB]
 
 Two clusters of one worker each, the same but for `--host-memory`, take turns. A chat has two turns; then other prompts
 fill the device's KV until nothing of it is left there; then the third turn comes, and its first token is timed. `warm`
@@ -118,10 +118,10 @@ async def measure(chosen: argparse.Namespace, folder: Path) -> None:
 def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--turn", type=int, default=700, help="tokens that a turn adds [700]")
-    parser.add_argument("--others", type=int, default=12, help="prompts of others, as long as three turns [12]")
+    parser.add_argument("--turn", type=int, default=650, help="tokens that a turn adds [650]")
+    parser.add_argument("--others", type=int, default=8, help="prompts of others, as long as three turns [8]")
     parser.add_argument("--repeats", type=int, default=7, help="chats of each kind [7]")
-    parser.add_argument("--memory", default="250MiB", help="of each worker; parameters take 98 MiB [%(default)s]")
+    parser.add_argument("--memory", default="400MiB", help="of each worker; parameters take 98 MiB [%(default)s]")
     parser.add_argument("--host-memory", default="1GiB", help="of the one that has some [%(default)s]")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

@@ -199,7 +199,8 @@ class Engine:
         if self.swapping is None:
             return []
         if self._viewing.may_leave:
-            self.swapping.copy_ahead(self.cost.now)
+            step_blocks = self.limits.max_batch_tokens // self.config.block_size + self.limits.max_batch_rows
+            self.swapping.copy_ahead(self.cost.now, step_blocks)
         return self.swapping.take_copies()
 
     def copied(self, copy_id: int, *, done: bool) -> None:

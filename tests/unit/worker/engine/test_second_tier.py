@@ -10,7 +10,7 @@ import pytest
 
 from services.worker.blocks.free_blocks import FreeBlocks
 from services.worker.blocks.host_blocks import HostBlocks
-from services.worker.blocks.second_tier import FEW_BLANK, MOST_AT_ONCE, about_to_be_lost
+from services.worker.blocks.second_tier import about_to_be_lost
 from services.worker.engine.stats import take_stats
 from services.worker.sequences.table import Hold, Status
 from shared.types import FinishReason
@@ -127,24 +127,22 @@ def deque_of(harness: EngineHarness, first: Any) -> Any:
 
 
 def test_what_is_about_to_be_lost_is_the_oldest_that_the_host_lacks() -> None:
-    """Nothing while an eighth of the device is blank; at most a fourth of what is free, and half of the host."""
+    """With the blank ones what two steps take; at most half of what is free, of half of the host."""
     harness = make_harness(num_blocks=32, num_host_blocks=60, max_model_len=128)
-    device = harness.engine.blocks
-    swapping = harness.engine.swapping
-    assert swapping is not None
-    host = HostBlocks(60)
+    device, host = harness.engine.blocks, HostBlocks(60)
     for name in range(4):
         harness.add(new_sequence(name, num_prompt=28, max_tokens=1))
         harness.drain()
-        is_due = device.num_blank <= FEW_BLANK * device.num_usable
-        assert bool(about_to_be_lost(device, host).size) is is_due
-    due = about_to_be_lost(device, host)
-    assert due.tolist() == device.oldest_kept(MOST_AT_ONCE)[:8].tolist()
+        assert about_to_be_lost(device, host, 4, 99).size == min(max(8 - device.num_blank, 0), 8)
+    due = about_to_be_lost(device, host, 4, 99)
+    assert due.tolist() == device.oldest_kept(8 - device.num_blank).tolist()
+    assert due.size > 3
     ids = host.hand_out(2, "test")
     host.name([device.index.name_of(int(block)) for block in due[:2]], ids, None)
-    assert about_to_be_lost(device, host).tolist() == device.oldest_kept(10)[2:].tolist()
-    assert about_to_be_lost(device, HostBlocks(6)).size == 3
-    assert not about_to_be_lost(device, HostBlocks(1)).size
+    assert about_to_be_lost(device, host, 4, 99).tolist() == due[2:].tolist()
+    assert about_to_be_lost(device, host, 4, 1).tolist() == due[2:3].tolist()
+    assert about_to_be_lost(device, HostBlocks(6), 4, 99).size == 3
+    assert not about_to_be_lost(device, HostBlocks(1), 4, 99).size
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -199,10 +197,10 @@ def test_a_host_smaller_than_the_device_does_not_copy_for_ever(num_host_blocks: 
     for name in range(8):
         harness.add(new_sequence(name, num_prompt=45, max_tokens=3))
         harness.drain()
-    for _ in range(20):
+    num_copies = 0
+    for _ in range(60):
         assert harness.submit() is None
-        if not harness.host_copies:
-            break
+        num_copies += len(harness.host_copies)
         harness.land_copies()
-    assert not harness.host_copies
+    assert num_copies < 20
     harness.check_empty()
