@@ -1,10 +1,12 @@
 """How long the third turn of a chat waits that the device has forgotten, with memory of the host and without.
 
-    python -m benchmarks.third_turn [--turn 650] [--others 8] [--repeats 7] [--memory 400MiB] [--host-memory 1GiB]
+    python -m benchmarks.third_turn [--turn 900] [--asks 100] [--others 8] [--repeats 7] [--memory 400MiB]
+                                    [--host-memory 1GiB]
 
 Two clusters of one worker each, the same but for `--host-memory`, take turns. A chat has two turns; then other prompts
-fill the device's KV until nothing of it is left there; then the third turn comes, and its first token is timed. `warm`
-is a third turn that comes before the others: as fast as it gets. The model has 25.7 M parameters (`peers_model.py`).
+fill the device's KV until nothing of it is left there; then the third turn comes, with a short question, and its first
+token is timed. `warm` is a third turn that comes before the others: as fast as it gets. The model has 25.7 M parameters
+(`peers_model.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -62,18 +65,20 @@ class Chats:
     """Prompts of random tokens, no two alike.
 
     Args:
-        turn: tokens that each turn adds.
+        turn: tokens that the first two turns add, each.
+        asks: tokens that the third one adds.
         num_others: prompts of other readers before the third turn, each as long as that.
         seed: chooses them.
     """
 
-    def __init__(self, turn: int, num_others: int, seed: int) -> None:
+    def __init__(self, turn: int, asks: int, num_others: int, seed: Sequence[int]) -> None:
         self._turn = turn
+        self._asks = asks
         self._num_others = num_others
         self._random = np.random.default_rng(seed)
 
     def _prompt(self) -> list[int]:
-        tokens: list[int] = self._random.integers(FIRST_ID, NUM_TOKENS, 3 * self._turn).tolist()
+        tokens: list[int] = self._random.integers(FIRST_ID, NUM_TOKENS, 2 * self._turn + self._asks).tolist()
         return tokens
 
     async def third_turn(self, reader: Reader, *, is_warm: bool) -> tuple[float, int]:
@@ -100,11 +105,13 @@ async def measure(chosen: argparse.Namespace, folder: Path) -> None:
             readers[name] = Reader(session, cluster.url)
         for repeat in range(chosen.repeats + 1):
             for name, of in (("with host memory",) * 2, ("without",) * 2, ("warm", "without")):
-                chats = Chats(chosen.turn, chosen.others, repeat)
+                chats = Chats(chosen.turn, chosen.asks, chosen.others, [repeat, name == "warm"])
                 turn = await chats.third_turn(readers[of], is_warm=name == "warm")
                 if repeat:  # the first round warms up
                     rows[name].append(turn)
-    print(f"{3 * chosen.turn} tokens, {chosen.repeats} chats, {chosen.others} prompts between; milliseconds\n")
+    print(
+        f"{2 * chosen.turn + chosen.asks} tokens, {chosen.repeats} chats, {chosen.others} prompts between; times in ms\n"
+    )
     print("| third turn | TTFT, median | least | most | cached tokens |\n|---|---:|---:|---:|---:|")
     for name, found in rows.items():
         times = [1000 * ttft_s for ttft_s, _ in found]
@@ -118,7 +125,8 @@ async def measure(chosen: argparse.Namespace, folder: Path) -> None:
 def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--turn", type=int, default=650, help="tokens that a turn adds [650]")
+    parser.add_argument("--turn", type=int, default=900, help="tokens that each of two turns adds [900]")
+    parser.add_argument("--asks", type=int, default=100, help="tokens that the third turn adds [100]")
     parser.add_argument("--others", type=int, default=8, help="prompts of others, as long as three turns [8]")
     parser.add_argument("--repeats", type=int, default=7, help="chats of each kind [7]")
     parser.add_argument("--memory", default="400MiB", help="of each worker; parameters take 98 MiB [%(default)s]")

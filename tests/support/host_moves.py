@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from services.worker.blocks.swapping import NOBODY
 from services.worker.scheduling.view import PreemptHow
 from services.worker.sequences.table import Hold
 from tests.support.engine_harness import EngineHarness
@@ -22,12 +23,14 @@ def until_copy(harness: EngineHarness, *, to_host: bool) -> int:
 
 
 def sent(harness: EngineHarness) -> list[tuple[bool, int]]:
-    """Run to the end; return of each copy whether it went to the host, and its blocks."""
+    """Run to the end; return of each copy for a row whether it went to the host, and its blocks."""
     copies: list[tuple[bool, int]] = []
     while harness.engine.table.num_sequences:
         harness.fill()
         harness.check_going_on()
-        copies += [(copy.to_host, int(copy.host.size)) for copy in harness.host_copies]
+        moves = {} if harness.engine.swapping is None else harness.engine.swapping._moves
+        of_rows = [copy for copy in harness.host_copies if moves[copy.copy_id].row != NOBODY]
+        copies += [(copy.to_host, int(copy.host.size)) for copy in of_rows]
         if harness.flights:
             harness.land()
         harness.land_copies()
@@ -41,7 +44,8 @@ def preempt(harness: EngineHarness, row: int, num_kept: int = 0, how: PreemptHow
     engine = harness.engine
     table = engine.blocks.block_table[row, : engine.table.held_blocks[row]].tolist()
     engine._transitions.preempt(row, how, num_kept)
-    copies = engine.take_copies()
+    assert engine.swapping is not None
+    copies = engine.swapping.take_copies()
     for copy in copies:
         harness.kv.begin_copy(copy)
         harness.host_copies.append(copy)

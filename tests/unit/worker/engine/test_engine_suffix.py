@@ -179,6 +179,7 @@ def test_a_sequence_expires_in_two_places() -> None:
     harness.now_s = 2.0
     assert harness.submit() is None
     assert harness.stories[1000].finish is FinishReason.CANCELLED
+    harness.land_copies()
     harness.check_empty()
 
 
