@@ -109,9 +109,7 @@ async def measure(chosen: argparse.Namespace, folder: Path) -> None:
                 turn = await chats.third_turn(readers[of], is_warm=name == "warm")
                 if repeat:  # the first round warms up
                     rows[name].append(turn)
-    print(
-        f"{2 * chosen.turn + chosen.asks} tokens, {chosen.repeats} chats, {chosen.others} prompts between; times in ms\n"
-    )
+    print(f"{2 * chosen.turn + chosen.asks} tokens, {chosen.repeats} chats, {chosen.others} prompts between; ms\n")
     print("| third turn | TTFT, median | least | most | cached tokens |\n|---|---:|---:|---:|---:|")
     for name, found in rows.items():
         times = [1000 * ttft_s for ttft_s, _ in found]

@@ -44,8 +44,7 @@ def preempt(harness: EngineHarness, row: int, num_kept: int = 0, how: PreemptHow
     engine = harness.engine
     table = engine.blocks.block_table[row, : engine.table.held_blocks[row]].tolist()
     engine._transitions.preempt(row, how, num_kept)
-    assert engine.swapping is not None
-    copies = engine.swapping.take_copies()
+    copies = [] if engine.swapping is None else engine.swapping.take_copies()
     for copy in copies:
         harness.kv.begin_copy(copy)
         harness.host_copies.append(copy)
