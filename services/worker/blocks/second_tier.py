@@ -1,4 +1,4 @@
-"""The host as a second tier of the prefix cache: which blocks go there before the device forgets them. Pure.
+"""The host as a second tier of the prefix cache: which blocks go there before the device forgets them.
 
     free blocks of the device   blank, blank | kept: oldest ... newest          with the blank ones as many as two
                                                └────────────┘                   steps take: on the host, or on the way
@@ -45,3 +45,21 @@ def about_to_be_lost(device: BlockPool, host: HostBlocks, step_blocks: int, most
     ids = device.oldest_kept(min(num_next, host.num_free // 2))
     is_new = [host.index.get(device.index.name_of(block)) is None for block in ids.tolist()]
     return ids[is_new][: min(most, device.num_free // 2)]
+
+
+class LookingAhead:
+    """Looks at most once as long as few blocks are taken or given back: a look asks for the name of each block."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[int, int] | None = None
+        """Blank and free blocks of the device when nothing was found the last time."""
+
+    def about_to_be_lost(self, device: BlockPool, host: HostBlocks, step_blocks: int, block_copy_s: float) -> I32:
+        """See there; as many as go over the link in `COPY_S`."""
+        now, few = (device.num_blank, device.num_free), min(FEW, device.num_usable // FEW)
+        if self._seen is not None and all(abs(n - m) < few for n, m in zip(now, self._seen, strict=True)):
+            return EMPTY_I32
+        most = max(int(COPY_S / block_copy_s), 1) if block_copy_s else host.num_usable
+        found = about_to_be_lost(device, host, step_blocks, most)
+        self._seen = None if found.size else now
+        return found

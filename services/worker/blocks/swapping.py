@@ -25,7 +25,7 @@ from services.worker.blocks.host_blocks import HostBlocks
 from services.worker.blocks.manager import BlockManager
 from services.worker.blocks.prefix import RunName
 from services.worker.blocks.row_names import RowNames
-from services.worker.blocks.second_tier import COPY_S, FEW, about_to_be_lost
+from services.worker.blocks.second_tier import LookingAhead
 from services.worker.contract.arrays import EMPTY_I32, I32
 from services.worker.contract.executor import HostCopy, HostMemory
 from services.worker.scheduling.view import NOTHING_BEHIND, NOTHING_ON_HOST, HostPrefix, HostView, OnHost
@@ -77,8 +77,7 @@ class Swapping:
         """Rows whose KV is being brought back, in order."""
         self._num_freed_by = [0, 0]
         """Device blocks that become free when the copies to the host are done: those of rows, those of nobody."""
-        self._seen_free: tuple[int, int] | None = None
-        """Blank and free blocks of the device when there was nothing to copy ahead the last time."""
+        self._looking = LookingAhead()
         self._begun: list[HostCopy] = []
         self._next_copy_id = 0
 
@@ -164,17 +163,11 @@ class Swapping:
             cost: of a step; None: unknown.
             step_blocks: most that one takes.
         """
-        if cost is None or not self._names.are_shared or any(move.copy.to_host for move in self._moves.values()):
+        if cost is None or self._memory.block_copy_s >= cost.chunk_s(0, self._blocks.block_size):
             return
-        if self._memory.block_copy_s >= cost.chunk_s(0, self._blocks.block_size):
+        if not self._names.are_shared or any(move.copy.to_host for move in self._moves.values()):
             return
-        free = (self._blocks.num_blank, self._blocks.num_free)
-        few = min(FEW, self._blocks.num_usable // FEW)
-        if self._seen_free is not None and all(abs(n - m) < few for n, m in zip(free, self._seen_free, strict=True)):
-            return
-        most = max(int(COPY_S / self._memory.block_copy_s), 1) if self._memory.block_copy_s else self.host.num_usable
-        device = about_to_be_lost(self._blocks, self.host, step_blocks, most)
-        self._seen_free = None if device.size else free
+        device = self._looking.about_to_be_lost(self._blocks, self.host, step_blocks, self._memory.block_copy_s)
         if not device.size:
             return
         owner = ("host copy", self._next_copy_id)
@@ -239,7 +232,7 @@ class Swapping:
         assert not self._moves, "the executor changes only while nothing is copied"
         self._memory = memory or HostMemory(0, 0, 0.0)
         self.host = HostBlocks(self._memory.num_blocks)
-        self._seen_free = None
+        self._looking = LookingAhead()
 
     def _found(self, row: int) -> tuple[I32, I32]:
         """Return the device's blocks with which a parked row begins, and the host's that follow; one token is left.
@@ -282,12 +275,11 @@ class Swapping:
 
     def _enter(self, move: _Move) -> int:
         """Count a copy, whose blocks are pinned, as under way; return its bytes."""
-        copy = move.copy
-        self._moves[copy.copy_id] = move
+        self._moves[move.copy.copy_id] = move
         self._num_freed_by[move.row == NOBODY] += move.num_freed
-        self._begun.append(copy)
+        self._begun.append(move.copy)
         self._next_copy_id += 1
-        return int(copy.device.size) * self._memory.block_kv_bytes
+        return int(move.copy.device.size) * self._memory.block_kv_bytes
 
     def check_invariants(self) -> None:
         """Check that rows, host blocks and copies agree; raises AssertionError naming the law that is broken."""
