@@ -13,10 +13,14 @@ is computed (every block would cross the link) nor when it is evicted (somebody 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
+
+import numpy as np
 
 from services.worker.blocks.block_pool import BlockPool
 from services.worker.blocks.host_blocks import HostBlocks
+from services.worker.blocks.prefix import PrefixIndex, RunName
 from services.worker.contract.arrays import EMPTY_I32, I32
 
 STEPS_AHEAD: Final = 2
@@ -47,19 +51,29 @@ def about_to_be_lost(device: BlockPool, host: HostBlocks, step_blocks: int, most
     return ids[is_new][: min(most, device.num_free // 2)]
 
 
+def begin_of(names: Sequence[RunName], device: PrefixIndex, host: PrefixIndex) -> tuple[I32, I32]:
+    """Return the blocks of the device that hold the first of some full blocks, and those of the host that go on."""
+    here = device.find(names)
+    there = host.find(names[len(here) :])
+    return np.array(here, dtype=np.int32), np.array(there, dtype=np.int32)
+
+
 class LookingAhead:
     """Looks at most once as long as few blocks are taken or given back: a look asks for the name of each block."""
 
     def __init__(self) -> None:
-        self._seen: tuple[int, int] | None = None
-        """Blank and free blocks of the device when nothing was found the last time."""
+        self._num_blank = self._num_free = 0
+        """Of the device, the last time."""
+        self._few = 0
+        """0: something was found then."""
 
     def about_to_be_lost(self, device: BlockPool, host: HostBlocks, step_blocks: int, block_copy_s: float) -> I32:
         """See there; as many as go over the link in `COPY_S`."""
-        now, few = (device.num_blank, device.num_free), min(FEW, device.num_usable // FEW)
-        if self._seen is not None and all(abs(n - m) < few for n, m in zip(now, self._seen, strict=True)):
+        num_blank, num_free = device.num_blank, device.num_free
+        if abs(num_blank - self._num_blank) < self._few and abs(num_free - self._num_free) < self._few:
             return EMPTY_I32
         most = max(int(COPY_S / block_copy_s), 1) if block_copy_s else host.num_usable
         found = about_to_be_lost(device, host, step_blocks, most)
-        self._seen = None if found.size else now
+        self._num_blank, self._num_free = num_blank, num_free
+        self._few = 0 if found.size else min(FEW, device.num_usable // FEW)
         return found

@@ -25,7 +25,7 @@ from services.worker.blocks.host_blocks import HostBlocks
 from services.worker.blocks.manager import BlockManager
 from services.worker.blocks.prefix import RunName
 from services.worker.blocks.row_names import RowNames
-from services.worker.blocks.second_tier import LookingAhead
+from services.worker.blocks.second_tier import LookingAhead, begin_of
 from services.worker.contract.arrays import EMPTY_I32, I32
 from services.worker.contract.executor import HostCopy, HostMemory
 from services.worker.scheduling.view import NOTHING_BEHIND, NOTHING_ON_HOST, HostPrefix, HostView, OnHost
@@ -78,6 +78,7 @@ class Swapping:
         self._num_freed_by = [0, 0]
         """Device blocks that become free when the copies to the host are done: those of rows, those of nobody."""
         self._looking = LookingAhead()
+        self._at_rest: HostView | None = None  # the last one, if nothing was copied then
         self._begun: list[HostCopy] = []
         self._next_copy_id = 0
 
@@ -98,8 +99,11 @@ class Swapping:
             may_leave: what the device's blocks are said to hold is there, to be read beside the steps.
             may_come: nothing that was to be written to its free blocks before can come late.
         """
-        return HostView(
-            free_blocks=self.host.num_free if may_leave else 0,
+        is_at_rest, num_free = may_leave and may_come and not self._moves, self.host.num_free
+        if is_at_rest and self._at_rest is not None and self._at_rest.free_blocks == num_free:
+            return self._at_rest  # as in most steps
+        made = HostView(
+            free_blocks=num_free if may_leave else 0,
             leaving_blocks=sum(self._num_freed_by),
             num_leaving=sum(int(move.copy.device.size) for move in self._moves.values() if move.copy.to_host),
             arriving=np.fromiter(self._arriving, dtype=np.int32, count=len(self._arriving)),
@@ -109,6 +113,8 @@ class Swapping:
             on_host=self._on_host if may_leave else _nothing_on_host,
             behind=self._behind if may_come else _nothing_behind,
         )
+        self._at_rest = made if is_at_rest else None
+        return made
 
     def leave(self, row: int, num_kept: int) -> int:
         """Begin to copy what a row's blocks hold to the host, but for the first ones; return the bytes.
@@ -232,19 +238,14 @@ class Swapping:
         assert not self._moves, "the executor changes only while nothing is copied"
         self._memory = memory or HostMemory(0, 0, 0.0)
         self.host = HostBlocks(self._memory.num_blocks)
-        self._looking = LookingAhead()
+        self._looking, self._at_rest = LookingAhead(), None
 
     def _found(self, row: int) -> tuple[I32, I32]:
-        """Return the device's blocks with which a parked row begins, and the host's that follow; one token is left.
-
-        Nothing where it holds some already.
-        """
+        """Return with which blocks a parked row that holds none can begin: the device's, and the host's that follow."""
         if not self._names.are_shared or not len(self.host.index) or self._blocks.held[row]:
             return EMPTY_I32, EMPTY_I32
         names = self._names.of(row, (int(self._table.num_known[row]) - 1) // self._blocks.block_size)
-        device = self._blocks.index.find(names)
-        host = self.host.index.find(names[len(device) :])
-        return np.array(device, dtype=np.int32), np.array(host, dtype=np.int32)
+        return begin_of(names, self._blocks.index, self.host.index)
 
     def _behind(self, row: int) -> HostPrefix:
         device, host = self._found(row)
@@ -292,9 +293,7 @@ class Swapping:
         assert arriving == list(self._arriving), "rows that come back and copies from the host differ"
         assert (table.status[arriving] == Status.RUNNING).all(), "a row that comes back is a running one"
         assert sum(move.row == NOBODY for move in self._moves.values()) <= 1, "more than one copy for nobody"
-        freed = [0, 0]
-        for move in self._moves.values():
-            freed[move.row == NOBODY] += move.num_freed
+        freed = [sum(m.num_freed for m in self._moves.values() if (m.row == NOBODY) is none) for none in (False, True)]
         assert freed == self._num_freed_by, "the blocks that become free are counted wrongly"
         kept = np.flatnonzero(table.host_tokens).tolist()
         assert sorted(self.host.rows) == kept, "rows with KV on the host and rows that keep host blocks differ"
