@@ -1,5 +1,7 @@
 """Whole simulated clusters in which groups come and go: at every instant no page is lost, counted twice, or made up.
 
+Nor is a KV block, on the device or on the host.
+
 And at every instant every layer is in two places, whether all hosts have a copy of the parameters, one, or none.
 
 Drops, restores, plans that are abandoned or carried out by half, deaths, partitions, cut links, lost messages, clients
@@ -15,6 +17,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from services.worker.engine.invariants import check_engine
 from shared.messages.report import ElasticFacts
 from sim.faults.campaign import run_scenario
 from sim.faults.cluster import FaultCluster
@@ -71,6 +74,9 @@ def live_through(seed: int) -> Counter[str]:
     def look(cluster: FaultCluster) -> None:
         watch(cluster)
         layers(cluster)
+        for node in cluster.workers:
+            if node.worker is not None:
+                check_engine(node.worker.service.engine)
 
     try:
         report = run_scenario(scenario_of(seed), watch=look)
@@ -93,6 +99,7 @@ def test_memories_went_through_every_kind_of_change() -> None:
     wanted = (
         *("dropped", "restored", "loads beside", "gave up", "groups of 2", "groups of 3", "groups of 4", "led"),
         *("places 2", "places 3", "places 8"),
+        *("swapped out", "swapped in", "given up"),
         *("commit done", "commit failed", "abort aborted", "log group_broken"),
         *("fault change_abandoned", "fault change_by_half", "fault link_cut", "fault crash", "call left"),
     )
