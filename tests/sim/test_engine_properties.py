@@ -148,11 +148,11 @@ def test_the_random_operations_let_stages_run_apart_and_steps_fail_on_all_of_the
 @pytest.mark.slow
 def test_the_random_operations_reach_every_kind_of_copy() -> None:
     """Some of them with a step in flight beside them: else the copies would prove little."""
-    counts = lived(chaotic_run("chunked", 2, seed, num_host_blocks=40) for seed in range(12))
+    counts = lived(chaotic_run("chunked", 2, seed, num_host_blocks=20) for seed in range(20))
     assert {"out", "back", "copy fails", "cancel in copy"} <= set(counts)
     assert {"limit in flight", "limit held", "shrink held"} <= set(counts)
     assert counts["carried"] > 100
-    assert counts["carried from the host"] > 10
+    assert counts["carried from the host"] > 5
     assert counts["brought"] > 100
     assert counts["given up"] > 200
     assert counts["moved"] > 10

@@ -275,7 +275,13 @@ class Chaos:
             self._change(self.num_blocks)
 
     def _change(self, num_blocks: int) -> None:
-        """Go on with another executor, to which some of the KV goes along, and whose host may have no memory."""
+        """Go on with another executor, to which some of the KV goes along, and whose host may have no memory.
+
+        The device may have forgotten before what nobody holds, but for what the host has.
+        """
+        blocks = self.harness.engine.blocks
+        if self.harness.engine.swapping is not None and self.random.random() < 0.5:
+            blocks.drop_contents(np.flatnonzero(blocks.index.is_named & (blocks.refcount == 0)).astype(np.int32))
         num_carried, num_host_blocks = (int(self.random.choice([0, 5, most, most])) for most in (num_blocks, 30))
         kept = self.harness.change_executor(num_blocks, num_carried, num_host_blocks)
         self.counts["carried"] += int((kept.ids >= 0).sum())
