@@ -302,7 +302,7 @@ async def disturbed(
                 async with live.gate.exclusive():
                     assert not live.engine.flights
                     check_engine(live.engine)
-            elif chance < 0.7 and not num_host_blocks:
+            elif chance < 0.7:
                 await borrow_tail(live, num_blocks=20)
             check_engine(live.engine)
             live.engine.resume(1)
