@@ -83,9 +83,9 @@ class Swapping:
         self._next_copy_id = 0
 
     @property
-    def num_leaving_blocks(self) -> int:
-        """Device blocks of rows that become free when the copies to the host are done."""
-        return self._num_freed_by[0]
+    def num_leaving_blocks(self) -> tuple[int, int]:
+        """Device blocks that become free when the copies to the host are done: those of rows, and those of nobody."""
+        return self._num_freed_by[0], self._num_freed_by[1]
 
     @property
     def num_arriving(self) -> int:

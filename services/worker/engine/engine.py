@@ -260,6 +260,11 @@ class Engine:
         return self.blocks.num_usable
 
     @property
+    def num_used_blocks(self) -> int:
+        """Blocks that somebody holds or pins; what is copied to the host for nobody can be had in a moment."""
+        return self.blocks.num_used - (0 if self.swapping is None else self.swapping.num_leaving_blocks[1])
+
+    @property
     def num_demanded_blocks(self) -> int:
         """Blocks that parked rows ask for beyond those in use: there count those that leave the device, or are kept."""
         asked = self.table.num_parked_blocks
@@ -267,14 +272,14 @@ class Engine:
             return 0
         counted = self.sharing.num_kept_blocks + self.table.num_lent_blocks
         if self.swapping is not None:
-            counted += self.swapping.num_leaving_blocks
+            counted += self.swapping.num_leaving_blocks[0]
         return max(asked - counted, 0)
 
     # Inside
 
     def _note(self, now_s: float) -> None:
         """Count the time since the last look, and the memory that is held and asked for."""
-        totals, stalled, used = self.totals, len(self.table.preempted), self.blocks.num_used
+        totals, stalled, used = self.totals, len(self.table.preempted), self.num_used_blocks
         if self.swapping is not None:
             stalled += self.swapping.num_arriving
         if stalled:

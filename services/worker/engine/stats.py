@@ -64,7 +64,7 @@ def take_stats(engine: Engine, pace: StepPace = StepPace.STEPPING) -> EngineStat
         pace: what its step loop is at.
     """
     table, host = engine.table, None if engine.swapping is None else engine.swapping.host
-    used = min(engine.blocks.num_used, engine.capacity_blocks)
+    used = min(engine.num_used_blocks, engine.capacity_blocks)
     num_running = len(table.running)
     return EngineStats(
         num_running=num_running,
@@ -73,7 +73,7 @@ def take_stats(engine: Engine, pace: StepPace = StepPace.STEPPING) -> EngineStat
         num_preempted=len(table.preempted),
         num_blocks=engine.capacity_blocks,
         num_used_blocks=used,
-        num_demanded_blocks=engine.num_demanded_blocks + engine.blocks.num_used - used,
+        num_demanded_blocks=engine.num_demanded_blocks + engine.num_used_blocks - used,
         num_uncomputed_blocks=_num_uncomputed_blocks(engine),
         num_head_blocks=_num_head_blocks(engine),
         num_queued_for_memory=count_queued_for_memory(engine),
@@ -100,13 +100,13 @@ def most_waiting(engine: Engine) -> int:
     One batch, as large as the memory holds it with sequences as long as those that are here: what comes in within the
     next seconds. Whoever waits here can neither be overtaken nor go to another worker.
     """
-    config, table, blocks = engine.config, engine.table, engine.blocks
+    config, table = engine.config, engine.table
     if engine.reorders:
         return config.max_sequences
     most = config.max_batch_rows * config.num_lanes
     if not table.num_sequences:
         return most
-    held = engine.capacity_blocks * table.num_sequences // max(blocks.num_used + engine.num_demanded_blocks, 1)
+    held = engine.capacity_blocks * table.num_sequences // max(engine.num_used_blocks + engine.num_demanded_blocks, 1)
     return min(max(held, MIN_WAITING), most)
 
 
