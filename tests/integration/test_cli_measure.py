@@ -10,7 +10,7 @@ import pytest
 
 from shared.cost import load_profile
 from tests.support.cluster import tiny_cluster
-from tests.support.processes import sluice
+from tests.support.processes import sluice, wait_until
 
 pytestmark = pytest.mark.kernels
 
@@ -36,5 +36,5 @@ def test_a_live_cluster_is_loaded_and_profiled(tmp_path: Path) -> None:
         found = load_profile(profile)
         assert (found.model, found.tp) == ("tiny", 1)
         assert found.cost.step_s(64, 64 * 100, 0) >= found.cost.step_s(1, 100, 0) > 0
+        wait_until(lambda: bool(list(costs.glob("*.json"))), "what steps have cost is kept for the next start", 30)
         assert running.stop() == 0
-    assert [path.suffix for path in costs.iterdir()] == [".json"], "for the worker's next start"
