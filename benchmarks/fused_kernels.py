@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.gpu_step import copy_roof, seconds
+from benchmarks.gpu_step import copy_roof
 from benchmarks.harness import print_table
-from benchmarks.on_device import name_of, parse
+from benchmarks.on_device import name_of, parse, seconds
 from services.worker.executor.step_graphs import CudaRecorder
 from services.worker.fused.library import FusedKernels
 from services.worker.memory.kv_cache import KVCache

@@ -14,16 +14,14 @@ that grows. With `--profile` stands what the cost model says of the same steps o
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
 from benchmarks.harness import print_table
-from benchmarks.on_device import model_parser, name_of, parse, settings_of
+from benchmarks.on_device import model_parser, name_of, parse, seconds, settings_of
 from benchmarks.step_profile import make_batch
 from services.worker.executor.model_runner import ModelRunner
 from services.worker.executor.runner import load_model
@@ -35,18 +33,6 @@ DECODES = (1, 16, 64, 256)
 PROMPTS = (512, 1024, 2048, 4096, 8192)
 COPY_BYTES, MATRIX = {"cuda": 2 * 2**30, "cpu": 64 * 2**20}, {"cuda": 8192, "cpu": 1024}
 """By kind of device: bytes that are copied, and the side of a matrix."""
-
-
-def seconds(device: torch.device, action: Callable[[], object], rounds: int) -> float:
-    """Return the median time of an action, all that it started on the device included; the first two do not count."""
-    taken = []
-    for _ in range(rounds + 2):
-        began_s = time.perf_counter()
-        action()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - began_s)
-    return median(taken[2:])
 
 
 def copy_roof(device: torch.device, rounds: int) -> float:

@@ -9,13 +9,11 @@ The plain copy moves one piece of the same size: `Tensor.copy_` on the CPU, from
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
 
 import torch
 
 from benchmarks.harness import machine
+from benchmarks.on_device import seconds
 from services.worker.memory.host_kv import HostKV
 from services.worker.memory.kv_cache import KVCache
 
@@ -28,18 +26,6 @@ def opened(num_blocks: int, device: torch.device) -> tuple[KVCache, HostKV]:
     pools = [torch.rand((num_blocks, *BLOCK_SHAPE), device=device).to(torch.bfloat16) for _ in range(2 * NUM_LAYERS)]
     cache = KVCache.over(pools[:NUM_LAYERS], pools[NUM_LAYERS:], num_blocks)
     return cache, HostKV(cache, num_blocks)
-
-
-def median_s(act: Callable[[], None], device: torch.device, repeats: int) -> float:
-    """Return the median time of an action, after one that does not count."""
-    times = []
-    for _ in range(repeats + 1):
-        began_s = time.perf_counter()
-        act()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - began_s)
-    return statistics.median(times[1:])
 
 
 def main() -> None:
@@ -60,7 +46,7 @@ def main() -> None:
         there = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         mine, other = (torch.randperm(2 * count)[:count] for _ in range(2))
         plain, out, back = (
-            num_bytes / median_s(act, device, chosen.repeats) / 1e9
+            num_bytes / seconds(device, act, chosen.repeats) / 1e9
             for act in (
                 lambda there=there, piece=piece: there.copy_(piece),
                 lambda host=host, mine=mine, other=other: host.store(mine, other),

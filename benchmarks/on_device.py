@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import time
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -51,3 +54,15 @@ def settings_of(arguments: argparse.Namespace, **others: Any) -> RunnerSettings:
 def name_of(device: torch.device) -> str:
     """Return the name of a GPU, or of this machine."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else machine()
+
+
+def seconds(device: torch.device, action: Callable[[], object], rounds: int) -> float:
+    """Return the median time of an action, all that it started on the device included; the first two do not count."""
+    taken = []
+    for _ in range(rounds + 2):
+        began_s = time.perf_counter()
+        action()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - began_s)
+    return median(taken[2:])

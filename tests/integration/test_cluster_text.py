@@ -18,6 +18,8 @@ from transformers import PreTrainedModel
 from shared.process.config import parse_size
 from tests.support.checkpoints import CheckpointShape, greedy_text, stored_checkpoint
 from tests.support.cluster import Cluster, cluster
+from tests.support.group_changes import ENV
+from tests.support.processes import sluice
 from tests.support.waiting import rounds
 from tests.unit.worker.models.test_model_oracle import MIN_MARGIN, NUM_TOKENS, SHAPES
 
@@ -139,3 +141,32 @@ def test_deterministic_text_does_not_depend_on_the_batch(host_memory: str, count
         check_under_pressure(running, work, alone, counted)
         assert running.total(never) == running.total("num_used_host_blocks") == 0
         assert len(set(alone)) == len(alone)
+
+
+@pytest.mark.timeout(240)
+def test_text_is_the_same_by_way_of_the_host_and_through_groups_that_form_and_dissolve() -> None:
+    """Two workers that the planner leaves alone, each with KV for a few of the requests; groups by hand meanwhile."""
+    shape, rng = CheckpointShape(seed=5, weight_std=0.03, num_layers=4), random.Random(1)
+    folder, _ = stored_checkpoint(shape)
+    sizes = ("--max-model-len", "256", "--memory", "5300KiB", "--host-memory", "8MiB")
+    system = ("--system", "kunserve", "--deterministic", "--workers", "2", "--threads", "1")
+    env = {**ENV, "SLUICE_PLANNER_DROP_HOLD_S": "3600", "SLUICE_WORKER_PAGE_BYTES": "4096"}
+    with cluster("--model", str(folder), "--served-model-name", "checkpoint", *system, *sizes, env=env) as running:
+        work = [
+            partial(complete, running, draw_prompt(rng, shape, length), temperature=1.0, seed=number)
+            for number, length in enumerate(2 * LENGTHS)
+        ]
+        alone = [ask() for ask in work]
+        num_changes = 0
+        for _ in rounds("groups form and dissolve, and KV is brought back from the host", 3 * MAX_ROUNDS):
+            with ThreadPoolExecutor(len(work)) as pool:
+                asked = [pool.submit(ask) for ask in work]
+                verb, is_changed = "restore" if num_changes % 2 else "drop", False
+                while not is_changed and not all(each.done() for each in asked):  # they may hold too much just now
+                    is_changed = sluice(verb, "--nats-url", running.nats_url).returncode == 0
+                assert [each.result() for each in asked] == alone
+            num_changes += is_changed
+            running.wait_until_idle()
+            if num_changes >= 4 and running.total("num_brought_back_tokens_total"):
+                break
+        assert running.total("num_used_host_blocks") == 0
