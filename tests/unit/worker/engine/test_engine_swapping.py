@@ -348,3 +348,36 @@ def test_the_policy_is_asked_again_if_who_comes_back_is_there_at_once() -> None:
     assert harness.submitted().rows.tolist() == [row]
     assert not harness.host_copies
     harness.finish()
+
+
+def test_no_copy_begins_while_a_batch_in_flight_copies_blocks() -> None:
+    """It would read what has yet to be there, or fill what is written over then.
+
+    One is on the host; another's blocks from 15 on move below with a batch of one of two lanes.
+    """
+    harness = make_harness(num_blocks=22, num_host_blocks=20, num_lanes=2, max_batch_tokens=200)
+    parked = harness.add(new_sequence(0, num_prompt=40, max_tokens=8, ignore_eos=True))
+    harness.add(new_sequence(1, num_prompt=43, max_tokens=12, ignore_eos=True))
+    harness.step()
+    harness.step()
+    preempt(harness, parked)
+    harness.land_copies()
+    harness.engine.memory.limit(15)
+    engine, swapping = harness.engine, harness.engine.swapping
+    assert swapping is not None
+
+    def seen() -> tuple[list[int], bool, bool]:
+        """Who may come back, whether somebody may leave, and whether blocks found on the host may be brought."""
+        view = engine._viewing.view(harness.now_s, engine.limits)
+        assert view.host is not None
+        return view.preempted.tolist(), view.host.free_blocks > 0, view.host.behind == swapping._behind
+
+    assert seen() == ([parked], True, True)
+    batch = harness.submitted()
+    assert batch.copies.source.size > 0
+    assert seen() == ([], False, False)
+    assert not engine._viewing.may_leave, "nor is anything copied ahead"
+    harness.land()
+    assert seen() == ([parked], True, True)
+    engine.memory.limit(None)
+    harness.finish()
