@@ -25,7 +25,6 @@ ALLOWED: dict[str, str] = {
     "services.worker.engine.totals.Totals.num_failed_steps": _TESTS,
     "services.worker.engine.totals.Totals.stalled_s": _TESTS,
     "services.worker.engine.totals.Totals.swapped_in_bytes": _TESTS,
-    "services.worker.engine.totals.Totals.swapped_out_bytes": _TESTS,
     "services.worker.executor.elastic_model.ElasticModel.check_invariants": "tests call it after each change",
     "services.worker.peers.greeting.PeerAnswer.nonce": "a proof is taken over the whole message",
     "services.worker.peers.greeting.PeerHello.nonce": "a proof is taken over the whole message",

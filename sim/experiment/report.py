@@ -31,6 +31,10 @@ def _count(value: float) -> str:
     return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
 
 
+def _gigabytes(value: float) -> str:
+    return f"{value / 1e9:.2f} GB"
+
+
 @dataclass(frozen=True, slots=True)
 class _Row:
     title: str
@@ -62,6 +66,10 @@ _ROWS: Final = (
     _Row("KV peak", ("kv_peak_ratio",), _share),
     _Row("KV demand peak", ("demand_over_capacity_peak",), _share),
     _Row("preemptions", ("preemptions",), _count),
+    _Row("tokens computed again", ("recomputed_tokens",), _count, if_any=True),
+    _Row("of these given up", ("given_up_tokens",), _count, if_any=True),
+    _Row("tokens from the host", ("brought_back_tokens",), _count, if_any=True),
+    _Row("copied to the host", ("swapped_out_bytes",), _gigabytes, if_any=True),
     _Row("longest stall", ("stall_s", "max"), _seconds, has_factor=True),
     _Row("stall p99", ("stall_s", "p99"), _seconds, has_factor=True),
     _Row("longest stall at a drop", ("stall_at_drops_s",), _seconds),

@@ -60,6 +60,14 @@ class SystemFacts:
     demand_over_capacity_peak: float | None = None
     """The same of the blocks that all sequences held or waited for."""
     preemptions: int | None = None
+    recomputed_tokens: int | None = None
+    """Tokens whose KV was computed again after a preemption."""
+    given_up_tokens: int | None = None
+    """Of these, tokens whose KV had been on the host."""
+    brought_back_tokens: int | None = None
+    """Tokens whose KV came from the host."""
+    swapped_out_bytes: int | None = None
+    """KV that was copied to the host."""
     bubble_ratio: float | None = None
     """Share of the pipeline stages' time that passed idle while their group had work; 0 without pipelines."""
     drops: int | None = None

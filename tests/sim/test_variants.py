@@ -97,6 +97,9 @@ def test_host_memory_makes_one_system_the_other_and_its_size_and_link_are_the_va
     assert found["as-swap"] == found["swap-in-turns"]
     assert found["none"] == found["swap-without"] == found["round-robin"] == found["slow"]
     assert found["as-swap"]["preemptions"] > 0
+    assert found["none"]["recomputed_tokens"] > found["as-swap"]["recomputed_tokens"]
+    assert found["as-swap"]["brought_back_tokens"] > found["none"]["brought_back_tokens"] == 0
+    assert found["as-swap"]["swapped_out_bytes"] > found["none"]["swapped_out_bytes"] == 0
     for name, other in (("as-swap", "none"), ("small", "none"), ("small", "as-swap")):
         assert found[name]["ttft_s"] != found[other]["ttft_s"], (name, other)
     worker = build_cluster(scenario, "small", scenario.workload(3)).params.workers[0]
