@@ -144,8 +144,11 @@ def test_deterministic_text_does_not_depend_on_the_batch(host_memory: str, count
 
 
 @pytest.mark.timeout(240)
-def test_text_is_the_same_by_way_of_the_host_and_through_groups_that_form_and_dissolve() -> None:
-    """Two workers that the planner leaves alone, each with KV for a few of the requests; groups by hand meanwhile."""
+def test_text_is_the_same_by_way_of_the_host_and_through_groups_that_form_break_and_dissolve() -> None:
+    """Two workers that the planner leaves alone, each with KV for a few of the requests; meanwhile groups by hand.
+
+    One of them is killed while it is in a group, and comes back.
+    """
     shape, rng = CheckpointShape(seed=5, weight_std=0.03, num_layers=4), random.Random(1)
     folder, _ = stored_checkpoint(shape)
     sizes = ("--max-model-len", "256", "--memory", "5300KiB", "--host-memory", "8MiB")
@@ -157,16 +160,20 @@ def test_text_is_the_same_by_way_of_the_host_and_through_groups_that_form_and_di
             for number, length in enumerate(2 * LENGTHS)
         ]
         alone = [ask() for ask in work]
-        num_changes = 0
-        for _ in rounds("groups form and dissolve, and KV is brought back from the host", 3 * MAX_ROUNDS):
+        to_do, num_back = ["drop", "kill", "drop", "restore", "drop", "restore"], 0
+        for _ in rounds("groups form, break and dissolve, and KV is brought back from the host", 3 * MAX_ROUNDS):
             with ThreadPoolExecutor(len(work)) as pool:
-                asked = [pool.submit(ask) for ask in work]
-                verb, is_changed = "restore" if num_changes % 2 else "drop", False
-                while not is_changed and not all(each.done() for each in asked):  # they may hold too much just now
-                    is_changed = sluice(verb, "--nats-url", running.nats_url).returncode == 0
+                asked, is_done = [pool.submit(ask) for ask in work], False
+                while not is_done and not all(each.done() for each in asked):  # they may hold too much just now
+                    words = ("chaos", "kill", "worker-1") if to_do[0] == "kill" else (to_do[0],)
+                    if to_do[0] != "kill" or any(each.done() for each in asked):
+                        is_done = sluice(*words, "--nats-url", running.nats_url).returncode == 0
                 assert [each.result() for each in asked] == alone
-            num_changes += is_changed
             running.wait_until_idle()
-            if num_changes >= 4 and running.total("num_brought_back_tokens_total"):
-                break
+            num_back = max(num_back, running.total("num_brought_back_tokens_total"))
+            to_do = to_do[is_done:]
+            if not to_do:
+                if num_back:
+                    break
+                to_do = ["drop", "restore"]
         assert running.total("num_used_host_blocks") == 0
