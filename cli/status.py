@@ -163,13 +163,13 @@ def _throttled(view: ClusterView) -> list[str]:
 
 
 def _gave_way(view: ClusterView) -> list[str]:
-    """Return what became of KV that gave way, of each worker where some did."""
+    """Return what became of KV that gave way or was forgotten, of each worker where some was."""
     lines = []
     for report in (status.report for status in view.workers):
         back, again = report.num_brought_back_tokens_total, report.num_recomputed_tokens_total
         lost = f", {report.num_given_up_tokens_total} given up" if report.num_given_up_tokens_total else ""
         if back or again or lost:
-            lines.append(f"gave way: {report.worker_id}: {back} tokens brought back, {again} computed again{lost}")
+            lines.append(f"left the device: {report.worker_id}: {back} tokens brought back, {again} computed again{lost}")
     return lines
 
 

@@ -2,8 +2,8 @@
 
 Names (`row_names.py`) of a row's full blocks are made when it is added, for its known tokens, and when it gives its
 blocks up, for its outputs; so a step of decodes costs nothing here. A block gets its name once a step that computed it
-has succeeded. Between its admission and that moment a row *claims* the names of its blocks: others that lack the same
-block can wait for it instead of computing it too. For a block whose KV is on its way from another worker everybody
+has succeeded, or its KV has come from the host. Between its admission and that moment a row *claims* the names of its
+blocks: others that lack the same block can wait for it instead of computing or bringing it too. For a block whose KV is on its way from another worker everybody
 waits; it is reserved from the beginning, so nobody else takes its room, and named when its KV is there. If that KV can
 be attended where it lies (`remote_kv.py`), rows share such a block before it is there.
 """
@@ -119,8 +119,11 @@ class Sharing:
                 self._claim(row, self._chains[row], len(match.ids))
         return [match.num_tokens for match in matches]
 
-    def came_back(self, row: int) -> None:
-        """Name the full blocks that a row has got from the host, and let others wait for what it goes on to compute."""
+    def comes_back(self, row: int) -> None:
+        """Name the full blocks that a row has, and let others wait for the next: it brings them, or computes them.
+
+        To be called when it begins to bring them from the host, and when they are there.
+        """
         if self.prefix_caching:
             num_full = int(self._table.num_computed[row]) // self._blocks.block_size
             self._settle(row, self._chains[row], num_full)

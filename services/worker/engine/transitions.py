@@ -108,7 +108,9 @@ class Transitions:
             self.totals.num_swap_ins += 1
             self.totals.swapped_in_bytes += num_bytes
         self._introduce(row, num_tokens)
-        if not self.swapping.is_moving(row):
+        if self.swapping.is_moving(row):
+            self.sharing.comes_back(row)
+        else:
             self._is_back(row, num_tokens)
 
     def copied(self, copy_id: int, *, done: bool) -> None:
@@ -194,7 +196,7 @@ class Transitions:
         self.table.num_computed[row] = num_tokens
         self._count_again(row, num_tokens)
         self.swapping.forget(row)
-        self.sharing.came_back(row)
+        self.sharing.comes_back(row)
         self.sharing.forks.review()
 
     def _lose(self, row: int, num_tokens: int) -> None:

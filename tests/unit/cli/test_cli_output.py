@@ -178,11 +178,11 @@ def test_the_status_table_shows_host_memory_where_a_worker_has_some() -> None:
     totals: dict[str, Any] = {"num_recomputed_tokens_total": 640, "num_given_up_tokens_total": 16}
     shown = render(make_view(make_status("w0", **with_some, **totals), make_status("w1"))).splitlines()
     assert [line.split("  ")[-1].strip() for line in shown[:3]] == ["HOST KV", "99/4096", "-"]
-    assert shown[5:] == ["gave way: w0: 6400 tokens brought back, 640 computed again, 16 given up"]
+    assert shown[5:] == ["left the device: w0: 6400 tokens brought back, 640 computed again, 16 given up"]
     for word in ("HOST KV", "gave way"):
         assert word not in render(make_view(make_status("w1")))
     again = render(make_view(make_status("w1", num_recomputed_tokens_total=3)))
-    assert again.endswith("gave way: w1: 0 tokens brought back, 3 computed again")
+    assert again.endswith("left the device: w1: 0 tokens brought back, 3 computed again")
 
 
 def test_the_status_table_shows_groups_where_parameters_can_be_dropped() -> None:

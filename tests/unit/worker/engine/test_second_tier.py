@@ -26,7 +26,7 @@ def crowded(**engine: Any) -> EngineHarness:
     harness = make_harness(**{"num_blocks": 20, "num_host_blocks": 60} | engine)
     harness.add(new_sequence(0, prompt=PROMPT, max_tokens=2))
     harness.drain()
-    for name in range(1, 5):
+    for name in range(100, 100 + harness.engine.blocks.num_usable // 5):
         harness.add(new_sequence(name, num_prompt=45, max_tokens=8))
         harness.drain()
     return harness
@@ -86,14 +86,30 @@ def test_only_what_the_device_lacks_is_brought() -> None:
     assert harness.engine.totals.num_brought_back_tokens - found == 20
 
 
-def test_two_that_ask_for_the_same_share_what_is_brought() -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_several_ask_for_is_brought_once(*, is_late: bool) -> None:
+    """The others wait for the copy, whether they come with the first or while it is under way, and share its blocks."""
+    harness = crowded(num_blocks=45, num_host_blocks=300)
+    for name in (7, 8, 9):
+        harness.add(new_sequence(name, prompt=[*PROMPT, name], max_tokens=3))
+        if is_late or name == 9:
+            assert harness.submit() is None
+    assert sum(not copy.to_host for copy in harness.host_copies) == 1
+    harness.finish()
+    totals = harness.engine.totals
+    assert (totals.num_brought_back_tokens, totals.num_prefix_cache_hits) == (32, 3 * 32)
+
+
+def test_if_the_copy_fails_who_waited_for_it_goes_on() -> None:
     harness = crowded()
     for name in (7, 8):
         harness.add(new_sequence(name, prompt=[*PROMPT, name], max_tokens=3))
+    assert harness.submit() is None
+    to_host = [copy.to_host for copy in harness.host_copies]
+    harness.land_copy(to_host.index(False), done=False)
     harness.finish()
     totals = harness.engine.totals
-    assert totals.num_prefix_cache_hits == 64
-    assert 32 <= totals.num_brought_back_tokens <= 64
+    assert (totals.num_failed_copies, totals.num_brought_back_tokens) == (1, 0), "what the copy was of may be unsound"
 
 
 @pytest.mark.parametrize("what", ["fails", "cancel", "pause", "error"])
