@@ -3,9 +3,10 @@
 Names (`row_names.py`) of a row's full blocks are made when it is added, for its known tokens, and when it gives its
 blocks up, for its outputs; so a step of decodes costs nothing here. A block gets its name once a step that computed it
 has succeeded, or its KV has come from the host. Between its admission and that moment a row *claims* the names of its
-blocks: others that lack the same block can wait for it instead of computing or bringing it too. For a block whose KV is on its way from another worker everybody
-waits; it is reserved from the beginning, so nobody else takes its room, and named when its KV is there. If that KV can
-be attended where it lies (`remote_kv.py`), rows share such a block before it is there.
+blocks: others that lack the same block can wait for it instead of computing or bringing it too. For a block whose KV is
+on its way from another worker everybody waits; it is reserved from the beginning, so nobody else takes its room, and
+named when its KV is there. If that KV can be attended where it lies (`remote_kv.py`), rows share such a block before it
+is there.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from shared.cost import CostModel
 FIRST_STEPS: Final = 128
 """Steps after which the model is fitted again; twice as many each time, up to `MOST_STEPS`."""
 MOST_STEPS: Final = 2048
-"""A fit takes a thread 50 to 100 ms (36 to 67 steps), so it is seldom; and it says little that the one before did not."""
+"""A fit takes a thread 50 to 100 ms, so it is seldom; and it says little that the one before did not."""
 
 
 class CostFitting:
