@@ -88,6 +88,7 @@ class StepPlan:
         self._chunk_tokens: list[int] = []
         self._resume: list[int] = []
         self._bringing = Bringing(view.host, view.block_size, view.cost)
+        self._counts_shared = False  # of what somebody who comes in needs: another holder must not give it up
         self._coming_names: set[bytes] = set()  # of blocks that rows admitted by this step compute
         self._tokens_left = view.limits.max_batch_tokens
         self._rows_left = view.limits.max_batch_rows
@@ -218,6 +219,8 @@ class StepPlan:
             need, held = self._num_to_fit(row), int(columns.held_blocks[row])
             shared = 0 if self.preempts else cached.num_shared_blocks  # who gives way may be the other holder
             if need - shared > room:
+                if self._counts_shared:
+                    return row
                 room, shared = room + running.take_lent(need - room, row), 0
                 if need > room:
                     return row
@@ -228,6 +231,7 @@ class StepPlan:
                 self._choose(row, chunk, cached.num_tokens, held + shared)
             running.come_in(row, need - shared + 1)
             room -= need - shared + 1
+            self._counts_shared |= shared > 0
             if cached.next_block is not None:
                 self._coming_names.add(cached.next_block)
         return None
@@ -248,9 +252,9 @@ class StepPlan:
             Whether somebody gives way by recompute, so that `admit` finds room now.
         """
         assert self.is_empty, "who is chosen already must not give way"
-        if victims.size:
-            lacking = self._num_to_fit(row) - self.unpromised_blocks
-            self._running.preempt(victims, lacking, row, lacks_place=self._places() <= 0)
+        lacking, lacks_place = self._num_to_fit(row) - self.unpromised_blocks, self._places() <= 0
+        if lacks_place or lacking > self._num_shared(row):
+            self._running.preempt(victims, lacking, row, lacks_place=lacks_place)
         return bool(self._running.dropped.size)
 
     def output(self) -> SchedulerOutput:
@@ -293,6 +297,9 @@ class StepPlan:
         """
         known = self._num_known(row) + int(self._running.count > 0)
         return ceil_div(known, self.view.block_size) - int(self.view.columns.held_blocks[row])
+
+    def _num_shared(self, row: int) -> int:
+        return 0 if self.view.columns.host_tokens[row] else self.view.blocks.cached(row).num_shared_blocks
 
     def _continue_prefill(self, row: int, computed: int) -> None:
         held = int(self.view.columns.held_blocks[row])

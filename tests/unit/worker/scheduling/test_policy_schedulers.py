@@ -196,6 +196,14 @@ def test_who_does_not_fit_lets_nobody_pass(scheduler: str) -> None:
     assert decide(scheduler, view).rows.tolist() == [0]
 
 
+def test_nobody_gives_up_what_a_row_that_comes_in_shares(scheduler: str) -> None:
+    """Row 0 shares 3 of its 4 blocks with row 2, whose 4 are lent; row 1 needs 6 of the 4 free ones."""
+    cached = {0: CachedPrefix(num_tokens=12, num_shared_blocks=3)}
+    rows = [parked(16), parked(20), parked(24, held=4)]
+    output = decide(scheduler, make_view(preempted=rows, free_blocks=4, cached=cached))
+    assert (chosen(output), output.preempt.tolist()) == ([(0, 4)], [])
+
+
 def test_the_registry_has_a_scheduler_for_every_system() -> None:
     assert {system.scheduler for system in SYSTEMS.values()} <= set(SCHEDULERS)
     with pytest.raises(KeyError, match="no scheduler is called 'magic'; there are: fcfs, chunked, round-robin"):
