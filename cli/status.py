@@ -169,7 +169,9 @@ def _gave_way(view: ClusterView) -> list[str]:
         back, again = report.num_brought_back_tokens_total, report.num_recomputed_tokens_total
         lost = f", {report.num_given_up_tokens_total} given up" if report.num_given_up_tokens_total else ""
         if back or again or lost:
-            lines.append(f"left the device: {report.worker_id}: {back} tokens brought back, {again} computed again{lost}")
+            lines.append(
+                f"left the device: {report.worker_id}: {back} tokens brought back, {again} computed again{lost}"
+            )
     return lines
 
 

@@ -75,6 +75,10 @@ SYSTEMS: dict[str, System] = {
         # everybody it stalls no decode and keeps nobody waiting but for computing; prefill first would reach its first
         # tokens a little earlier by making all others wait, which is a trade and no bound.
         System("oracle", scheduler="chunked", placement="least-loaded", memory=Memory.UNLIMITED),
+        # Andes: readers by what they gain. The same without bounds of memory is its bound, and by gain alone its rival.
+        System("andes", scheduler="andes", placement="least-loaded"),
+        System("andes-unlimited", scheduler="andes", placement="least-loaded", memory=Memory.UNLIMITED),
+        System("lqsf", scheduler="lqsf", placement="least-loaded"),
         # KunServe: `fcfs-chunked`, but for replicated parameters that give way to KV under pressure.
         System("kunserve", scheduler="lookahead", placement="least-loaded", drops=True, exchange=KvExchange.BY_PRICE),
         # As version 1 of the paper has it: prompts are cut by token count, and KV is exchanged live.
@@ -86,8 +90,6 @@ SYSTEMS: dict[str, System] = {
 
 PLANNED_SYSTEMS: tuple[str, ...] = (
     "migrate",
-    "andes",
-    "lqsf",
     "bros",
     "best-fit",
     "worst-fit",

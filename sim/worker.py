@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from services.worker.build import EngineMaker, ServedModel, build_worker, make_reporter
 from services.worker.config import ExecutorKind, WorkerSettings
@@ -64,6 +65,8 @@ class SimWorkerParams:
     system: str = DEFAULT_SYSTEM
     scheduler: str | None = None
     """Which sequences run in the next step; None: the system's policy."""
+    policy: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of that policy."""
     max_model_len: int = 4096
     """Most tokens of prompt and output together."""
     prefix_caching: bool = True
@@ -252,9 +255,9 @@ class SimWorker:
         """Return what makes the live engine or another one, or either with another scheduler."""
         params = self.params
         make: EngineMaker = self._unlimited if find_system(params.system).memory is Memory.UNLIMITED else Engine
-        if params.scheduler is None:
+        if params.scheduler is None and not params.policy:
             return make
-        other = make_scheduler(params.scheduler)
+        other = make_scheduler(params.scheduler or find_system(params.system).scheduler, **params.policy)
         return lambda config, _, num_blocks, host, cost: make(config, other, num_blocks, host, cost)
 
     def _unlimited(

@@ -56,6 +56,7 @@ _ROWS: Final = (
         for name in ("mean", "p50", "p90", "p99", "p999")
     ),
     _Row("QoE mean", ("qoe", "mean"), _ratio),
+    _Row("QoE p1", ("qoe", "p1"), _ratio),
     _Row("QoE p10", ("qoe", "p10"), _ratio),
     _Row(f"readers with QoE ≥ {GOOD_QOE:g}", ("qoe", "share_ge_0_95"), _share),
     _Row("in time: TTFT", ("slo", "ttft_share"), _share),

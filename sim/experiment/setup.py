@@ -72,6 +72,7 @@ def build_cluster(scenario: Scenario, system: str, workload: Workload) -> Experi
             block_size=BLOCK_SIZE,
             system=variant.system,
             scheduler=variant.scheduler,
+            policy=variant.policy,
             max_model_len=longest,
             prefix_caching=facts.drops,
             max_sequences=max(MAX_SEQUENCES, scenario.max_batch_rows),

@@ -27,6 +27,7 @@ SIGNIFICANT_DIGITS: Final = 6
 _RANKS: Final[_Figures] = {name: partial(np.percentile, q=percent) for name, percent in PERCENTILES.items()}
 _QOE: Final[_Figures] = {
     "mean": np.mean,
+    "p1": partial(np.percentile, q=1),
     "p10": partial(np.percentile, q=10),
     "share_ge_0_95": lambda known: np.mean(known >= GOOD_QOE),
 }

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Self
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from services.planner.config import PlannerSettings
-from services.worker.scheduling.registry import SCHEDULERS
+from services.worker.scheduling.registry import SCHEDULERS, make_scheduler
 from shared.process.config import ServiceSettings, Size
 from shared.process.config_fields import did_you_mean
 from shared.systems import KvExchange, UnknownSystemError, find_system
@@ -48,6 +48,16 @@ def _are_settings(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
+def _check_policy(name: str, settings: dict[str, Any]) -> None:
+    try:
+        make_scheduler(name, **settings)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise ValueError(f"policy.{first['loc'][0]}: {first['msg']}") from None
+    except TypeError:
+        raise ValueError(f"policy: the scheduler '{name}' has no such settings: {', '.join(settings)}") from None
+
+
 class Variant(Value):
     """A system, and what differs from it; with nothing changed it is that system."""
 
@@ -55,6 +65,8 @@ class Variant(Value):
     """Name of the system (`shared.systems`)."""
     scheduler: Annotated[str, AfterValidator(_is_scheduler)] | None = None
     """Which sequences run in the next step; None: the system's policy."""
+    policy: dict[str, Any] = Field(default_factory=dict)
+    """Settings of that policy, by name (`services.worker.scheduling`)."""
     exchange: bool = True
     """Whether KV changes hands when groups form and dissolve; false: it is computed again, as with a live worker's
     `exchange_memory=0`."""
@@ -72,6 +84,7 @@ class Variant(Value):
     @model_validator(mode="after")
     def _has_what_it_changes(self) -> Self:
         system = find_system(self.system)
+        _check_policy(self.scheduler or system.scheduler, self.policy)
         if self.host_memory and not system.keeps_on_host:
             raise ValueError(f"{self.system} keeps no KV on the host; leave `host_memory` out")
         if not system.drops and not (self.exchange and self.kv_exchange is None):

@@ -119,6 +119,7 @@ def test_greedy_text_over_http_equals_the_references(name: str) -> None:
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.parametrize("system", ["fcfs-chunked", "andes"])
 @pytest.mark.parametrize(
     ("host_memory", "counted", "never"),
     [
@@ -127,11 +128,14 @@ def test_greedy_text_over_http_equals_the_references(name: str) -> None:
     ],
     ids=["computed again", "brought back from the host"],
 )
-def test_deterministic_text_does_not_depend_on_the_batch(host_memory: str, counted: str, never: str) -> None:
+def test_deterministic_text_does_not_depend_on_the_batch(
+    host_memory: str, counted: str, never: str, system: str
+) -> None:
     """Sampled text from a model with near-ties: byte-equal alone, in a full batch, and after preemptions."""
     shape, rng = CheckpointShape(seed=5, weight_std=0.03), random.Random(1)
     folder, _ = stored_checkpoint(shape)
-    with crowded_cluster(folder, "--deterministic", "--host-memory", host_memory) as running:
+    flags = ("--deterministic", "--host-memory", host_memory, "--system", system)
+    with crowded_cluster(folder, *flags) as running:
         work = [
             partial(complete, running, draw_prompt(rng, shape, length), temperature=1.0, seed=length)
             for length in LENGTHS

@@ -181,7 +181,10 @@ def test_everything_finishes_with_kv_for_only_one_request(
 def test_a_small_memory_delays_but_never_changes_a_text(
     scheduler: str, seed: int, num_stages: int, num_host_blocks: int
 ) -> None:
-    """If the host is full, who has KV there may lose it with what it holds; a host of 80 blocks is never full."""
+    """If the host is full, who has KV there may lose it with what it holds; a host of 80 blocks is never full.
+
+    Who preempts by gain may choose who is so short that computing is cheaper than a copy.
+    """
     random = np.random.default_rng(seed)
     harness = make_harness(
         short_quanta(scheduler), num_blocks=24, max_model_len=96, num_lanes=num_stages, num_host_blocks=num_host_blocks
@@ -196,7 +199,8 @@ def test_a_small_memory_delays_but_never_changes_a_text(
     num_lost = stats.totals.num_swap_outs - stats.totals.num_swap_ins
     assert num_lost >= 0
     assert num_lost == 0 or stats.totals.num_recomputed_tokens > 0, "nobody ended on the host"
-    assert num_host_blocks < 80 or stats.totals.num_recomputed_tokens == 0, "all of it comes back"
+    if num_host_blocks == 80 and scheduler not in {"andes", "lqsf"}:
+        assert stats.totals.num_recomputed_tokens == 0, "all of it comes back"
     assert stats.totals.peak_used_blocks <= 24 < stats.totals.peak_demanded_blocks
 
 

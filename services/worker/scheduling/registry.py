@@ -3,32 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
+from services.worker.scheduling.andes import AndesScheduler, Weighing
 from services.worker.scheduling.chunked import ChunkedScheduler
 from services.worker.scheduling.fcfs import FcfsScheduler
 from services.worker.scheduling.lookahead import LookaheadScheduler
 from services.worker.scheduling.round_robin import RoundRobinScheduler
 from services.worker.scheduling.view import Scheduler
 
-SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
+SCHEDULERS: dict[str, Callable[..., Scheduler]] = {
     "fcfs": FcfsScheduler,
     "chunked": ChunkedScheduler,
     "round-robin": RoundRobinScheduler,
     "lookahead": LookaheadScheduler,
+    "andes": AndesScheduler,
+    "lqsf": partial(AndesScheduler, weighing=Weighing.GAIN),
 }
 
 
-def make_scheduler(name: str) -> Scheduler:
+def make_scheduler(name: str, **settings: Any) -> Scheduler:
     """Return a new scheduler of this name, with fresh private state.
+
+    Args:
+        name: of the policy.
+        **settings: that it has, by name; what is left out is as the policy has it.
 
     Raises:
         KeyError: no scheduler has this name; the error lists those that exist.
+        TypeError, ValueError: it has no such setting, or the value is not allowed.
     """
     if name not in SCHEDULERS:
         raise KeyError(f"no scheduler is called '{name}'; there are: {', '.join(SCHEDULERS)}")
-    return SCHEDULERS[name]()
+    return SCHEDULERS[name](**settings)
 
 
 def reorders(scheduler: Scheduler) -> bool:
     """Return whether it lets who waits run in another order than that of arrival, and so should see all who wait."""
-    return isinstance(scheduler, RoundRobinScheduler)
+    return isinstance(scheduler, RoundRobinScheduler | AndesScheduler)

@@ -15,6 +15,8 @@ from services.worker.sequences.rows import RowQueue
 from services.worker.sequences.sequence import Sequence
 from shared.types import RequestClass
 
+MOST_SPEED: Final = 20.0
+"""Tokens per second; who asks for more is a reader of this speed for policies: nobody buys the others' time."""
 C = TypeVar("C", bound=NDArray[np.generic])
 
 
@@ -176,7 +178,7 @@ class SequenceTable:
         if new.qoe is None:
             ttft_s = speed = last_s = delay_sum_s = np.nan
         else:
-            ttft_s, speed = new.qoe.ttft_s, new.qoe.speed_tokens_per_s
+            ttft_s, speed = new.qoe.ttft_s, min(new.qoe.speed_tokens_per_s, MOST_SPEED)
             last_s, delay_sum_s = ttft_s + (new.generated.size - 1) / speed, 0.0
             self.num_readers += 1
         self.qoe_ttft_s[row], self.qoe_speed[row], self.qoe_gap_s[row] = ttft_s, speed, 1 / speed

@@ -105,7 +105,7 @@ def test_a_reader_that_nobody_has_gives_no_qoe() -> None:
     recorder.tokens(0, 9.0)
     recorder.end(0)
     summary = summarise(recorder.records(), SystemFacts())
-    assert summary["qoe"] == {"mean": None, "p10": None, "share_ge_0_95": None}
+    assert summary["qoe"] == {"mean": None, "p1": None, "p10": None, "share_ge_0_95": None}
     assert summary["completed"] == 1
 
 

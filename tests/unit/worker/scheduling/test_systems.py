@@ -20,10 +20,10 @@ from shared.systems import (
     Memory,
     UnknownSystemError,
     find_live_system,
-    find_system,
 )
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 
+UNLIMITED = ["oracle", "andes-unlimited"]
 KUNSERVE = ["kunserve", "kunserve-v1", "kunserve-v2"]
 
 
@@ -38,19 +38,19 @@ def settings(system: str, **changes: Any) -> WorkerSettings:
 
 def test_names_are_built_or_planned_but_not_both() -> None:
     plain = {"fcfs", "fcfs-chunked", "fcfs-pp", "round-robin", "swap", "oracle"}
-    assert set(SYSTEMS) == {*plain, "kunserve", "kunserve-v1", "kunserve-v2"}
+    assert set(SYSTEMS) == {*plain, "andes", "andes-unlimited", "lqsf", "kunserve", "kunserve-v1", "kunserve-v2"}
     assert not set(SYSTEMS) & set(PLANNED_SYSTEMS)
     assert all(name == system.name for name, system in SYSTEMS.items())
     assert set(SCHEDULERS) == {system.scheduler for system in SYSTEMS.values()}
 
 
-def test_only_the_oracle_has_memory_without_end_and_it_runs_nowhere_live() -> None:
+def test_only_bounds_have_memory_without_end_and_they_run_nowhere_live() -> None:
     unlimited = [name for name, system in SYSTEMS.items() if system.memory is Memory.UNLIMITED]
-    assert unlimited == ["oracle"]
-    assert find_system("oracle").memory is Memory.UNLIMITED
-    with pytest.raises(UnknownSystemError, match=r"in the simulator only; live there are: fcfs, .*swap, kunserve, "):
-        find_live_system("oracle")
-    for name in sorted(set(SYSTEMS) - {"oracle"}):
+    assert unlimited == UNLIMITED
+    for name in unlimited:
+        with pytest.raises(UnknownSystemError, match=r"in the simulator only; live there are: .*swap, andes, lqsf, "):
+            find_live_system(name)
+    for name in sorted(set(SYSTEMS) - set(UNLIMITED)):
         assert find_live_system(name) is SYSTEMS[name]
     with pytest.raises(UnknownSystemError, match="system 'bros' is not built yet"):
         find_live_system("bros")
@@ -89,7 +89,7 @@ def test_a_live_worker_refuses_the_oracle_by_name() -> None:
 
 def test_a_bound_on_blocks_is_refused_where_parameters_are_dropped_for_more() -> None:
     for name, system in SYSTEMS.items():
-        if name not in {"oracle", "fcfs-pp"} and not system.drops:
+        if name not in {*UNLIMITED, "fcfs-pp"} and not system.drops:
             check_start(settings(name, max_blocks=4))
     with pytest.raises(StartupError, match="but system 'kunserve' drops parameters for more"):
         check_start(settings("kunserve", max_blocks=4))
@@ -140,7 +140,7 @@ def test_asking_a_modelled_worker_makes_no_memory_and_refuses_what_loading_would
 
 
 @pytest.mark.parametrize("kind", [ExecutorKind.MODELLED, ExecutorKind.TORCH])
-@pytest.mark.parametrize("system", sorted(set(SYSTEMS) - {"oracle"}))
+@pytest.mark.parametrize("system", sorted(set(SYSTEMS) - set(UNLIMITED)))
 async def test_a_worker_has_the_host_memory_that_it_is_given(system: str, kind: ExecutorKind) -> None:
     """2 layers · 2 (keys, values) · 2 heads · 16 dimensions · 4 bytes · 16 slots are 8 192 bytes; 25 GB/s."""
     chosen = settings(system, executor=kind, memory=2**25, page_bytes=2**16)

@@ -1,0 +1,151 @@
+"""Andes: whose prompt comes first, who gives way, and how long a step may be, on small moments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from services.worker.scheduling.registry import make_scheduler
+from services.worker.scheduling.view import SchedulerOutput, SchedulerView
+from shared.cost import CostModel
+from tests.support.engine_views import Row, check_contract, chosen, decoding, make_view, parked, prefilling
+
+NOW_S = 100.0
+COST = CostModel(g0_s=0.01, b0_s=0.001, g1_s=0.0, b1_s=0.0, d_s=0.0, a_s=0.0)
+"""10 ms a step and 1 ms a token."""
+READER = (1.0, 5.0)
+"""First token within a second, 5 tokens a second."""
+
+
+def moment(
+    running: list[Row],
+    waiting: list[Row] | None = None,
+    *,
+    waited_s: list[float],
+    buffered: list[float] | None = None,
+    readers: list[tuple[float, float]] | None = None,
+    **view: Any,
+) -> SchedulerView:
+    """A view at `NOW_S`.
+
+    Args:
+        running: rows.
+        waiting: the rows behind them.
+        waited_s: since each row arrived.
+        buffered: seconds of text that each reader has still; negative: so long without.
+        readers: what each expects.
+        **view: see `make_view`.
+    """
+    made = make_view(running=running, waiting=waiting or [], now_s=NOW_S, cost=COST, **view)
+    ttft_s, speed = np.array(readers or [READER] * len(waited_s)).T
+    num, waited = made.columns.num_output, np.array(waited_s)
+    on_time_s = ttft_s + (num - 1) / speed
+    last_s = np.maximum(waited + np.array(buffered or [0.0] * waited.size), on_time_s)
+    last_s = np.where(num == 0, ttft_s - 1 / speed, last_s)
+    columns = replace(
+        made.columns,
+        arrival_s=NOW_S - waited,
+        qoe_ttft_s=ttft_s,
+        qoe_speed=speed,
+        qoe_last_s=last_s,
+        qoe_delay_sum_s=np.maximum(last_s - on_time_s, 0.0) * num,
+    )
+    return replace(made, columns=columns)
+
+
+def decide(view: SchedulerView, **settings: Any) -> SchedulerOutput:
+    output = make_scheduler("andes", **settings).schedule(view)
+    check_contract(view, output)
+    return output
+
+
+def test_the_shorter_prompt_of_two_late_readers_is_computed_first() -> None:
+    view = moment([], [parked(60), parked(10)], waited_s=[3, 3], max_batch_tokens=32)
+    assert chosen(decide(view)) == [(1, 10), (0, 22)]
+
+
+def test_a_new_prompt_goes_before_the_rest_of_a_long_one_under_way() -> None:
+    view = moment([prefilling(3000, 1000)], [parked(10)], waited_s=[9, 0.5], free_blocks=900, max_batch_tokens=32)
+    assert chosen(decide(view)) == [(1, 10), (0, 22)]
+
+
+def test_while_memory_is_enough_nobody_gives_way() -> None:
+    view = moment([decoding(8), decoding(8)], [parked(10)], waited_s=[9, 9, 5], buffered=[50, 50, 0], free_blocks=9)
+    output = decide(view)
+    assert not output.preempt.size
+    assert {row for row, _ in chosen(output)} == {0, 1, 2}
+
+
+def test_who_has_text_for_long_gives_way_to_who_waits() -> None:
+    """Row 1 has read little of what it has; row 0 is about to run out."""
+    view = moment([decoding(20), decoding(20)], [parked(14)], waited_s=[9, 9, 2], buffered=[0.2, 60, 0], free_blocks=1)
+    output = decide(view)
+    assert output.preempt.tolist() == [1]
+    assert 0 in output.rows
+    assert 2 in output.rows
+
+
+def test_nobody_gives_way_for_a_reader_who_gains_less() -> None:
+    """The one who waits has a prompt so long that it would take all memory, and the others run out of text."""
+    view = moment([decoding(6), decoding(6)], [parked(18)], waited_s=[5, 5, 0], buffered=[0.1, 0.1, 0], free_blocks=1)
+    assert not decide(view).preempt.size
+
+
+def test_who_runs_counts_more() -> None:
+    """Two alike, and memory for one of them: changing places would be for nothing."""
+    view = moment([decoding(17)], [parked(17)], waited_s=[20, 20], buffered=[-5, 0], free_blocks=1)
+    assert not decide(view).preempt.size
+
+
+def test_a_request_without_a_reader_comes_after_those_with_one_until_it_is_old() -> None:
+    for waited_s, first in ((5.0, 1), (900.0, 0)):
+        nobody = (np.nan, np.nan)
+        view = moment([], [parked(10), parked(10)], waited_s=[waited_s, 1.5], readers=[nobody, READER])
+        view = replace(view, limits=replace(view.limits, max_batch_tokens=10))
+        assert chosen(decide(view))[0][0] == first
+
+
+@pytest.mark.parametrize(("buffered_s", "num_tokens"), [(0.5, 687), (-9.0, 137), (2.0, 2000)])
+def test_a_step_ends_before_a_reader_runs_out_of_text(buffered_s: float, num_tokens: int) -> None:
+    """A token takes 1 ms; 2 decodes 12 ms. Text for 0.5 s lasts 0.7 s with the gap. Who is late gets 0.15 s."""
+    view = moment(
+        [decoding(8), decoding(8)],
+        [parked(3000)],
+        waited_s=[30, 30, 1],
+        buffered=[buffered_s, 30, 0],
+        free_blocks=900,
+        max_batch_tokens=2002,
+    )
+    assert dict(chosen(decide(view)))[2] == pytest.approx(num_tokens, abs=1)
+
+
+def test_the_least_step_can_be_set() -> None:
+    view = moment([decoding(8)], [parked(3000)], waited_s=[30, 1], buffered=[-9, 0], free_blocks=900)
+    view = replace(view, limits=replace(view.limits, max_batch_tokens=2000))
+    short, long = (dict(chosen(decide(view, least_step_s=least_s)))[1] for least_s in (0.1, 0.4))
+    assert long - short == pytest.approx(300, abs=1)
+
+
+def test_objectives_change_who_comes_first() -> None:
+    """Row 0 is spoilt already, row 1 perfect so far and short of time; row 0 is the worst."""
+    view = moment([], [parked(10), parked(10)], waited_s=[40.0, 0.9], max_batch_tokens=10)
+    first = {name: chosen(decide(view, objective=name))[0][0] for name in ("average", "max-min", "perfect")}
+    assert first["max-min"] == 0
+    assert first["average"] == first["perfect"] == 1
+
+
+def test_by_gain_alone_length_does_not_matter() -> None:
+    """Row 0 came later, so there is more of its experience to save, and is eight times as long."""
+    view = moment([], [parked(80), parked(10)], waited_s=[1.0, 3.0], max_batch_tokens=10)
+    by_gain = make_scheduler("lqsf").schedule(view)
+    assert (chosen(decide(view))[0][0], chosen(by_gain)[0][0]) == (1, 0)
+
+
+@pytest.mark.parametrize("wrong", [{"horizon_s": 0}, {"keeps": 0.5}, {"objective": "best"}, {"horizon": 3}])
+def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(wrong))):
+        make_scheduler("andes", **wrong)
