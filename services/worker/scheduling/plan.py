@@ -148,11 +148,9 @@ class StepPlan:
             return
         missing = running.missing(decodes, 1)
         total = int(missing.sum())
-        ahead, most = missing, total
-        if self.view.host is not None and not self._resume:
-            ahead = running.missing(decodes, 2)
-            most = int(ahead.sum())
-        if most > running.free_blocks:
+        looks_ahead = self.view.host is not None and not self._resume
+        ahead = running.missing(decodes, 2) if looks_ahead else missing
+        if int(ahead.sum()) > running.free_blocks:
             if self.is_empty:
                 needs = np.zeros((2, running.rows.size), dtype=np.int32)
                 needs[:, decodes] = missing, ahead
@@ -174,9 +172,7 @@ class StepPlan:
         """
         begun = self.begun
         for row in begun if rows is None else rows.tolist():
-            if self._tokens_left == 0 or self._rows_left == 0:
-                return
-            if row in begun:
+            if row in begun and self._tokens_left and self._rows_left:
                 self._continue_prefill(row, begun[row])
 
     def rescue(self) -> None:
@@ -219,9 +215,7 @@ class StepPlan:
             need, held = self._num_to_fit(row), int(columns.held_blocks[row])
             shared = 0 if self.preempts else cached.num_shared_blocks  # who gives way may be the other holder
             if need - shared > room:
-                if self._counts_shared:
-                    return row
-                room, shared = room + running.take_lent(need - room, row), 0
+                room, shared = room + (0 if self._counts_shared else running.take_lent(need - room, row)), 0
                 if need > room:
                     return row
             if copied:
@@ -253,7 +247,8 @@ class StepPlan:
         """
         assert self.is_empty, "who is chosen already must not give way"
         lacking, lacks_place = self._num_to_fit(row) - self.unpromised_blocks, self._places() <= 0
-        if lacks_place or lacking > self._num_shared(row):
+        cached = NOTHING_CACHED if self.view.columns.host_tokens[row] else self.view.blocks.cached(row)
+        if lacks_place or lacking > cached.num_shared_blocks:
             self._running.preempt(victims, lacking, row, lacks_place=lacks_place)
         return bool(self._running.dropped.size)
 
@@ -297,9 +292,6 @@ class StepPlan:
         """
         known = self._num_known(row) + int(self._running.count > 0)
         return ceil_div(known, self.view.block_size) - int(self.view.columns.held_blocks[row])
-
-    def _num_shared(self, row: int) -> int:
-        return 0 if self.view.columns.host_tokens[row] else self.view.blocks.cached(row).num_shared_blocks
 
     def _continue_prefill(self, row: int, computed: int) -> None:
         held = int(self.view.columns.held_blocks[row])

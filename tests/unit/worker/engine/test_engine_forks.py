@@ -234,7 +234,7 @@ def test_no_room_for_the_parent_lets_the_children_go() -> None:
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_many_families_in_a_small_memory_all_finish(scheduler: str, *, prefix_caching: bool) -> None:
-    """Each sequence alone needs up to 15 of the 18 blocks; by gain alone they happen to come so that all of them fit."""
+    """Each sequence alone needs up to 15 of the 18 blocks; by gain alone they happen to come so that all fit."""
     random = np.random.default_rng(3)
     harness = harness_of(scheduler=scheduler, prefix_caching=prefix_caching, num_blocks=18)
     for name in range(15):
