@@ -26,9 +26,24 @@ def answer_qoe(delivered_s: F64, ttft_s: float, speed: float) -> float:
     num = delivered_s.size
     if not num:
         return 0.0
-    ideal_s = ttft_s + np.arange(num) / speed
-    lag_s = np.maximum.accumulate(np.maximum(delivered_s - ideal_s, 0.0))
+    lag_s = _lag_s(delivered_s, ttft_s, speed)
     whole_s = num * lag_s[-1] + num * (num - 1) / (2 * speed)
     if np.isnan(whole_s):
         return float("nan")
     return 1.0 if whole_s <= 0 else float(np.clip(1 - lag_s.sum() / whole_s, 0.0, 1.0))
+
+
+def displayed(delivered_s: F64, ttft_s: float, speed: float) -> tuple[float, float]:
+    """Return when the newest of these tokens is displayed, and the sum of all delays; arguments as `answer_qoe`.
+
+    At least one has been delivered.
+    """
+    lag_s = _lag_s(delivered_s, ttft_s, speed)
+    return float(ttft_s + (lag_s.size - 1) / speed + lag_s[-1]), float(lag_s.sum())
+
+
+def _lag_s(delivered_s: F64, ttft_s: float, speed: float) -> F64:
+    """Return [num_tokens]: how late each is displayed."""
+    ideal_s = ttft_s + np.arange(delivered_s.size) / speed
+    lag_s: F64 = np.maximum.accumulate(np.maximum(delivered_s - ideal_s, 0.0))
+    return lag_s

@@ -28,6 +28,9 @@ def pack_token_ids(token_ids: NDArray[np.integer] | list[int]) -> bytes:
     return np.asarray(token_ids, dtype="<u4").tobytes()
 
 
+NotNegative = Annotated[float, Field(ge=0)]
+
+
 class Submit(ControlMessage):
     """Start a request, or go on with one that another worker began."""
 
@@ -50,6 +53,9 @@ class Submit(ControlMessage):
     request_class: RequestClass = RequestClass.REAL_TIME
     qoe: ReaderTarget | None = None
     """The reader's schedule; None when no reader follows the stream (not streamed, JSON, tools)."""
+    displayed: Annotated[tuple[NotNegative, NotNegative] | None, Field()] = None
+    """What the reader has seen of `generated`: when the newest token is displayed, seconds after arrival, and the sum
+    of all delays so far; None without any, or without a reader."""
     age_s: Annotated[float, Field(ge=0)] = 0.0
     """Seconds since the request arrived at the dispatcher; the worker's clock for QoE and for order starts there."""
     remaining_s: Annotated[float, Field(gt=0)] = 600.0

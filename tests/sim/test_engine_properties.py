@@ -19,7 +19,7 @@ from services.worker.scheduling.registry import SCHEDULERS, make_scheduler
 from services.worker.scheduling.round_robin import RoundRobinScheduler
 from services.worker.scheduling.view import Scheduler
 from shared.types import FinishReason
-from tests.support.engine_builders import new_sequence
+from tests.support.engine_builders import FIRST_COME, new_sequence
 from tests.support.engine_chaos import Chaos, make_chaos
 from tests.support.engine_harness import make_harness
 from tests.support.seeds import first_of
@@ -199,7 +199,7 @@ def test_a_small_memory_delays_but_never_changes_a_text(
     num_lost = stats.totals.num_swap_outs - stats.totals.num_swap_ins
     assert num_lost >= 0
     assert num_lost == 0 or stats.totals.num_recomputed_tokens > 0, "nobody ended on the host"
-    if num_host_blocks == 80 and scheduler not in {"andes", "lqsf"}:
+    if num_host_blocks == 80 and scheduler in FIRST_COME:
         assert stats.totals.num_recomputed_tokens == 0, "all of it comes back"
     assert stats.totals.peak_used_blocks <= 24 < stats.totals.peak_demanded_blocks
 

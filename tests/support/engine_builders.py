@@ -10,7 +10,7 @@ import numpy as np
 from services.worker.contract.executor import HostMemory
 from services.worker.cost.estimate import CostEstimate
 from services.worker.engine.engine import Engine
-from services.worker.scheduling.registry import make_scheduler
+from services.worker.scheduling.registry import SCHEDULERS, make_scheduler
 from services.worker.scheduling.view import Scheduler
 from services.worker.sequences.config import EngineConfig, NewSequence
 from shared.cost import CostModel
@@ -18,6 +18,8 @@ from shared.ids import RequestId, StreamId
 from shared.types import ReaderTarget, RequestClass, SamplingParams
 
 FOREVER = 1e12
+FIRST_COME = sorted(set(SCHEDULERS) - {"andes", "lqsf"})
+"""Schedulers that serve who comes first, and whose steps take all that their limits allow."""
 
 
 def per_token(token_s: float, *, pair_s: float = 0.0, read_s: float = 0.0) -> CostModel:

@@ -19,7 +19,7 @@ from services.dispatcher.session.request import FailureCode, NewRequest, Reader,
 from services.dispatcher.state import Counted
 from shared.ids import NOBODY, Incarnation, RequestId, StreamId, WorkerId
 from shared.messages.request import Submit, pack_token_ids
-from shared.qoe import answer_qoe
+from shared.qoe import answer_qoe, displayed
 from shared.stream_extras import TokenLogprob
 from shared.types import FinishReason
 
@@ -127,6 +127,14 @@ class Session:
             return None
         return answer_qoe(np.asarray(self.token_s) - self.request.arrival_s, target.ttft_s, target.speed_tokens_per_s)
 
+    @property
+    def _displayed(self) -> tuple[float, float] | None:
+        """What the reader has seen, as `Submit.displayed` says it."""
+        target = self.request.qoe
+        if target is None or not self.token_s:
+            return None
+        return displayed(np.asarray(self.token_s) - self.request.arrival_s, target.ttft_s, target.speed_tokens_per_s)
+
     def next_submit(self, sender: Sender, now_s: float, fork_of: RequestId | None = None) -> Submit:
         """Return the submission of the next attempt, which goes on after the tokens so far; `begin` makes it count.
 
@@ -147,6 +155,7 @@ class Session:
             sampling=self.request.sampling,
             request_class=self.request.request_class,
             qoe=self.request.qoe,
+            displayed=self._displayed,
             age_s=age_s,
             remaining_s=max(0.001, self.request.limit_s - age_s),
             fork_of=fork_of,

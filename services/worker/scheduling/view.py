@@ -58,7 +58,7 @@ class Columns:
     request_class: U8
     """0 real-time, 1 best-effort."""
     qoe_ttft_s: F64
-    """Expected time to first token; NaN when no reader follows."""
+    """Expected time to first token; NaN when no reader follows: best effort."""
     qoe_speed: F64
     """Expected tokens per second; NaN when no reader follows."""
     qoe_last_s: F64

@@ -82,7 +82,10 @@ class NewSequence:
     """[num_generated] outputs of earlier attempts; `max_tokens` and the positions count them."""
     request_class: RequestClass = RequestClass.REAL_TIME
     qoe: ReaderTarget | None = None
-    """The reader's schedule; None when no reader follows."""
+    """The reader's schedule; None: nobody has said, or nobody follows it."""
+    displayed: tuple[float, float] | None = None
+    """Of `generated`: when the newest token is displayed, seconds after arrival, and the sum of all delays; None: all
+    were on time, as far as is known."""
     fork_of: RequestId | None = None
     """A sequence here with the same prompt and salt: this one waits until that prompt is computed and shares its KV. If
     it is not here, or gives its KV up before, this one runs by itself."""

@@ -16,7 +16,7 @@ from services.worker.sequences.table import SequenceTable
 def slack_s(table: SequenceTable, rows: I32, now_s: float) -> F64:
     """Return for how long each row's reader can go on without another token, [n] seconds; may be negative.
 
-    Who has no reader has no slack: somebody waits for the whole answer.
+    Who has no reader has none, and is due at once.
 
     Args:
         table: the sequence table.

@@ -13,10 +13,11 @@ from services.worker.scheduling.view import Columns
 from services.worker.sequences.config import NewSequence
 from services.worker.sequences.rows import RowQueue
 from services.worker.sequences.sequence import Sequence
-from shared.types import RequestClass
+from shared.types import ReaderTarget, RequestClass
 
 MOST_SPEED: Final = 20.0
 """Tokens per second; who asks for more is a reader of this speed for policies: nobody buys the others' time."""
+DEFAULT_READER: Final = ReaderTarget()
 C = TypeVar("C", bound=NDArray[np.generic])
 
 
@@ -174,12 +175,18 @@ class SequenceTable:
         return -(-int(self.num_known[row]) // self.block_size)
 
     def _set_qoe(self, row: int, new: NewSequence) -> None:
-        """Begin the O(1) QoE form. Outputs of earlier attempts count as shown on schedule: nobody here saw them."""
-        if new.qoe is None:
+        """Begin the O(1) QoE form, or go on with it where an earlier attempt has left it.
+
+        Nobody follows best effort. Else who has said nothing, or waits for the whole answer, is the default reader.
+        """
+        if new.request_class is RequestClass.BEST_EFFORT:
             ttft_s = speed = last_s = delay_sum_s = np.nan
         else:
-            ttft_s, speed = new.qoe.ttft_s, min(new.qoe.speed_tokens_per_s, MOST_SPEED)
+            reader = new.qoe or DEFAULT_READER
+            ttft_s, speed = reader.ttft_s, min(reader.speed_tokens_per_s, MOST_SPEED)
             last_s, delay_sum_s = ttft_s + (new.generated.size - 1) / speed, 0.0
+            if new.displayed is not None and reader.speed_tokens_per_s <= MOST_SPEED:
+                last_s, delay_sum_s = new.displayed
             self.num_readers += 1
         self.qoe_ttft_s[row], self.qoe_speed[row], self.qoe_gap_s[row] = ttft_s, speed, 1 / speed
         self.qoe_last_s[row], self.qoe_delay_sum_s[row] = last_s, delay_sum_s

@@ -158,6 +158,7 @@ class Intake:
             expires_s=now_s + submit.remaining_s,
             request_class=submit.request_class,
             qoe=submit.qoe,
+            displayed=submit.displayed,
             fork_of=submit.fork_of,
             cache_salt=submit.cache_salt,
         )

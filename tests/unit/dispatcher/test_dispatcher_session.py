@@ -55,6 +55,17 @@ def test_a_submission_says_how_old_the_request_is_how_long_it_has_left_and_what_
     assert session.next_submit(SENDER, 170.0).remaining_s == 0.001
 
 
+def test_a_submission_says_what_the_reader_has_seen() -> None:
+    """Two tokens after 3 s, of which the first was expected after 1 s: both are 2 s late."""
+    assert new_session().next_submit(SENDER, 101.0).displayed is None
+    read = Session(
+        replace(new_request(), qoe=ReaderTarget(ttft_s=1, speed_tokens_per_s=4)), StreamId(7), GapHistogram()
+    )
+    assert read.next_submit(SENDER, 101.0).displayed is None
+    read.receive(0, [5, 6], NONE, 103.0)
+    assert read.next_submit(SENDER, 110.0).displayed == (3.25, 4.0)
+
+
 def test_parts_are_taken_in_order_and_a_gap_is_told_as_long_as_there_is_one(session: Session) -> None:
     assert session.receive(0, [10], NONE, 101.0)
     assert not session.receive(4, [14], LENGTH, 101.0)

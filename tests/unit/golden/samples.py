@@ -78,6 +78,7 @@ _SUBMIT = Submit(
     ),
     request_class=RequestClass.BEST_EFFORT,
     qoe=ReaderTarget(ttft_s=1.5, speed_tokens_per_s=6.25),
+    displayed=(2.5, 0.75),
     age_s=0.25,
     remaining_s=30.0,
     fork_of=RequestId("r-0122"),

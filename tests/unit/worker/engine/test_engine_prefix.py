@@ -15,7 +15,7 @@ from services.worker.sequences.config import NewSequence
 from services.worker.sequences.events import RowExtra
 from shared.stream_extras import TokenLogprob
 from shared.types import FinishReason
-from tests.support.engine_builders import new_sequence
+from tests.support.engine_builders import FIRST_COME, new_sequence
 from tests.support.engine_harness import EngineHarness, make_harness
 
 PROMPT = [(11 * i) % 97 + 2 for i in range(40)]
@@ -206,6 +206,7 @@ def test_equal_prompts_at_the_same_time_are_computed_once(scheduler: str, max_ba
     harness.judge()
 
 
+@pytest.mark.parametrize("scheduler", FIRST_COME)
 def test_who_waits_for_a_block_lets_others_pass_and_is_next_when_it_is_there(scheduler: str) -> None:
     """B begins like A for 16 tokens, and waits for A's first steps; C has nothing in common and comes in meanwhile."""
     harness = make_harness(scheduler, max_batch_tokens=64)
@@ -240,6 +241,7 @@ def test_who_waits_for_a_block_goes_on_when_it_will_not_come(end: str) -> None:
     harness.judge()
 
 
+@pytest.mark.parametrize("scheduler", FIRST_COME)
 @pytest.mark.parametrize(("prefix_caching", "num_running"), [(True, 4), (False, 1)])
 def test_sequences_that_share_their_prompt_share_its_memory(
     scheduler: str, num_running: int, *, prefix_caching: bool

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from services.worker.engine.invariants import check_engine
 from services.worker.engine.stats import take_stats
 from services.worker.sequences.config import AddRefusal, NewSequence
-from shared.types import FinishReason, ReaderTarget
+from shared.types import FinishReason, ReaderTarget, RequestClass
 from tests.support.engine_builders import make_engine, new_sequence
 from tests.support.engine_harness import STEP_S, make_harness
 
@@ -167,7 +169,8 @@ def test_the_qoe_columns_follow_the_definition() -> None:
     harness.add(
         new_sequence(0, max_tokens=30, arrival_s=-0.02, qoe=ReaderTarget(ttft_s=ttft_s, speed_tokens_per_s=speed))
     )
-    harness.add(new_sequence(1, max_tokens=30))
+    harness.add(replace(new_sequence(1, max_tokens=30), request_class=RequestClass.BEST_EFFORT, qoe=ReaderTarget()))
+    harness.add(new_sequence(2, max_tokens=30))
     random, table = np.random.default_rng(3), harness.engine.table
     displayed: list[float] = []
     ideal: list[float] = []
@@ -179,7 +182,19 @@ def test_the_qoe_columns_follow_the_definition() -> None:
         displayed.append(max(ideal[-1], harness.now_s + 0.02, before))
         assert table.qoe_last_s[0] == pytest.approx(displayed[-1])
         assert table.qoe_delay_sum_s[0] == pytest.approx(sum(np.subtract(displayed, ideal)))
-    assert np.isnan([table.qoe_last_s[1], table.qoe_delay_sum_s[1], table.qoe_speed[1]]).all()
+    assert np.isnan([table.qoe_last_s[1], table.qoe_delay_sum_s[1], table.qoe_speed[1]]).all(), "best effort"
+    assert (table.qoe_ttft_s[2], table.qoe_speed[2]) == (1.0, 4.8), "nobody has said"
+
+
+def test_the_form_goes_on_where_an_earlier_attempt_has_left_it() -> None:
+    """Two tokens, the second one displayed at 3 s and together 2.5 s late; the third, at 3.1 s, waits for its turn."""
+    harness = make_harness()
+    target = ReaderTarget(ttft_s=1.0, speed_tokens_per_s=4.0)
+    new = new_sequence(0, max_tokens=9, generated=[4, 4], qoe=target, arrival_s=-3.05)
+    harness.add(replace(new, displayed=(3.0, 2.5)))
+    harness.step()
+    table = harness.engine.table
+    assert (table.qoe_last_s[0], table.qoe_delay_sum_s[0]) == (3.25, 2.5 + 1.75)
 
 
 def test_outputs_of_an_earlier_attempt_count_as_shown_on_schedule() -> None:

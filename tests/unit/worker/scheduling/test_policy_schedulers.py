@@ -18,6 +18,7 @@ from services.worker.scheduling.plain import plain_decode
 from services.worker.scheduling.registry import SCHEDULERS, make_scheduler
 from services.worker.scheduling.view import CachedPrefix, Limits, PreemptHow, SchedulerView
 from shared.systems import SYSTEMS
+from tests.support.engine_builders import FIRST_COME
 from tests.support.engine_views import (
     answer,
     check_contract,
@@ -30,8 +31,6 @@ from tests.support.engine_views import (
     prefilling,
     random_view,
 )
-
-FIRST_COME = sorted(set(SCHEDULERS) - {"andes", "lqsf"})
 
 
 @pytest.fixture(params=FIRST_COME)
