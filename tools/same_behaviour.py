@@ -54,7 +54,9 @@ EVENTS: Final = {
     "rebalance": r"requests_moved ",
 }
 """What must have happened, by the lines of log and traces that say so."""
-_SYSTEMS: Final = "fcfs,fcfs-chunked,fcfs-pp,round-robin,swap,kunserve,kunserve-v1,kunserve-v2,oracle"
+_SYSTEMS: Final = (
+    "fcfs,fcfs-chunked,fcfs-pp,round-robin,swap,andes,lqsf,andes-unlimited,kunserve,kunserve-v1,kunserve-v2,oracle"
+)
 _DEMO: Final = ("--scenario", "burst-demo", "--duration", "110")
 _WINDOW: Final = ("--scenario", "kunserve-v2-restore", "--upscale", "15", "--duration", "75")
 """The load is so high that the first burst makes groups form, which are whole again in the minute that follows."""
