@@ -17,16 +17,13 @@ import asyncio
 import statistics
 import tempfile
 import time
-from contextlib import AsyncExitStack
 from pathlib import Path
 
-import aiohttp
 import numpy as np
 
 from benchmarks.harness import cpu_s, machine, print_table, rss_bytes
-from benchmarks.live_cluster import LiveCluster
 from benchmarks.peers_model import FIRST_ID, NUM_TOKENS, make_checkpoint
-from benchmarks.third_turn import Reader
+from benchmarks.third_turn import Twin, twins
 from tests.support.pauses import processes_of
 
 WITH, WITHOUT = "with host memory", "without"
@@ -39,35 +36,18 @@ Seen = list[tuple[float, float, float]]
 """Of each request in ms: time to the first token, to the last, and CPU time of all processes meanwhile."""
 
 
-class Twin:
-    """One of the clusters, and what its reader sees.
+def processes(twin: Twin) -> list[int]:
+    """Return the processes of a cluster."""
+    assert twin.cluster.pid is not None, "it runs"
+    return list(processes_of(twin.cluster.pid))
 
-    Args:
-        session: of the client.
-        cluster: serves.
-    """
 
-    def __init__(self, session: aiohttp.ClientSession, cluster: LiveCluster) -> None:
-        self._reader = Reader(session, cluster.url)
-        self._cluster = cluster
-
-    def _processes(self) -> list[int]:
-        assert self._cluster.pid is not None, "it runs"
-        return list(processes_of(self._cluster.pid))
-
-    def _cpu_s(self) -> float:
-        return sum(map(cpu_s, self._processes()))
-
-    def rss_bytes(self) -> int:
-        """Return the resident memory of all processes, shared pages counted in each."""
-        return sum(map(rss_bytes, self._processes()))
-
-    async def ask(self, prompt: list[int]) -> tuple[float, float, float]:
-        """Ask, and return what it took."""
-        began_s, began_cpu_s = time.perf_counter(), self._cpu_s()
-        ttft_s, _ = await self._reader.ttft_s(prompt)
-        whole_s = time.perf_counter() - began_s
-        return 1e3 * ttft_s, 1e3 * whole_s, 1e3 * (self._cpu_s() - began_cpu_s)
+async def ask(twin: Twin, prompt: list[int]) -> tuple[float, float, float]:
+    """Ask, and return what it took."""
+    began_s, began_cpu_s = time.perf_counter(), sum(map(cpu_s, processes(twin)))
+    ttft_s, _ = await twin.reader.ttft_s(prompt)
+    whole_s = time.perf_counter() - began_s
+    return 1e3 * ttft_s, 1e3 * whole_s, 1e3 * (sum(map(cpu_s, processes(twin))) - began_cpu_s)
 
 
 class Phase:
@@ -77,15 +57,15 @@ class Phase:
         self._seen: dict[str, list[Seen]] = {WITHOUT: [], WITH: []}
         self._resident: dict[str, list[int]] = {WITHOUT: [], WITH: []}
 
-    async def run(self, twins: dict[str, Twin], prompts: list[list[int]]) -> None:
+    async def run(self, found: dict[str, Twin], prompts: list[list[int]]) -> None:
         """Ask both, by turns in either order; the first prompts warm up."""
-        seen: dict[str, Seen] = {name: [] for name in twins}
+        seen: dict[str, Seen] = {name: [] for name in found}
         for place, prompt in enumerate(prompts):
             for name in (WITH, WITHOUT) if place % 2 else (WITHOUT, WITH):
-                seen[name].append(await twins[name].ask(prompt))
-        for name, twin in twins.items():
+                seen[name].append(await ask(found[name], prompt))
+        for name, twin in found.items():
             self._seen[name].append(seen[name][WARM_UP:])
-            self._resident[name].append(twin.rss_bytes())
+            self._resident[name].append(sum(map(rss_bytes, processes(twin))))
 
     def lines(self) -> list[list[str]]:
         """Return a line for each figure: medians, the median ratio of pairs, its interval, and those by start."""
@@ -116,20 +96,14 @@ async def measure(chosen: argparse.Namespace, folder: Path) -> None:
 
     roomy, full = Phase(), Phase()
     for start in range(chosen.starts):
-        async with AsyncExitStack() as stack:
-            session, twins = await stack.enter_async_context(aiohttp.ClientSession()), dict[str, Twin]()
-            for name in (WITH, WITHOUT) if start % 2 else (WITHOUT, WITH):
-                cluster = LiveCluster()
-                stack.push_async_callback(cluster.stop)
-                flags = ["--model", str(folder / "small"), "--memory", chosen.memory]
-                flags += ["--host-memory", chosen.host_memory if name == WITH else "0"]
-                await cluster.serve(*flags, "--workers", "1", "--threads", "1", log=folder / f"{name}.log")
-                twins[name] = Twin(session, cluster)
-            await roomy.run(twins, prompts(WARM_UP + chosen.pairs, chosen.prompt))
+        names = (WITH, WITHOUT) if start % 2 else (WITHOUT, WITH)
+        host_memory = {name: chosen.host_memory if name == WITH else "0" for name in names}
+        async with twins(folder / "small", chosen.memory, host_memory) as found:
+            await roomy.run(found, prompts(WARM_UP + chosen.pairs, chosen.prompt))
             for prompt in prompts(chosen.fill, FILL_TOKENS):
-                for twin in twins.values():
-                    await twin.ask(prompt)
-            await full.run(twins, prompts(WARM_UP + chosen.pairs, chosen.prompt))
+                for twin in found.values():
+                    await ask(twin, prompt)
+            await full.run(found, prompts(WARM_UP + chosen.pairs, chosen.prompt))
     header = ["", WITHOUT, WITH, "ratio", "95 % interval", "by start"]
     for title, phase in (("Memory suffices", roomy), ("The device forgets", full)):
         asked = f"{chosen.starts} starts, {chosen.pairs} pairs of {chosen.prompt} tokens each"

@@ -53,6 +53,10 @@ class Timed:
     scheduler: Scheduler
     seconds: list[float] = field(default_factory=list)
 
+    @property
+    def reorders(self) -> bool:
+        return self.scheduler.reorders
+
     def schedule(self, view: SchedulerView) -> SchedulerOutput:
         began_s = time.perf_counter()
         output = self.scheduler.schedule(view)

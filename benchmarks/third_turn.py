@@ -17,8 +17,9 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,14 @@ class Reader:
         return first_s, num_cached
 
 
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """One of several clusters that differ in host memory alone."""
+
+    cluster: LiveCluster
+    reader: Reader
+
+
 class Chats:
     """Prompts of random tokens, no two alike.
 
@@ -91,29 +100,43 @@ class Chats:
         return await reader.ttft_s(chat)
 
 
+@asynccontextmanager
+async def twins(checkpoint: Path, memory: str, host_memory: Mapping[str, str]) -> AsyncIterator[dict[str, Twin]]:
+    """Run clusters of one worker with one thread each; gives them by name.
+
+    Args:
+        checkpoint: that they serve.
+        memory: of each worker.
+        host_memory: of each worker, by the name of its cluster.
+    """
+    async with AsyncExitStack() as stack:
+        session, found = await stack.enter_async_context(aiohttp.ClientSession()), dict[str, Twin]()
+        for name, size in host_memory.items():
+            cluster = LiveCluster()
+            stack.push_async_callback(cluster.stop)
+            flags = ["--model", str(checkpoint), "--memory", memory, "--host-memory", size]
+            log = checkpoint.with_name(f"{name}.log")
+            await cluster.serve(*flags, "--workers", "1", "--threads", "1", log=log)
+            found[name] = Twin(cluster, Reader(session, cluster.url))
+        yield found
+
+
 async def measure(chosen: argparse.Namespace, folder: Path) -> None:
     """Print the table."""
     rows: dict[str, list[tuple[float, int]]] = {"with host memory": [], "without": [], "warm": []}
-    async with AsyncExitStack() as stack:
-        session = await stack.enter_async_context(aiohttp.ClientSession())
-        readers: dict[str, Reader] = {}
-        for name, host_memory in (("with host memory", chosen.host_memory), ("without", "0")):
-            cluster = LiveCluster()
-            stack.push_async_callback(cluster.stop)
-            flags = ["--model", str(folder / "small"), "--memory", chosen.memory, "--host-memory", host_memory]
-            await cluster.serve(*flags, "--workers", "1", "--threads", "1", log=folder / f"{name}.log")
-            readers[name] = Reader(session, cluster.url)
+    host_memory = {"with host memory": chosen.host_memory, "without": "0"}
+    async with twins(folder / "small", chosen.memory, host_memory) as found:
         for repeat in range(chosen.repeats + 1):
             for name, of in (("with host memory",) * 2, ("without",) * 2, ("warm", "without")):
                 chats = Chats(chosen.turn, chosen.asks, chosen.others, [repeat, name == "warm"])
-                turn = await chats.third_turn(readers[of], is_warm=name == "warm")
+                turn = await chats.third_turn(found[of].reader, is_warm=name == "warm")
                 if repeat:  # the first round warms up
                     rows[name].append(turn)
     print(f"{2 * chosen.turn + chosen.asks} tokens, {chosen.repeats} chats, {chosen.others} prompts between; ms\n")
     print("| third turn | TTFT, median | least | most | cached tokens |\n|---|---:|---:|---:|---:|")
-    for name, found in rows.items():
-        times = [1000 * ttft_s for ttft_s, _ in found]
-        cached = statistics.median(num_cached for _, num_cached in found)
+    for name, turns in rows.items():
+        times = [1000 * ttft_s for ttft_s, _ in turns]
+        cached = statistics.median(num_cached for _, num_cached in turns)
         print(f"| {name} | {statistics.median(times):.1f} | {min(times):.1f} | {max(times):.1f} | {cached:.0f} |")
     pairs = zip(rows["without"], rows["with host memory"], strict=True)
     ratios = [without[0] / with_it[0] for without, with_it in pairs]

@@ -27,24 +27,28 @@ from sim.scenarios.scenario import Scenario, validated
 WHOLE = "whole-"
 
 
-def whole_rows(policy: Callable[[], Scheduler]) -> Scheduler:
-    """Return a new policy of the same kind by which nobody keeps the beginning of a row on the device."""
-    twin = policy()
-    choose = twin.schedule
+class WholeRows:
+    """A policy by which nobody keeps the beginning of a row on the device.
 
-    def schedule(view: SchedulerView) -> SchedulerOutput:
-        output = choose(view)
+    Args:
+        policy: makes the one whose decisions these are else.
+    """
+
+    def __init__(self, policy: Callable[[], Scheduler]) -> None:
+        self._policy = policy()
+        self.reorders = self._policy.reorders
+
+    def schedule(self, view: SchedulerView) -> SchedulerOutput:
+        """Choose the next step."""
+        output = self._policy.schedule(view)
         return replace(output, preempt_kept=np.zeros_like(output.preempt_kept))
-
-    twin.schedule = schedule  # type: ignore[method-assign]
-    return twin
 
 
 def variants(schedulers: Sequence[str], links: Sequence[float], host_memory: str) -> dict[str, dict[str, object]]:
     """Return what is compared: each scheduler and its twin, over each link."""
     found: dict[str, dict[str, object]] = {}
     for name in schedulers:
-        SCHEDULERS[WHOLE + name] = partial(whole_rows, SCHEDULERS[name])
+        SCHEDULERS[WHOLE + name] = partial(WholeRows, SCHEDULERS[name])
         for link in links:
             for scheduler in (name, WHOLE + name):
                 found[f"{scheduler}, {link:g} GB/s"] = {

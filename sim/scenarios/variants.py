@@ -55,7 +55,7 @@ def _check_policy(name: str, settings: dict[str, Any]) -> None:
         first = error.errors(include_url=False, include_input=False)[0]
         raise ValueError(f"policy.{first['loc'][0]}: {first['msg']}") from None
     except TypeError:
-        raise ValueError(f"policy: the scheduler '{name}' has no such settings: {', '.join(settings)}") from None
+        raise ValueError(f"policy: the scheduler '{name}' does not take {', '.join(settings)} so") from None
 
 
 class Variant(Value):

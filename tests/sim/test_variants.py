@@ -113,6 +113,19 @@ def test_host_memory_makes_one_system_the_other_and_its_size_and_link_are_the_va
     assert plain.host_link_bytes_per_s == as_catalogued.instance().host_link_bytes_per_s
 
 
+def test_settings_of_a_policy_change_what_it_does_and_those_that_it_has_change_nothing() -> None:
+    variants = {
+        "short": {"system": "round-robin", "policy": {"quantum_tokens": 5}},
+        "as-it-is": {"system": "round-robin", "policy": {"quantum_tokens": 50}},
+        "by-gain": {"system": "andes", "policy": {"weighing": "gain"}},
+    }
+    scenario = validated({**SCENARIO, "variants": variants, "duration_s": 8.0}, "scenario varied")
+    runs = {name: run_system(scenario, name, seed=3) for name in ("round-robin", "andes", "lqsf", *variants)}
+    told = {name: summarise(run.records, run.facts) for name, run in runs.items()}
+    assert told["as-it-is"] == told["round-robin"] != told["short"]
+    assert told["by-gain"] == told["lqsf"] != told["andes"]
+
+
 def test_without_restore_groups_stay(found: dict[str, Summary]) -> None:
     assert found["quick"]["restores"] > 0
     assert found["stays"]["drops"] > 0
@@ -179,6 +192,15 @@ NO_EXCHANGE = "fcfs exchanges no KV; leave `exchange` and `kv_exchange` out"
         ("oracle", {"host_memory": 1}, "oracle keeps no KV on the host"),
         ("swap", {"host_memory": "much"}, "variants.x.host_memory: 'much' is not a size"),
         ("swap", {"host_link_gb_per_s": 0}, "host_link_gb_per_s: Input should be greater than 0"),
+        ("andes", {"policy": {"horizon": 3}}, "policy.horizon: Extra inputs are not permitted"),
+        ("andes", {"policy": {"keeps": 0.5}}, "policy.keeps: Input should be greater than or equal to 1"),
+        ("fcfs", {"policy": {"horizon_s": 3}}, "policy: the scheduler 'fcfs' does not take horizon_s"),
+        ("round-robin", {"policy": {"quantum_tokens": 0}}, "a quantum is at least one token"),
+        (
+            "round-robin",
+            {"policy": {"quantum_tokens": "few"}},
+            "'round-robin' does not take quantum_tokens",
+        ),
         ("fcfs", {"exchange": False}, NO_EXCHANGE),
         ("fcfs", {"kv_exchange": "live"}, NO_EXCHANGE),
         ("kunserve", {"kv_exchange": "lively"}, "variants.x.kv_exchange: "),

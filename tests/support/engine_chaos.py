@@ -28,6 +28,7 @@ class UnrulyScheduler:
         self._whims = whims
         self._random = random
         self.is_calm = False
+        self.reorders = calm.reorders
 
     def schedule(self, view: SchedulerView) -> SchedulerOutput:
         if self.is_calm or self._random.random() < 1 - self._whims:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -45,6 +46,7 @@ class PriorityScheduler:
 
     weigh: Weigh
     pause: Pause
+    reorders: ClassVar[bool] = True
 
     def schedule(self, view: SchedulerView) -> SchedulerOutput:
         order, line = self._sorted(view, view.running), self._sorted(view, np.append(view.preempted, view.waiting))

@@ -33,7 +33,6 @@ from services.worker.engine.sequence_registry import SequenceRegistry
 from services.worker.engine.totals import Totals
 from services.worker.engine.transitions import Transitions
 from services.worker.engine.viewing import Viewing
-from services.worker.scheduling.registry import reorders
 from services.worker.scheduling.view import Limits, Scheduler, SchedulerOutput
 from services.worker.sequences import qoe_columns
 from services.worker.sequences.assemble import decodes_first, input_tokens
@@ -96,7 +95,7 @@ class Engine:
         self.memory = KvMemory(self.table, self.blocks, self.sharing, self.swapping, self._transitions)
         self._viewing = Viewing(self.table, self.blocks, self.sharing, self.swapping, self.flights, self.cost)
         self._scheduler = scheduler
-        self.reorders = reorders(scheduler)
+        self.reorders = scheduler.reorders
         """See there."""
         self.limits = _limits(config)
         """Of one step."""

@@ -94,6 +94,8 @@ class AndesScheduler:
         **settings: of `AndesSettings`.
     """
 
+    reorders: Final = True
+
     def __init__(self, **settings: Any) -> None:
         self._settings = AndesSettings(**settings)
 

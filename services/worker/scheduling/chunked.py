@@ -8,6 +8,8 @@ all its known tokens fit.
 
 from __future__ import annotations
 
+from typing import Final
+
 from services.worker.scheduling.lanes import decode_lane
 from services.worker.scheduling.plain import plain_decode
 from services.worker.scheduling.plan import StepPlan
@@ -16,6 +18,8 @@ from services.worker.scheduling.view import SchedulerOutput, SchedulerView
 
 class ChunkedScheduler:
     """First come, first served, with chunked prefill."""
+
+    reorders: Final = False
 
     def schedule(self, view: SchedulerView) -> SchedulerOutput:
         """Choose the next step."""

@@ -16,6 +16,8 @@ prompt and outputs. Deviations:
 
 from __future__ import annotations
 
+from typing import Final
+
 from services.worker.scheduling.lanes import decode_lane
 from services.worker.scheduling.plain import plain_decode
 from services.worker.scheduling.plan import StepPlan
@@ -24,6 +26,8 @@ from services.worker.scheduling.view import SchedulerOutput, SchedulerView
 
 class FcfsScheduler:
     """First come, first served, prefill before decode."""
+
+    reorders: Final = False
 
     def schedule(self, view: SchedulerView) -> SchedulerOutput:
         """Choose the next step."""

@@ -33,6 +33,8 @@ BY_TOKENS: Final = CostModel(g0_s=0, b0_s=0, g1_s=0, b1_s=1, d_s=0, a_s=0)
 class LookaheadScheduler:
     """Keeps, from call to call, how large the pieces of the line are and how many are left."""
 
+    reorders: Final = False
+
     def __init__(self) -> None:
         """Begin with nothing cut."""
         self._single = ChunkedScheduler()

@@ -37,8 +37,3 @@ def make_scheduler(name: str, **settings: Any) -> Scheduler:
     if name not in SCHEDULERS:
         raise KeyError(f"no scheduler is called '{name}'; there are: {', '.join(SCHEDULERS)}")
     return SCHEDULERS[name](**settings)
-
-
-def reorders(scheduler: Scheduler) -> bool:
-    """Return whether it lets who waits run in another order than that of arrival, and so should see all who wait."""
-    return isinstance(scheduler, RoundRobinScheduler | AndesScheduler)

@@ -14,6 +14,8 @@ memory ran out, keeps its place in the line. BROS calls another policy round-rob
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from services.worker.scheduling.blocks_math import num_known
@@ -28,6 +30,8 @@ QUANTUM_TOKENS = 50
 
 class RoundRobinScheduler:
     """Quanta of equal length. Keeps for each sequence when it joined the line, and where its quantum began."""
+
+    reorders: Final = True
 
     def __init__(self, quantum_tokens: int = QUANTUM_TOKENS) -> None:
         assert quantum_tokens >= 1, "a quantum is at least one token"

@@ -226,6 +226,10 @@ class SchedulerOutput:
 class Scheduler(Protocol):
     """A scheduling policy."""
 
+    @property
+    def reorders(self) -> bool:
+        """Whether it lets who waits run in another order than that of arrival, and so should see all who wait."""
+
     def schedule(self, view: SchedulerView) -> SchedulerOutput:
         """Choose the next step.
 
