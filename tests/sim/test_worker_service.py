@@ -19,7 +19,7 @@ from shared.messages.report import WorkerPhase
 from shared.messages.request import RefusalReason, Refused, Upload, Uploaded, pack_token_ids
 from shared.subjects import Subjects
 from shared.transport.bus import BusError, Message
-from shared.types import FinishReason
+from shared.types import FinishReason, ReaderTarget
 from shared.wire import decode, encode
 from sim.virtual_time import run
 from tests.support.fake_dispatcher import Stream
@@ -294,6 +294,21 @@ async def test_a_shortage_that_comes_and_goes_with_every_step_is_no_flood_of_rep
             lone.worker.reporter.look(is_short=step % 2 == 0)
             await asyncio.sleep(0.005)
     assert 2.0 / MIN_SHORTAGE_GAP_S - 1 <= len(reports) <= 2.0 / MIN_SHORTAGE_GAP_S + 2.0 / 0.5 + 1
+
+
+@pytest.mark.parametrize("displayed", [None, (3.0, 2.5)])
+async def test_what_a_reader_has_seen_elsewhere_is_taken_over(displayed: tuple[float, float] | None) -> None:
+    """Of two tokens, which are on time if nothing is said: the second one a second and a quarter after arrival."""
+    async with one_worker(max_batch_rows=1) as lone:
+        await lone.submitted([300] * 8, 50)  # the other one waits
+        target = ReaderTarget(ttft_s=1.0, speed_tokens_per_s=4.0)
+        submit = lone.dispatcher.make([300] * 8, 50, qoe=target).model_copy(
+            update={"generated": pack_token_ids([301, 302]), "displayed": displayed}
+        )
+        await lone.accepted(submit)
+        table = lone.engine.table
+        (row,) = table.waiting.view
+        assert (table.qoe_last_s[row], table.qoe_delay_sum_s[row]) == (displayed or (1.25, 0.0))
 
 
 async def _scenario(seed: int) -> str:

@@ -186,6 +186,17 @@ def test_the_qoe_columns_follow_the_definition() -> None:
     assert (table.qoe_ttft_s[2], table.qoe_speed[2]) == (1.0, 4.8), "nobody has said"
 
 
+def test_nobody_counts_as_a_faster_reader_than_20_tokens_a_second() -> None:
+    """A second token at 0.05 s is displayed 0.05 s after the first, and what was said of another speed is void."""
+    harness = make_harness()
+    fast = ReaderTarget(ttft_s=0.01, speed_tokens_per_s=10_000)
+    harness.add(replace(new_sequence(0, max_tokens=9, generated=[4], qoe=fast), displayed=(9.0, 9.0)))
+    table = harness.engine.table
+    assert (table.qoe_speed[0], table.qoe_gap_s[0], table.qoe_last_s[0]) == (20.0, 0.05, 0.01)
+    harness.step()
+    assert table.qoe_last_s[0] == pytest.approx(0.06)
+
+
 def test_the_form_goes_on_where_an_earlier_attempt_has_left_it() -> None:
     """Two tokens, the second one displayed at 3 s and together 2.5 s late; the third, at 3.1 s, waits for its turn."""
     harness = make_harness()
