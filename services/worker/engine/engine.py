@@ -26,7 +26,7 @@ from services.worker.contract.executor import BatchFailedError, HostCopy, HostMe
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.cost.estimate import CostEstimate
 from services.worker.engine.flights import Flight, Flights
-from services.worker.engine.going_ahead import rows_ahead
+from services.worker.engine.going_ahead import GoingAhead
 from services.worker.engine.kv_memory import KvMemory
 from services.worker.engine.retry import RetryGroup, RetryQueue
 from services.worker.engine.sequence_registry import SequenceRegistry
@@ -94,6 +94,7 @@ class Engine:
         self.registry.on_end = self._transitions.ended
         self.memory = KvMemory(self.table, self.blocks, self.sharing, self.swapping, self._transitions)
         self._viewing = Viewing(self.table, self.blocks, self.sharing, self.swapping, self.flights, self.cost)
+        self.ahead = GoingAhead(self.table, self.blocks, self.flights)
         self._scheduler = scheduler
         self.reorders = scheduler.reorders
         """See there."""
@@ -128,14 +129,17 @@ class Engine:
         if self.retry:
             return self._launch_again(self.retry.pop())
         if self.config.overlaps and self.flights:
-            ahead = rows_ahead(self.table, self.flights, self.limits, self.blocks.num_free)
+            ahead = self.ahead.rows_ahead(now_s, self.limits)
             return None if ahead is None else self._launch(ahead, np.ones(ahead.size, dtype=np.int32))
+        if not self.flights and (again := self.ahead.rows_again(now_s)) is not None:
+            return self._launch(again, np.ones(again.size, dtype=np.int32))
         for _ in range(2 * self.table.num_rows + self.blocks.num_used):
             view = self._viewing.view(now_s, self.limits)
             if not (view.running.size or view.waiting.size or view.preempted.size or view.extensible.size):
                 return None
             output = self._scheduler.schedule(view)
             rows, num_tokens = self._commit(output)
+            self.ahead.decided(output)
             if rows.size:
                 return self._launch(rows, num_tokens)
             moved = np.concatenate([output.preempt, output.resume])

@@ -71,7 +71,7 @@ class Flights:
         once: I32 = rows[np.sort(first)]
         return once
 
-    def ends(self, rows: I32) -> I32:
+    def ends(self, rows: I32 | Rows) -> I32:
         """Return of rows in flight the tokens whose KV exists once all their batches are back."""
         ends: I32 = self._end[rows]
         return ends

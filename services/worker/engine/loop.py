@@ -208,19 +208,20 @@ class StepLoop:
             await self._gate.hand_over()
             self._is_held = False
             return
-        timer = None if self._flight else self._expiry_timer()
+        timer = None if self._flight else self._timer()
         try:
             await self._wake.wait()
         finally:
             if timer is not None:
                 timer.cancel()
 
-    def _expiry_timer(self) -> asyncio.TimerHandle | None:
-        """Wake when a sequence that cannot run now expires."""
-        if not self._engine.table.num_sequences or isinf(self._engine.registry.next_expiry_s):
+    def _timer(self) -> asyncio.TimerHandle | None:
+        """Wake when a sequence that cannot run now expires, or the scheduler wants to look again."""
+        engine, now_s = self._engine, self._now()
+        at_s = min(engine.registry.next_expiry_s, engine.ahead.next_look_s)
+        if not engine.table.num_sequences or isinf(at_s):
             return None
-        delay_s = self._engine.registry.next_expiry_s - self._now()
-        return asyncio.get_running_loop().call_later(max(delay_s, _MIN_TIMER_S), self.wake)
+        return asyncio.get_running_loop().call_later(max(at_s - now_s, _MIN_TIMER_S), self.wake)
 
     def _on_done(self, _future: Future[BatchOutput] | Future[None]) -> None:
         self._wake.set()

@@ -8,6 +8,7 @@ all its known tokens fit.
 
 from __future__ import annotations
 
+from math import inf
 from typing import Final
 
 from services.worker.scheduling.lanes import decode_lane
@@ -31,4 +32,4 @@ class ChunkedScheduler:
         plan.rescue()
         if not plan.preempts:
             plan.admit()
-        return plan.output()
+        return plan.output(holds_s=inf)

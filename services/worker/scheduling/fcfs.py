@@ -16,6 +16,7 @@ prompt and outputs. Deviations:
 
 from __future__ import annotations
 
+from math import inf
 from typing import Final
 
 from services.worker.scheduling.lanes import decode_lane
@@ -39,4 +40,4 @@ class FcfsScheduler:
         if plan.is_empty:
             decode_lane(plan)
         plan.rescue()
-        return plan.output()
+        return plan.output(holds_s=inf)

@@ -45,6 +45,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
+from math import inf
 from typing import Protocol
 
 import numpy as np
@@ -90,6 +91,7 @@ class StepPlan:
         self._bringing = Bringing(view.host, view.block_size, view.cost)
         self._counts_shared = False  # of what somebody who comes in needs: another holder must not give it up
         self._coming_names: set[bytes] = set()  # of blocks that rows admitted by this step compute
+        self._may_change = False  # somebody is left out for a reason that passes by itself
         self._tokens_left = view.limits.max_batch_tokens
         self._rows_left = view.limits.max_batch_rows
 
@@ -159,6 +161,7 @@ class StepPlan:
             decodes, missing = decodes[stays], missing[stays]
             goes_on = (missing == 0) | (missing.cumsum() <= running.free_blocks)
             decodes, total = decodes[goes_on], int(missing[goes_on].sum())
+            self._may_change = True
         self._decodes = np.concatenate([self._decodes, running.rows[decodes]])
         running.free_blocks -= total
         self._tokens_left -= int(decodes.size)
@@ -207,12 +210,13 @@ class StepPlan:
                 return None
             cached = NOTHING_CACHED if on_host else self.view.blocks.cached(row)
             if cached.is_coming or cached.next_block in self._coming_names:
-                continue  # it would compute what another row is computing
+                self._may_change = True  # it would compute what another row is computing
+                continue
             copied = ceil_div(on_host, self.view.block_size) or self._bringing.worth(row, cached.num_tokens)
             chunk = 0 if copied else self._first_chunk(row, cached.num_tokens, whole=whole)
             if running.gives_way(row) or not (copied or chunk):
                 return row
-            need, held = self._num_to_fit(row), int(columns.held_blocks[row])
+            need, held = _num_to_fit(self.view, row, is_alone=not self._running.count), int(columns.held_blocks[row])
             shared = 0 if self.preempts else cached.num_shared_blocks  # who gives way may be the other holder
             if need - shared > room:
                 room, shared = room + (0 if self._counts_shared else running.take_lent(need - room, row)), 0
@@ -246,14 +250,21 @@ class StepPlan:
             Whether somebody gives way by recompute, so that `admit` finds room now.
         """
         assert self.is_empty, "who is chosen already must not give way"
-        lacking, lacks_place = self._num_to_fit(row) - self.unpromised_blocks, self._places() <= 0
+        lacking, lacks_place = (
+            _num_to_fit(self.view, row, is_alone=not self._running.count) - self.unpromised_blocks,
+            self._places() <= 0,
+        )
         cached = NOTHING_CACHED if self.view.columns.host_tokens[row] else self.view.blocks.cached(row)
         if lacks_place or lacking > cached.num_shared_blocks:
             self._running.preempt(victims, lacking, row, lacks_place=lacks_place)
         return bool(self._running.dropped.size)
 
-    def output(self) -> SchedulerOutput:
-        """Return the decision. If nobody can run or come back, nobody drops KV either: it would be for nothing."""
+    def output(self, holds_s: float = 0.0) -> SchedulerOutput:
+        """Return the decision. If nobody can run or come back, nobody drops KV either: it would be for nothing.
+
+        Args:
+            holds_s: for how long the policy would decide the same again, were it only decodes and nothing happened.
+        """
         if self.is_empty and not self._resume:
             self._running.dropped = EMPTY_ROWS
         preempt, how, kept = self._running.gone()
@@ -263,7 +274,9 @@ class StepPlan:
         num_tokens = np.ones(rows.size, dtype=np.int32)
         num_tokens[self._decodes.size :] = self._chunk_tokens
         resume = np.array(self._resume, dtype=np.int32) if self._resume else EMPTY_ROWS
-        return SchedulerOutput(rows, num_tokens, preempt, how, kept, _reason(self, len(self._chunk_rows)), resume)
+        reason, look_s = _reason(self, len(self._chunk_rows)), self.view.now_s + holds_s if holds_s else inf
+        holds = holds_s > 0 and reason == "decode" and not (self._resume or self._may_change or self.begun)
+        return SchedulerOutput(rows, num_tokens, preempt, how, kept, reason, resume, look_s, holds)
 
     def _decoding(self) -> Places:
         decodes: Places = (self._running.remaining == 1).nonzero()[0]
@@ -282,26 +295,15 @@ class StepPlan:
         """Return how many more rows may come in."""
         return min(self._rows_left, self._max_running - self._running.count)
 
-    def _num_known(self, row: int) -> int:
-        return int(self.view.columns.num_prompt[row]) + int(self.view.columns.num_output[row])
-
-    def _num_to_fit(self, row: int) -> int:
-        """Return the blocks that a parked row must find to come in: for its known tokens and, beside others, the next.
-
-        Others are those that run or are in flight; alone it may use every block.
-        """
-        known = self._num_known(row) + int(self._running.count > 0)
-        return ceil_div(known, self.view.block_size) - int(self.view.columns.held_blocks[row])
-
     def _continue_prefill(self, row: int, computed: int) -> None:
         held = int(self.view.columns.held_blocks[row])
         slots = (held + self._running.free_blocks) * self.view.block_size - computed
-        chunk = min(self._cut(computed, self._num_known(row) - computed), slots)
+        chunk = min(self._cut(computed, _num_known(self.view, row) - computed), slots)
         if chunk > 0:
             self._choose(row, chunk, computed, held)
 
     def _first_chunk(self, row: int, begin: int, *, whole: bool) -> int:
-        chunk = self._cut(begin, left := self._num_known(row) - begin)
+        chunk = self._cut(begin, left := _num_known(self.view, row) - begin)
         return 0 if whole and chunk < left and not self.is_empty else chunk
 
     def _cut(self, begin: int, left: int) -> int:
@@ -316,7 +318,20 @@ class StepPlan:
         self._tokens_left -= num_tokens
         self._rows_left -= 1
         if self.budget is not None:
-            self.budget.take(begin, num_tokens, is_cut=begin + num_tokens < self._num_known(row))
+            self.budget.take(begin, num_tokens, is_cut=begin + num_tokens < _num_known(self.view, row))
+
+
+def _num_known(view: SchedulerView, row: int) -> int:
+    return int(view.columns.num_prompt[row]) + int(view.columns.num_output[row])
+
+
+def _num_to_fit(view: SchedulerView, row: int, *, is_alone: bool) -> int:
+    """Return the blocks that a parked row must find to come in: for its known tokens and, beside others, the next.
+
+    Others are those that run or are in flight; alone it may use every block.
+    """
+    known = _num_known(view, row) + int(not is_alone)
+    return ceil_div(known, view.block_size) - int(view.columns.held_blocks[row])
 
 
 def _reason(plan: StepPlan, num_chunks: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
+from math import inf
 from typing import Protocol
 
 import numpy as np
@@ -221,6 +222,12 @@ class SchedulerOutput:
     resume: I32 = field(default_factory=lambda: EMPTY_ROWS)
     """Parked rows whose KV is to be brought from host memory, their own or what they find there; disjoint from `rows`.
     They take the blocks that they lack for it now and can run once the copy is done."""
+    next_look_s: float = inf
+    """When the policy is to be asked again although nothing has happened."""
+    holds: bool = False
+    """Until then, or until something happens, the decision is the same again: `rows`, one token each, all of which
+    decode; nobody else runs, whoever waits. What happens is that somebody comes, ends, gives way or may run again, or
+    that more blocks are free."""
 
 
 class Scheduler(Protocol):
@@ -241,6 +248,7 @@ class Scheduler(Protocol):
         row fits, or can be made to by preemption, `rows` is not empty, unless copies are under way or begin that will
         make room, or, with several lanes, batches are in flight.
 
-        Where steps overlap it is not asked while all who run decode, nobody waits who could run, and blocks suffice:
-        then all go on (`engine/going_ahead.py`).
+        Before `next_look_s` it is not asked while a decision `holds`, and, where steps overlap, while all who run
+        decode and nobody waits who could run: then the same rows go on, as long as blocks suffice
+        (`engine/going_ahead.py`).
         """

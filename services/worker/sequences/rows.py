@@ -15,6 +15,7 @@ class RowQueue:
         self._rows: I32 = np.zeros(num_rows, dtype=np.int32)
         self._marked: NDArray[np.bool_] = np.zeros(num_rows, dtype=np.bool_)
         self._size = 0
+        self.num_changes = 0
         self.view: I32 = self._rows[:0]
         self._publish()
 
@@ -54,5 +55,6 @@ class RowQueue:
         self._publish()
 
     def _publish(self) -> None:
+        self.num_changes += 1
         self.view = self._rows[: self._size]
         self.view.flags.writeable = False

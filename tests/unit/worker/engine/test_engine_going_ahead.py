@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from services.worker.contract.batch import OWN_SAMPLE
 from services.worker.contract.executor import KvCapacity
+from services.worker.scheduling.registry import make_scheduler
+from services.worker.scheduling.view import EMPTY_ROWS, NO_WAYS, Scheduler, SchedulerOutput, SchedulerView
 from services.worker.sequences.config import AddRefusal
 from services.worker.sequences.table import Hold
 from shared.types import FinishReason
 from tests.support.engine_builders import new_sequence
 from tests.support.engine_harness import EngineHarness, Story, make_harness, undisturbed
+from tests.support.engine_live import STEP_S, live_engine
 
 
 def harness_of(
@@ -113,12 +118,12 @@ def test_all_may_end_while_a_step_behind_them_is_under_way() -> None:
 
 @pytest.mark.parametrize("case", ["somebody waits", "a prompt goes on", "memory is short", "a step has failed"])
 def test_nobody_goes_ahead_where_there_is_something_to_decide(case: str) -> None:
-    num_blocks = 7 if case == "memory is short" else 64
+    num_blocks = 5 if case == "memory is short" else 64
     harness = harness_of(num_blocks=num_blocks, scheduler="fcfs" if case == "somebody waits" else "chunked")
-    num_prompt = 60 if case == "a prompt goes on" else 5
+    num_prompt = {"a prompt goes on": 60, "memory is short": 7}.get(case, 5)
     harness.add(new_sequence(0, num_prompt=num_prompt, max_tokens=9))
     if case == "memory is short":
-        harness.add(new_sequence(1, num_prompt=5, max_tokens=3))
+        harness.add(new_sequence(1, num_prompt=7, max_tokens=3))
     assert harness.submit() is not None
     if case == "somebody waits":
         harness.add(new_sequence(1, max_tokens=3))
@@ -228,3 +233,103 @@ def test_the_executor_may_change_between_one_that_overlaps_and_one_that_does_not
     harness.engine.leave_executor(harness.now_s)
     harness.engine.enter_executor(capacity, 1, overlaps=True)
     assert harness.engine.config.overlaps
+
+
+class Watched:
+    """A policy, how often it was asked, and whether its decisions may hold."""
+
+    def __init__(self, policy: Scheduler, *, may_hold: bool) -> None:
+        self._policy, self._may_hold = policy, may_hold
+        self.reorders, self.num_asked = policy.reorders, 0
+
+    def schedule(self, view: SchedulerView) -> SchedulerOutput:
+        self.num_asked += 1
+        output = self._policy.schedule(view)
+        return output if self._may_hold else replace(output, holds=False)
+
+
+def steps_of(policy: Watched, seed: int, *, overlaps: bool) -> list[tuple[list[int], list[int]]]:
+    """Return the rows and tokens of each step of a crowded life; somebody is cancelled now and then."""
+    random = np.random.default_rng(seed)
+    harness = make_harness(policy, num_blocks=22, max_batch_rows=5, overlaps=overlaps, depth=2 if overlaps else 1)
+    steps = list[tuple[list[int], list[int]]]()
+    for name in range(14):
+        num_prompt, max_tokens = int(random.integers(1, 30)), int(random.integers(1, 40))
+        harness.add(new_sequence(name, num_prompt=num_prompt, max_tokens=max_tokens))
+        for _ in range(int(random.integers(0, 6))):
+            while (batch := harness.submit()) is not None:
+                steps.append((batch.rows.tolist(), batch.num_tokens.tolist()))
+            if harness.flights:
+                harness.land()
+        if name % 5 == 4:
+            harness.cancel(harness.live()[0])
+    harness.finish()
+    return steps
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", ["fcfs", "chunked"])
+def test_a_decision_that_holds_is_the_one_that_the_policy_would_take_again(name: str, seed: int) -> None:
+    asked, held = (Watched(make_scheduler(name), may_hold=may_hold) for may_hold in (False, True))
+    assert steps_of(held, seed, overlaps=False) == steps_of(asked, seed, overlaps=False)
+    assert held.num_asked < asked.num_asked
+
+
+@pytest.mark.parametrize("name", ["fcfs", "chunked", "andes"])
+def test_steps_go_ahead_while_others_wait_for_memory(name: str) -> None:
+    harness = harness_of(scheduler=name, num_blocks=12)
+    harness.add(new_sequence(0, num_prompt=20, max_tokens=20))
+    harness.add(new_sequence(1, num_prompt=30, max_tokens=10))
+    for _ in range(9):
+        harness.fill()
+        harness.land()
+    assert len(harness.engine.table.waiting) == 1
+    assert harness.num_ahead >= 6
+    harness.finish()
+
+
+def test_who_comes_while_a_decision_holds_is_seen_at_once() -> None:
+    harness = make_harness("chunked", num_blocks=16)
+    harness.add(new_sequence(0, num_prompt=20, max_tokens=40))
+    harness.add(new_sequence(1, num_prompt=50, max_tokens=10))
+    for _ in range(5):
+        harness.step()
+    assert len(harness.engine.table.waiting) == 1
+    assert harness.cancel(story(harness, 1))
+    harness.add(new_sequence(2, num_prompt=4, max_tokens=3))
+    assert sorted(harness.stepped().num_tokens.tolist()) == [1, 4]
+    harness.finish()
+
+
+class Napping:
+    """Lets everybody decode, but for a nap of a minute after each fourth step."""
+
+    reorders = False
+
+    def __init__(self) -> None:
+        self._chunked, self._num_steps, self._until_s = make_scheduler("chunked"), 0, 0.0
+
+    def schedule(self, view: SchedulerView) -> SchedulerOutput:
+        if self._num_steps % 4 == 3 and view.now_s >= self._until_s:
+            self._until_s = view.now_s + 60
+            self._num_steps += 1
+        if view.now_s < self._until_s:
+            return SchedulerOutput(
+                EMPTY_ROWS, EMPTY_ROWS, EMPTY_ROWS, NO_WAYS, EMPTY_ROWS, "nap", next_look_s=self._until_s
+            )
+        self._num_steps += 1
+        return replace(self._chunked.schedule(view), next_look_s=view.now_s)
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("overlaps", [False, True])
+async def test_a_timer_wakes_the_loop_when_everybody_was_paused(*, overlaps: bool) -> None:
+    async with live_engine(scheduler=Napping(), overlaps=overlaps) as live:
+        news = [new_sequence(name, num_prompt=5, max_tokens=8) for name in range(3)]
+        for new in news:
+            live.add(new)
+        await live.until_idle()
+        for new in news:
+            assert live.texts[new.stream] == live.undisturbed(new)
+            gaps_s = np.diff(live.heard_s[new.stream])
+            assert sorted(set(gaps_s.round(1).tolist())) == [STEP_S, 60.0 + STEP_S]
