@@ -1,72 +1,40 @@
 """Readers first: whoever's experience gains most for what serving it takes comes first, others wait for memory.
 
     all ongoing ── gain: QoE if served - QoE if not, at a horizon ──► priority = gain / (memory + prompt)
-        by priority ──► served, while memory lasts  │  not served: give way if somebody who is served lacks memory
-        a step ──► all who run decode; prompts by priority, as long as the readers' slack allows
+        by priority ──► served, while memory lasts and steps stay fast  │  not served: sit out if steps are too slow,
+                        and give way if somebody who is served lacks memory
+        a step ──► who is served decodes; prompts by priority, as long as the readers' slack allows
 
-While memory is enough for all, nobody gives way: then priority only says whose prompt is computed first.
+While memory is enough for all and steps are as fast as every reader, all are served: then priority only says whose
+prompt is computed first. A step of decodes is the same again for a while (`holds_s`), unless something happens.
 
-Source: Andes (arXiv 2404.16283), section 4: the knapsack of token-level scheduling and its greedy packing. Deviations:
-the overhead-aware refiner is replaced by its cheap form, since rows that run count more (`keeps`); a step is bounded by
-the readers' slack (`SlackBudget`), which decides more than who is preempted (measured: `docs/results/andes.md`); the
-batch size is not searched over.
+Source: Andes (arXiv 2404.16283), section 4: the knapsack of token-level scheduling, greedy packing, selective
+triggering and the overhead-aware refiner. Deviations: instead of the refiner rows that run count more (`keeps`), which
+is its cheap form (`refines` is the paper's); what triggers is the memory that all would need, and not a share of it in
+use; a step is bounded by the readers' slack (`SlackBudget`), which decides more than who is preempted (measured:
+`docs/results/andes.md`).
 """
 
 from __future__ import annotations
 
-from enum import StrEnum
 from itertools import groupby
-from typing import Annotated, Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
-from pydantic import Field
 
-from services.worker.scheduling.blocks_math import num_known
+from services.worker.scheduling.andes_settings import AndesSettings
+from services.worker.scheduling.blocks_math import Places, num_known
+from services.worker.scheduling.gain import Scoring
 from services.worker.scheduling.lanes import decode_lane
-from services.worker.scheduling.packing import greedy
+from services.worker.scheduling.packing import batch_sizes, greedy, most_in_time, most_that_fit
 from services.worker.scheduling.plain import plain_decode
 from services.worker.scheduling.plan import StepPlan
 from services.worker.scheduling.prediction import Readers
-from services.worker.scheduling.view import F64, I32, Bool, SchedulerOutput, SchedulerView
+from services.worker.scheduling.view import F64, I32, SchedulerOutput, SchedulerView
 from shared.cost import CostModel
-from shared.types import Value
 
-LEAST_GAIN: Final = 1e-6
-"""Of who gains nothing, so that among them too who takes least comes first."""
-PERFECT: Final = 1 - 1e-9
 MOST_COMING: Final = 128
 """Rows that may come in with one step, the first of the line."""
-
-
-class Weighing(StrEnum):
-    """What a row's gain is divided by."""
-
-    DENSITY = "density"  # memory and the time of its prompt
-    GAIN = "gain"  # nothing: least QoE slack first
-
-
-class Objective(StrEnum):
-    """What is to become best over all readers (section 4.2 of the paper)."""
-
-    AVERAGE = "average"
-    MAX_MIN = "max-min"  # the worst experience
-    PERFECT = "perfect"  # how many experiences are perfect
-
-
-class AndesSettings(Value):
-    """What can be set, for ablations."""
-
-    horizon_s: Annotated[float, Field(gt=0)] = 30.0
-    """How far ahead experiences are compared, beyond the prompt of each."""
-    keeps: Annotated[float, Field(ge=1)] = 2.0
-    """By how much more a row counts that runs: to preempt it and to bring it back costs something."""
-    least_step_s: Annotated[float, Field(gt=0)] = 0.15
-    """A step may take so long whatever the slack of readers who are late already."""
-    aging_s: Annotated[float, Field(gt=0)] = 600.0
-    """Who has been without text for so long counts as if serving it gained all that there is: else who is late already,
-    and so gains little, might wait for ever."""
-    objective: Objective = Objective.AVERAGE
-    weighing: Weighing = Weighing.DENSITY
 
 
 class SlackBudget:
@@ -87,6 +55,19 @@ class SlackBudget:
         self._is_untouched = False
 
 
+class Choice(NamedTuple):
+    """Who is served, of some rows, by their places."""
+
+    order: Places
+    """[n] who comes first first."""
+    num_served: int
+    """The first of them."""
+    gain: F64
+    """[n] what it gains to serve each."""
+    is_slow: bool
+    """Steps with as many as memory holds are slower than some reader: who is not served sits out."""
+
+
 class AndesScheduler:
     """Keeps nothing from call to call.
 
@@ -101,88 +82,73 @@ class AndesScheduler:
 
     def schedule(self, view: SchedulerView) -> SchedulerOutput:
         """Choose the next step."""
-        if (plain := plain_decode(view)) is not None:
+        if (plain := plain_decode(view)) is not None and not _is_slow(view):
             return plain
-        running, parked = view.running, np.concatenate([view.preempted, view.waiting])
-        rows: I32 = np.concatenate([running, parked])
+        running: I32 = view.running
+        rows: I32 = np.concatenate([running, view.preempted, view.waiting])
         num_blocks, capacity = _num_blocks(view, rows)
-        priority = self._priority(view, rows, num_blocks / max(capacity, 1))
-        is_served = _served(view, rows, num_blocks, capacity, priority)
-        order = np.lexsort((-priority, ~is_served))
-        kept, line = (rows[order[side]] for side in (order < running.size, order >= running.size))
-        plan = StepPlan(view, kept)
-        victims: I32 = kept[np.count_nonzero(is_served[: running.size]) :][::-1]
+        scoring = Scoring(view, rows, num_blocks / max(capacity, 1), self._settings)
+        choice = self._choose(view, scoring, num_blocks, capacity)
+        order, is_running = choice.order, choice.order < running.size
+        kept, line = order[is_running], rows[order[~is_running]]
+        num_kept = np.count_nonzero(is_running[: choice.num_served])
+        plan, victims = StepPlan(view, rows[kept]), kept[num_kept:][::-1]
         if victims.size and (head := plan.head(line)) is not None:
-            plan.preempt_for(head, victims)
-        plan.budget = _budget(view, self._settings.least_step_s)
-        decode_lane(plan, view.cost)
-        _compute_prompts(plan, line, rows, priority)
-        return plan.output()
+            place = int(np.argmax(rows == head))
+            lacking = int(num_blocks[place]) - view.free_blocks
+            going = victims[: int(np.searchsorted(num_blocks[victims].cumsum(), lacking)) + 1]
+            if not self._settings.refines or _is_worth(scoring, choice, place, going):
+                plan.preempt_for(head, rows[victims])
+        if self._settings.bounds_steps:
+            plan.budget = _budget(view, self._settings.least_step_s)
+        decode_lane(plan, view.cost, rows[kept[:num_kept]] if choice.is_slow else None)
+        _compute_prompts(plan, line, rows[order])
+        return plan.output(self._settings.holds_s)
 
-    def _priority(self, view: SchedulerView, rows: I32, memory: F64) -> F64:
-        """Return [n]: what serving each row gains, for the share of the memory and of the time that it takes."""
-        columns, cost, horizon_s = view.columns, view.cost, self._settings.horizon_s
-        known = num_known(columns, rows)
-        done = np.maximum(columns.num_computed[rows], columns.host_tokens[rows]).astype(np.float64)
-        prompt_s, period_s = np.zeros(rows.size), 0.0
-        if cost is not None:
-            left = known - done
-            prompt_s = np.where(left > 1, cost.token_s * left + cost.a_s * left * (done + (left + 1) / 2), 0.0)
-            period_s = cost.step_s(max(view.running.size, 1), float(known[: view.running.size].sum()), 0)
-        if view.host is not None:
-            prompt_s = prompt_s + view.host.block_copy_s * columns.host_tokens[rows] / view.block_size
-        now_s = view.now_s - columns.arrival_s[rows]
-        at_s = now_s + prompt_s + horizon_s
-        readers = Readers.of(view, rows)
-        gain = self._gain(readers, now_s, now_s + prompt_s + period_s, at_s, period_s) + LEAST_GAIN
-        gain += np.clip(readers.late_s(now_s) / self._settings.aging_s, 0.0, 1.0)
-        gain[: view.running.size] *= self._settings.keeps
-        if self._settings.weighing is Weighing.GAIN:
-            return gain
-        weighed: F64 = gain / (memory + prompt_s / horizon_s)
-        return weighed
+    def _choose(self, view: SchedulerView, scoring: Scoring, num_blocks: I32, capacity: int) -> Choice:
+        """Return who is served: all while memory is enough and steps are as fast as every reader; at least one.
 
-    def _gain(self, readers: Readers, now_s: F64, first_s: F64, at_s: F64, period_s: float) -> F64:
-        """Return [n]: what it gains to serve each reader, as the objective counts it.
-
-        Args:
-            readers: of the rows.
-            now_s: [n] this moment.
-            first_s: [n] when the next token comes to a row that is served.
-            at_s: [n] when experiences are compared.
-            period_s: between its tokens.
+        Alone a row may use every block.
         """
-        waits, objective = readers.qoe(at_s), self._settings.objective
-        if objective is Objective.MAX_MIN:
-            gain: F64 = np.maximum(readers.qoe(now_s).min() - waits, 0.0)
-        else:
-            serves = readers.qoe(at_s, readers.served(at_s, first_s, period_s))
-            if objective is Objective.PERFECT:
-                is_kept = (serves >= PERFECT) & (waits < PERFECT) & (readers.qoe(now_s) >= PERFECT)
-                gain = is_kept.astype(np.float64)
-            else:
-                gain = np.maximum(serves - waits, 0.0)
-        return gain
+        num, most = num_blocks.size, max(view.limits.max_batch_rows * view.limits.num_lanes - view.num_in_flight, 0)
+        fits = num <= most and int(num_blocks.sum()) <= capacity + 1
+        largest = num if fits else most_that_fit(num_blocks, capacity + 1, most)
+        quickest_s = float(scoring.readers.gap_s.min(initial=np.inf))
+        is_slow = scoring.period_s(largest) > quickest_s
+        if fits and not is_slow:
+            gain = scoring.gain(scoring.period_s(num))
+            return Choice(np.argsort(-scoring.priority(gain), kind="stable"), num, gain, is_slow)
+        sizes = [largest]
+        if is_slow:
+            in_time = most_in_time(scoring.period_s, quickest_s, largest)
+            sizes = batch_sizes(in_time, largest, self._settings.num_batch_sizes)
+        best, most_gained = None, -1.0
+        for size in sizes:
+            gain = scoring.gain(scoring.period_s(size))
+            order, count = greedy(scoring.priority(gain), num_blocks, capacity + 1, size)
+            if (gained := float(gain[order[:count]].sum())) > most_gained:
+                best, most_gained = Choice(order, max(count, 1), gain, is_slow), gained
+        assert best is not None, "there is a size to try"
+        return best
 
 
-def _compute_prompts(plan: StepPlan, line: I32, rows: I32, priority: F64) -> None:
+def _compute_prompts(plan: StepPlan, line: I32, rows: I32) -> None:
     """Choose prompts that were begun, and rows that come in, by priority; nobody comes in after who does not fit.
 
     Args:
         plan: decodes are chosen.
         line: the rows that may come in, who comes first first.
-        rows: [n] all of them, and those that run.
-        priority: [n]
+        rows: [n] all of them, and those that run, who comes first first.
     """
     begun, line = np.fromiter(plan.begun, dtype=np.int32), line[:MOST_COMING]
     if not begun.size:
         plan.rescue()
         plan.admit(line)
         return
-    by_row = dict(zip(rows.tolist(), priority.tolist(), strict=True))  # but for those with a chunk in flight
+    place = dict(zip(rows.tolist(), range(rows.size), strict=True))  # but for those with a chunk in flight
     coming = set(line.tolist())
     is_full = False
-    both = sorted([*begun.tolist(), *coming], key=lambda row: -by_row.get(row, np.inf))
+    both = sorted([*begun.tolist(), *coming], key=lambda row: place.get(row, -1))
     for comes_in, group in groupby(both, coming.__contains__):
         some = np.fromiter(group, dtype=np.int32)
         if not comes_in:
@@ -212,15 +178,28 @@ def _num_blocks(view: SchedulerView, rows: I32) -> tuple[I32, int]:
     return num_blocks, view.free_blocks + coming + int(own.sum())
 
 
-def _served(view: SchedulerView, rows: I32, num_blocks: I32, capacity: int, priority: F64) -> Bool:
-    """Return [n] which rows are served, all of them while memory is enough; alone a row may use every block."""
-    most = max(view.limits.max_batch_rows * view.limits.num_lanes - view.num_in_flight, 0)
-    if rows.size <= most and int(num_blocks.sum()) <= capacity + 1:
-        return np.ones(rows.size, dtype=np.bool_)
-    taken = greedy(priority, num_blocks, capacity + 1, most)
-    if rows.size and not taken.any():
-        taken[int(np.argmax(priority))] = True
-    return taken
+def _is_worth(scoring: Scoring, choice: Choice, place: int, going: Places) -> bool:
+    """Return whether it gains more to let rows give way for another one than the delay costs all who are served.
+
+    Source: Andes, section 4.3. Deviation: a decision has one such pair at most, for the first who wants to come in.
+
+    Args:
+        scoring: of all rows.
+        choice: who is served.
+        place: of the row that comes in.
+        going: places of those that give way.
+    """
+    gained = choice.gain[place] - choice.gain[going].sum()
+    return bool(gained > scoring.loss(choice.order[: choice.num_served], float(scoring.again_s(going).sum())))
+
+
+def _is_slow(view: SchedulerView) -> bool:
+    """Return whether steps in which all who run decode are slower than some reader."""
+    running, cost = view.running, view.cost
+    if cost is None:
+        return False
+    period_s = cost.step_s(running.size, float(num_known(view.columns, running).sum()), 0)
+    return period_s * float(np.nanmax(view.columns.qoe_speed[running], initial=0.0)) > 1
 
 
 def _budget(view: SchedulerView, least_s: float) -> SlackBudget | None:

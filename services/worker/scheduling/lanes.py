@@ -22,14 +22,17 @@ _LEEWAY = 1e-9
 """Relative; keeps rounding from asking for one decode more."""
 
 
-def decode_lane(plan: StepPlan, cost: CostModel | None = None) -> None:
+def decode_lane(plan: StepPlan, cost: CostModel | None = None, among: I32 | None = None) -> None:
     """Choose this lane's share of the running rows that decode.
 
     Args:
         plan: nobody is chosen yet.
         cost: to share them by; None: lanes have equal numbers.
+        among: rows that do not sit out; None, or if none of them decodes: all.
     """
     decoding = plan.decoding
+    if among is not None and (meant := np.isin(decoding, among)).any():
+        decoding = decoding[meant]
     share = lane_share(plan.view, decoding) if cost is None else lane_share_by_cost(plan.view, decoding, cost)
     plan.decode(share)
     if not plan.num_decodes and share.size < decoding.size:  # they lack blocks; others may go on without any

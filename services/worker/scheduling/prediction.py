@@ -23,6 +23,7 @@ from services.worker.scheduling.view import F64, I32, SchedulerView
 
 UNREAD_TTFT_S: Final = 60.0
 """A request that nobody reads counts as one whose reader begins to wait after a minute: it comes last, and ages."""
+_NOTHING: Final = 1e-300
 UNREAD_GAP_S: Final = 1 / 4.8
 """And reads at the default reader's speed."""
 
@@ -62,15 +63,15 @@ class Readers:
 
     def expected(self, at_s: F64) -> F64:
         """Return the token-seconds of reading that each reader expects by then."""
-        num = np.where(at_s < self.ttft_s, 0.0, np.floor((at_s - self.ttft_s) / self.gap_s) + 1)
-        return self._whole(num, at_s)
+        return _series(at_s - self.ttft_s, self.gap_s)
 
     def displayed(self, at_s: F64) -> F64:
         """Return the token-seconds of reading that each has by then if nothing more is delivered."""
         late_s = self.last_s - at_s
-        buffered = np.clip(np.ceil(late_s / self.gap_s), 0, self.num)
-        shown = self._whole(self.num, at_s) - self.delay_s
-        seen: F64 = shown + buffered * late_s - self.gap_s * buffered * (buffered - 1) / 2
+        seen: F64 = self.num * (at_s - self.ttft_s - self.gap_s * (self.num - 1) / 2) - self.delay_s
+        if np.count_nonzero(late_s > 0):
+            buffered = np.minimum(np.ceil(np.maximum(late_s, 0.0) / self.gap_s), self.num)
+            seen += buffered * (late_s - self.gap_s * (buffered - 1) / 2)
         return seen
 
     def served(self, at_s: F64, first_s: F64, period_s: float) -> F64:
@@ -81,17 +82,18 @@ class Readers:
             first_s: [n] when the first of them is delivered.
             period_s: between two of them.
         """
-        next_s = self.last_s + self.gap_s
-        most = np.where(at_s < first_s, 0.0, np.floor((at_s - first_s) / max(period_s, 1e-9)) + 1)
+        next_s, most = self.last_s + self.gap_s, np.floor((at_s - first_s) / max(period_s, 1e-9)) + 1
         behind_s = period_s - self.gap_s  # by which a buffer shrinks with each token
-        with np.errstate(divide="ignore", invalid="ignore"):
-            in_buffer = np.floor((self.last_s - first_s + period_s) / behind_s)
-        in_buffer = np.where(behind_s > 0, np.clip(np.nan_to_num(in_buffer), 0, most), 0)
-        fast = _series(at_s, np.maximum(first_s, next_s), self.gap_s, most)
-        slow = _series(at_s, next_s, self.gap_s, in_buffer)
-        slow = slow + _series(at_s, first_s + in_buffer * period_s, np.full_like(at_s, period_s), most - in_buffer)
-        added: F64 = np.where(behind_s <= 0, fast, slow)
-        return added
+        num_behind = np.count_nonzero(behind_s > 0)
+        if num_behind < behind_s.size:
+            fast = _series(at_s - np.maximum(first_s, next_s), self.gap_s, most)
+            if not num_behind:
+                return fast
+        in_buffer = np.floor((self.last_s - first_s + period_s) / np.maximum(behind_s, 1e-9))
+        in_buffer = np.maximum(np.minimum(in_buffer, most), 0.0)
+        slow = _series(at_s - next_s, self.gap_s, in_buffer)
+        slow += _series(at_s - first_s - in_buffer * period_s, period_s, most - in_buffer)
+        return slow if num_behind == behind_s.size else np.where(behind_s > 0, slow, fast)
 
     def late_s(self, now_s: F64) -> F64:
         """Return [n]: for how long each reader has been without text; below 0: for how long it has some still."""
@@ -100,19 +102,25 @@ class Readers:
 
     def qoe(self, at_s: F64, more: F64 | float = 0.0) -> F64:
         """Return [n]: the experience at an instant, with so many token-seconds more than what is there."""
-        expected = self.expected(at_s)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            found = (self.displayed(at_s) + more) / expected
-        known: F64 = np.where(expected > 0, np.clip(found, 0.0, 1.0), 1.0)
-        return known
-
-    def _whole(self, num: F64, at_s: F64) -> F64:
-        whole: F64 = num * (at_s - self.ttft_s) - self.gap_s * num * (num - 1) / 2
-        return whole
+        return experience(self.displayed(at_s) + more, self.expected(at_s))
 
 
-def _series(at_s: F64, first_s: F64, gap_s: F64, most: F64) -> F64:
-    """Return the token-seconds by `at_s` of at most so many tokens, displayed from `first_s` on with equal gaps."""
-    num = np.where(at_s < first_s, 0.0, np.minimum(most, np.floor((at_s - first_s) / gap_s) + 1))
-    seen: F64 = num * (at_s - first_s) - gap_s * num * (num - 1) / 2
+def experience(seen: F64, expected: F64) -> F64:
+    """Return [n] QoE of token-seconds that are seen, of those expected; 1 where nothing is expected yet."""
+    known: F64 = np.minimum(np.maximum(seen, 0.0) / np.maximum(expected, _NOTHING), 1.0)
+    known[expected <= 0] = 1.0
+    return known
+
+
+def _series(since_s: F64, gap_s: F64 | float, most: F64 | None = None) -> F64:
+    """Return the token-seconds of tokens that are displayed with equal gaps, the first of them so long ago.
+
+    Args:
+        since_s: [n] below 0: it is still to come.
+        gap_s: [n]
+        most: [n] tokens that there are; None: as many as have time.
+    """
+    num = np.floor(since_s / gap_s) + 1
+    num = np.maximum(num if most is None else np.minimum(num, most), 0.0)
+    seen: F64 = num * (since_s - gap_s * (num - 1) / 2)
     return seen

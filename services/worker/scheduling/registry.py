@@ -6,7 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from services.worker.scheduling.andes import AndesScheduler, Weighing
+from services.worker.scheduling.andes import AndesScheduler
+from services.worker.scheduling.andes_settings import Weighing
 from services.worker.scheduling.chunked import ChunkedScheduler
 from services.worker.scheduling.fcfs import FcfsScheduler
 from services.worker.scheduling.lookahead import LookaheadScheduler

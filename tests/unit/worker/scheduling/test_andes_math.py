@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.worker.scheduling.packing import greedy
+from services.worker.scheduling.packing import batch_sizes, greedy, most_in_time, most_that_fit
 from services.worker.scheduling.prediction import UNREAD_GAP_S, UNREAD_TTFT_S, Readers
 from services.worker.scheduling.view import F64
 from sluice_client.qoe import QoeState, QoeTarget, qoe_at
@@ -86,8 +86,9 @@ def test_packing_is_algorithm_1_and_never_gains_more_than_the_best(capsys: pytes
         count, capacity, most = int(rng.integers(1, 12)), int(rng.integers(1, 60)), int(rng.integers(0, 9))
         gains, weights = rng.random(count), rng.integers(1, 30, count).astype(np.int32)
         priority = gains / weights
-        taken = greedy(priority, weights, capacity, most)
-        assert taken.tolist() == algorithm_1(priority.tolist(), weights.tolist(), capacity, most)
+        order, num_taken = greedy(priority, weights, capacity, most)
+        taken = algorithm_1(priority.tolist(), weights.tolist(), capacity, most)
+        assert sorted(order[:num_taken].tolist()) == np.flatnonzero(taken).tolist()
         found, bound = float(gains[taken].sum()), best(gains.tolist(), weights.tolist(), capacity, most)
         assert found <= bound + 1e-12
         ratios += [found / bound] if bound else []
@@ -95,3 +96,24 @@ def test_packing_is_algorithm_1_and_never_gains_more_than_the_best(capsys: pytes
         print(
             f"\ngreedy / best: P1, P10, P50 {np.percentile(ratios, [1, 10, 50]).round(3)}, mean {np.mean(ratios):.3f}"
         )
+
+
+def test_the_sizes_that_are_tried_lie_between_the_most_in_time_and_the_most_that_fit() -> None:
+    rng = np.random.default_rng(2)
+    for _ in range(300):
+        weights, capacity = rng.integers(1, 30, int(rng.integers(1, 40))).astype(np.int32), int(rng.integers(30, 300))
+        per_row_s, limit_s = float(rng.uniform(0.001, 0.1)), float(rng.uniform(0.05, 0.5))
+
+        def period_s(count: int, per_row_s: float = per_row_s) -> float:
+            return 0.02 + count * per_row_s
+
+        largest = most_that_fit(weights, capacity, 32)
+        assert np.sort(weights)[:largest].sum() <= capacity
+        assert largest == 32 or np.sort(weights)[: largest + 1].sum() > capacity or largest == weights.size
+        least = most_in_time(period_s, limit_s, largest)
+        assert least == max((size for size in range(1, largest + 1) if period_s(size) <= limit_s), default=1)
+        sizes = batch_sizes(least, largest, 4)
+        assert (sizes[0], sizes[-1]) == (largest, least)
+        assert len(sizes) <= 4
+        assert sizes == sorted(set(sizes), reverse=True)
+        assert batch_sizes(least, largest, 1) == [largest]

@@ -149,3 +149,47 @@ def test_by_gain_alone_length_does_not_matter() -> None:
 def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match=next(iter(wrong))):
         make_scheduler("andes", **wrong)
+
+
+SLOW_ROWS = CostModel(g0_s=0.01, b0_s=0.06, g1_s=0.0, b1_s=0.0, d_s=0.0, a_s=0.0)
+"""A step takes 60 ms for each row, so three make it as slow as a reader."""
+
+
+def test_where_steps_are_too_slow_for_readers_some_sit_out_and_keep_their_memory() -> None:
+    """Eight whose experience was perfect so far: with all of them in a step it would be nobody's for long."""
+    view = moment([decoding(8)] * 8, waited_s=[2.4] * 8)
+    slow = replace(view, cost=SLOW_ROWS)
+    some = decide(slow, objective="perfect")
+    for other in (decide(view, objective="perfect"), decide(slow, objective="perfect", num_batch_sizes=1)):
+        assert other.rows.size == 8
+    assert some.rows.size == 3, "in 190 ms each of them gets a token before it is read"
+    assert not some.preempt.size
+    assert some.holds
+    assert some.next_look_s == pytest.approx(NOW_S + 0.2)
+
+
+def test_nothing_is_decided_while_memory_and_steps_are_enough() -> None:
+    """Selective triggering: the step is the plain one, until something happens."""
+    view = moment([decoding(8)] * 3, waited_s=[9] * 3)
+    output = decide(view)
+    assert (output.rows.size, output.next_look_s, output.holds) == (3, np.inf, False)
+
+
+def test_a_decision_holds_while_others_wait_for_memory_but_not_with_a_prompt_under_way() -> None:
+    rows = [decoding(18)] * 3
+    view = moment(rows, [parked(18)], waited_s=[4.5, 4.5, 4.5, 0], free_blocks=3)
+    assert (decide(view).rows.size, decide(view).holds) == (3, True)
+    assert not decide(view, holds_s=0).holds
+    with_prompt = moment([*rows, prefilling(60, 20)], [parked(18)], waited_s=[4.5] * 4 + [0], free_blocks=12)
+    assert not decide(with_prompt).holds
+
+
+def test_the_refiner_lets_nobody_give_way_if_the_delay_costs_more() -> None:
+    """Row 2 has most text, and would give way; but that it is computed again delays three readers without any text."""
+    rows = [decoding(18), decoding(18), decoding(118)]
+    for token_s, gives_way in ((0.001, True), (0.2, False)):
+        cost = CostModel(g0_s=0.0, b0_s=token_s, g1_s=0.0, b1_s=0.0, d_s=0.0, a_s=0.0)
+        view = moment(rows, [parked(12)], waited_s=[4.5, 4.5, 5, 2], free_blocks=3)
+        output = decide(replace(view, cost=cost), refines=True, keeps=1, num_batch_sizes=1)
+        assert bool(output.preempt.size) == gives_way
+        assert decide(replace(view, cost=cost), keeps=1, num_batch_sizes=1).preempt.size

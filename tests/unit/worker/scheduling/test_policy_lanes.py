@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.scheduling.registry import SCHEDULERS
+from tests.support.engine_builders import per_token
 from tests.support.engine_views import (
     decide,
     decoding,
@@ -94,7 +95,7 @@ def test_everybody_goes_on_about_equally_fast_whatever_lane_comes_back(seed: int
 @pytest.mark.parametrize("scheduler", PLAIN)
 def test_who_needs_no_block_goes_on_if_the_share_cannot(scheduler: str) -> None:
     """Row 1 has waited longest, but lacks a block that only row 0's preemption would give, and row 0 stays."""
-    view = make_view(running=[decoding(5), decoding(8)], free_blocks=0)
+    view = make_view(running=[decoding(5), decoding(8)], free_blocks=0, cost=per_token(1e-3))
     output = decide(scheduler, in_lanes(view, 2, last_step=[2, 1]))
     assert output.rows.tolist() == [0]
     assert output.preempt.tolist() == [1]

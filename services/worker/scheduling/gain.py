@@ -1,0 +1,106 @@
+"""What it gains to serve each request, and so who comes first. Pure.
+
+    gain = QoE if it is served - QoE if it is not, both at a horizon behind its own prompt
+
+Source: Andes (arXiv 2404.16283), section 4.2. Deviations: who has long been without text counts for more the longer it
+is (`aging_s`); who runs counts more (`keeps`); what a gain is divided by is more than a length (`packing.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from services.worker.scheduling.andes_settings import AndesSettings, Objective, Weighing
+from services.worker.scheduling.blocks_math import Places, num_known
+from services.worker.scheduling.prediction import Readers, experience
+from services.worker.scheduling.view import F64, I32, SchedulerView
+
+LEAST_GAIN: Final = 1e-6
+"""Of who gains nothing, so that among them too who takes least comes first."""
+PERFECT: Final = 1 - 1e-9
+
+
+class Scoring:
+    """Of some rows, [n]: what it gains to serve each, at any pace of the steps.
+
+    Args:
+        view: of this moment.
+        rows: [n] those that run, and behind them the parked ones.
+        memory: [n] share of the blocks that each takes.
+        settings: of the policy.
+    """
+
+    def __init__(self, view: SchedulerView, rows: I32, memory: F64, settings: AndesSettings) -> None:
+        self._view, self._settings, self._known = view, settings, num_known(view.columns, rows)
+        self._context = float(self._known.sum()) / max(rows.size, 1)
+        self.readers = Readers.of(view, rows)
+        resume_s = _resume_s(view, rows, self._known)
+        self._now_s: F64 = view.now_s - view.columns.arrival_s[rows]
+        self._first_s = self._now_s + resume_s
+        self._at_s = self._first_s + settings.horizon_s
+        self._expected, self._shown = self.readers.expected(self._at_s), self.readers.displayed(self._at_s)
+        self._waits = experience(self._shown, self._expected)
+        late_s = self.readers.late_s(self._now_s)
+        self._aged = np.minimum(np.maximum(late_s / settings.aging_s, 0.0), 1.0) + LEAST_GAIN
+        self._size = memory + resume_s / settings.horizon_s if settings.weighing is Weighing.DENSITY else None
+
+    def period_s(self, num_rows: int) -> float:
+        """Return how long a step takes in which so many of them decode; 0 if nobody knows."""
+        cost = self._view.cost
+        return 0.0 if cost is None else cost.step_s(num_rows, num_rows * self._context, 0)
+
+    def gain(self, period_s: float) -> F64:
+        """Return [n]: what it gains to serve each, as the objective counts it.
+
+        Args:
+            period_s: between two tokens.
+        """
+        objective, readers = self._settings.objective, self.readers
+        if objective is Objective.MAX_MIN:
+            gain: F64 = readers.qoe(self._now_s).min() - self._waits
+        else:
+            more = readers.served(self._at_s, self._first_s + period_s, period_s)
+            serves = experience(self._shown + more, self._expected)
+            gain = serves - self._waits
+            if objective is Objective.PERFECT:
+                is_kept = (serves >= PERFECT) & (self._waits < PERFECT) & (readers.qoe(self._now_s) >= PERFECT)
+                gain = is_kept.astype(np.float64)
+        return np.maximum(gain, 0.0, out=gain)
+
+    def priority(self, gain: F64) -> F64:
+        """Return [n]: who comes first, given what each gains."""
+        priority: F64 = gain + self._aged
+        priority[: self._view.running.size] *= self._settings.keeps
+        return priority if self._size is None else priority / self._size
+
+    def again_s(self, places: Places) -> F64:
+        """Return what it costs that these give way: they are computed again, or copied out and back if that is less."""
+        known = self._known[places].astype(np.float64)
+        cost, host = self._view.cost, self._view.host
+        if cost is None:
+            return np.zeros(known.size)
+        compute_s = known * (cost.token_s + cost.a_s * (known + 1) / 2)
+        if host is None:
+            return compute_s
+        return np.minimum(compute_s, 2 * host.block_copy_s * known / self._view.block_size)
+
+    def loss(self, places: Places, delay_s: float) -> float:
+        """Return what these lose together if none of them gets anything for so long."""
+        lost = self.readers.qoe(self._now_s) - self.readers.qoe(self._now_s + delay_s)
+        return float(np.maximum(lost[places], 0.0).sum())
+
+
+def _resume_s(view: SchedulerView, rows: I32, known: I32) -> F64:
+    """Return [n]: what it takes to compute a row's prompt, or to bring its KV back, before its next token."""
+    columns, cost = view.columns, view.cost
+    resume_s: F64 = np.zeros(rows.size)
+    if cost is not None:
+        done = np.maximum(columns.num_computed[rows], columns.host_tokens[rows])
+        left = (known - done).astype(np.float64)
+        resume_s = left * (cost.token_s + cost.a_s * (done + (left + 1) / 2))
+        resume_s[left <= 1] = 0.0
+    if view.host is not None:
+        resume_s = resume_s + view.host.block_copy_s * columns.host_tokens[rows] / view.block_size
+    return resume_s
