@@ -1,7 +1,7 @@
 """One request in the dispatcher: what was asked, every token so far, and where it runs. No text here.
 
-The log (prompt, sampling, tokens) is all that another worker needs to go on: `next_submit` builds a submission from it,
-for the first attempt and for any later one. Attempts fence: only tokens of the present one count, whoever sends them.
+The log (prompt, sampling, tokens) is all that another worker needs to go on (`submission.py`). Attempts fence: only
+tokens of the present one count, whoever sends them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import numpy as np
 from services.dispatcher.session.gaps import GapHistogram
 from services.dispatcher.session.history import Attempt, History
 from services.dispatcher.session.questions import Questions
-from services.dispatcher.session.request import FailureCode, NewRequest, Reader, Sender
+from services.dispatcher.session.request import FailureCode, NewRequest, Reader
 from services.dispatcher.state import Counted
-from shared.ids import NOBODY, Incarnation, RequestId, StreamId, WorkerId
-from shared.messages.request import Submit, pack_token_ids
-from shared.qoe import answer_qoe, displayed
+from shared.ids import NOBODY, Incarnation, StreamId, WorkerId
+from shared.qoe import answer_qoe
 from shared.stream_extras import TokenLogprob
 from shared.types import FinishReason
 
@@ -126,41 +125,6 @@ class Session:
         if target is None:
             return None
         return answer_qoe(np.asarray(self.token_s) - self.request.arrival_s, target.ttft_s, target.speed_tokens_per_s)
-
-    @property
-    def _displayed(self) -> tuple[float, float] | None:
-        """What the reader has seen, as `Submit.displayed` says it."""
-        target = self.request.qoe
-        if target is None or not self.token_s:
-            return None
-        return displayed(np.asarray(self.token_s) - self.request.arrival_s, target.ttft_s, target.speed_tokens_per_s)
-
-    def next_submit(self, sender: Sender, now_s: float, fork_of: RequestId | None = None) -> Submit:
-        """Return the submission of the next attempt, which goes on after the tokens so far; `begin` makes it count.
-
-        Args:
-            sender: this process.
-            now_s: the event loop's clock.
-            fork_of: see `Submit.fork_of`.
-        """
-        age_s = max(0.0, now_s - self.request.arrival_s)
-        return Submit(
-            request_id=self.request.request_id,
-            stream=self.stream,
-            attempt=self.history.next_number(),
-            dispatcher_id=sender.dispatcher_id,
-            incarnation=sender.incarnation,
-            prompt=self.request.prompt,
-            generated=pack_token_ids(self.tokens),
-            sampling=self.request.sampling,
-            request_class=self.request.request_class,
-            qoe=self.request.qoe,
-            displayed=self._displayed,
-            age_s=age_s,
-            remaining_s=max(0.001, self.request.limit_s - age_s),
-            fork_of=fork_of,
-            cache_salt=self.request.cache_salt,
-        )
 
     def begin(self, worker_id: WorkerId, attempt: int, now_s: float) -> None:
         """From now on only this attempt at this worker counts."""

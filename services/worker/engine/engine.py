@@ -365,6 +365,7 @@ class Engine:
         table.num_output[rows] = num_output
         table.num_known[rows] = table.num_known[rows] + _ONE
         table.last_token[rows] = tokens
+        table.last_token_s[rows] = now_s
         if table.num_readers:
             qoe_columns.deliver(table, rows, first_index, now_s)
         self.totals.num_generated_tokens += int(rows.size)

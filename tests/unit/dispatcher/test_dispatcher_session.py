@@ -15,12 +15,14 @@ from services.dispatcher.session import session as session_module
 from services.dispatcher.session.gaps import GapHistogram
 from services.dispatcher.session.request import FailureCode, NewRequest, Sender
 from services.dispatcher.session.session import MAX_HELD_PARTS, Session
+from services.dispatcher.session.submission import next_submit
 from services.dispatcher.session.table import MAX_STREAM, SessionTable
+from shared.api_keys import Tier
 from shared.ids import NOBODY, DispatcherId, Incarnation, RequestId, StreamId, WorkerId
 from shared.messages.request import pack_token_ids
 from shared.stream_extras import TokenLogprob
 from shared.token_batch import TokenBatch
-from shared.types import FinishReason, ReaderTarget, SamplingParams
+from shared.types import FinishReason, LatencyLimits, ReaderTarget, SamplingParams
 from sluice_client.qoe import QoeTarget, final_qoe
 from tests.support.session_cluster import Taker
 
@@ -49,21 +51,35 @@ def test_a_request_counts_its_prompt_and_all_that_it_may_say() -> None:
 
 def test_a_submission_says_how_old_the_request_is_how_long_it_has_left_and_what_it_has(session: Session) -> None:
     session.receive(0, [5, 6], NONE, 101.0)
-    submit = session.next_submit(SENDER, 110.0)
+    submit = next_submit(session, SENDER, 110.0)
     assert (submit.attempt, submit.age_s, submit.remaining_s) == (1, 10.0, 50.0)
     assert submit.generated_ids().tolist() == [5, 6]
-    assert session.next_submit(SENDER, 170.0).remaining_s == 0.001
+    assert next_submit(session, SENDER, 170.0).remaining_s == 0.001
 
 
 def test_a_submission_says_what_the_reader_has_seen() -> None:
     """Two tokens after 3 s, of which the first was expected after 1 s: both are 2 s late."""
-    assert new_session().next_submit(SENDER, 101.0).displayed is None
+    assert next_submit(new_session(), SENDER, 101.0).displayed is None
     read = Session(
         replace(new_request(), qoe=ReaderTarget(ttft_s=1, speed_tokens_per_s=4)), StreamId(7), GapHistogram()
     )
-    assert read.next_submit(SENDER, 101.0).displayed is None
+    assert next_submit(read, SENDER, 101.0).displayed is None
     read.receive(0, [5, 6], NONE, 103.0)
-    assert read.next_submit(SENDER, 110.0).displayed == (3.25, 4.0)
+    assert next_submit(read, SENDER, 110.0).displayed == (3.25, 4.0)
+
+
+def test_a_submission_says_what_is_to_be_kept_and_what_has_become_of_the_request() -> None:
+    """The second token came 3 s before; who has heard of fewer preemptions says nothing new."""
+    limits = LatencyLimits(ttft_s=0.5)
+    made = Session(replace(new_request(), tier=Tier.PRIORITY, slo=limits), StreamId(7), GapHistogram())
+    first = next_submit(made, SENDER, 101.0)
+    assert (first.tier, first.slo, first.num_preemptions, first.token_age_s) == (Tier.PRIORITY, limits, 0, None)
+    made.receive(0, [5], NONE, 103.0)
+    made.receive(1, [6], NONE, 107.0)
+    for count in (2, 1):
+        made.history.learn_preemptions(count)
+    again = next_submit(made, SENDER, 110.0)
+    assert (again.tier, again.slo, again.num_preemptions, again.token_age_s) == (Tier.PRIORITY, limits, 2, 3.0)
 
 
 def test_parts_are_taken_in_order_and_a_gap_is_told_as_long_as_there_is_one(session: Session) -> None:
