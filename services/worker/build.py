@@ -11,10 +11,10 @@ from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.contract.executor import Executor, HostMemory, KvCapacity, overlaps
 from services.worker.cost.estimate import CostEstimate
 from services.worker.cost.fitting import CostFitting
+from services.worker.engine.demand import count_queued_for_memory
 from services.worker.engine.engine import Engine
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
-from services.worker.engine.stats import count_queued_for_memory
 from services.worker.roles.agent import OrderAgent
 from services.worker.roles.device import GroupDevice
 from services.worker.roles.errands import make_errands

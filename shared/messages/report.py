@@ -132,10 +132,16 @@ class WorkerReport(ProcessFacts, ControlMessage):
     """Blocks of KV that is still to be computed: what is left of prompts, of those that run and of those that wait. No
     memory is held for it yet."""
     num_head_blocks: int = 0
-    """Of these, the blocks that the next one in line needs."""
+    """Of these, the blocks that the next one in line needs, leaving out whose reader has text for longer than a second,
+    if the worker's policy lets such ones wait."""
     num_queued_for_memory: int = 0
     """Waiting and preempted sequences that would run if there were KV blocks for them: there is a place for them among
-    those that run."""
+    those that run. Leaves out the same ones."""
+    num_slack_blocks: int = 0
+    """Of the used blocks, those of sequences whose readers have text for longer than a second, if the worker's policy
+    lets such ones give way; they are no demand."""
+    num_slack_demanded_blocks: int = 0
+    """Of the demanded blocks, those of such sequences."""
     num_coming_blocks: int = 0
     """Blocks whose KV is on its way from other workers of the group; sequences wait for theirs."""
     num_host_blocks: int = 0

@@ -199,6 +199,8 @@ class Reporter:
             "num_uncomputed_blocks": stats.num_uncomputed_blocks,
             "num_head_blocks": stats.num_head_blocks,
             "num_queued_for_memory": stats.num_queued_for_memory,
+            "num_slack_blocks": stats.num_slack_blocks,
+            "num_slack_demanded_blocks": stats.num_slack_demanded_blocks,
             "max_waiting": stats.max_waiting,
             "num_coming_blocks": stats.num_coming_blocks,
             "num_host_blocks": stats.num_host_blocks,
