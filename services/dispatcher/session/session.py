@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Sequence
+from math import ceil, nan
 
 import numpy as np
 
@@ -33,6 +34,7 @@ class Session:
 
     __slots__ = (
         "_gaps",
+        "_reading_s",
         "admitted_s",
         "attempt",
         "cached_tokens",
@@ -51,6 +53,7 @@ class Session:
         "questions",
         "reader",
         "request",
+        "shown_s",
         "started_s",
         "stream",
         "token_s",
@@ -75,6 +78,12 @@ class Session:
         """Every output token, in order, from all attempts."""
         self.token_s = array("d")
         """When each of those that came to this session did, on the event loop's clock."""
+        reader = request.qoe
+        self._reading_s = nan if reader is None else 1 / reader.speed_tokens_per_s
+        self.shown_s = nan
+        """When its newest token is displayed, on the event loop's clock; NaN without a reader."""
+        if reader is not None:
+            self.shown_s = request.arrival_s + reader.ttft_s + (len(self.tokens) - 1) * self._reading_s
         self.num_delivered = 0
         """How many of them the reader has taken."""
         self.num_served = len(self.tokens)
@@ -125,6 +134,22 @@ class Session:
         if target is None:
             return None
         return answer_qoe(np.asarray(self.token_s) - self.request.arrival_s, target.ttft_s, target.speed_tokens_per_s)
+
+    @property
+    def stall_s(self) -> float | None:
+        """For how long its reader had no text, from the first token on; None without a reader or any token."""
+        target, request = self.request.qoe, self.request
+        if target is None or not self.token_s:
+            return None
+        num_before = len(self.tokens) - len(self.token_s)
+        first_s = max(self.token_s[0], request.arrival_s + target.ttft_s + num_before * self._reading_s)
+        return max(0.0, self.shown_s - first_s - (len(self.token_s) - 1) * self._reading_s)
+
+    def num_unread(self, now_s: float) -> int:
+        """Return how many tokens its reader has and has not been shown, as a strict pacer shows them."""
+        if not self.shown_s > now_s or not self.token_s:
+            return 0
+        return min(ceil((self.shown_s - now_s) / self._reading_s), len(self.tokens))
 
     def begin(self, worker_id: WorkerId, attempt: int, now_s: float) -> None:
         """From now on only this attempt at this worker counts."""
@@ -233,6 +258,8 @@ class Session:
             gaps.num_same += 1
         else:
             gaps.add(gap_s)
+        shown_s = self.shown_s + self._reading_s
+        self.shown_s = max(shown_s, now_s)
         tokens.append(token_id)
         token_s.append(now_s)
         self.progress_s = now_s
@@ -330,6 +357,8 @@ class Session:
             self._gaps.add(now_s - self.token_s[-1])
         if len(token_ids) > 1:
             self._gaps.add(0.0, len(token_ids) - 1)
+        shown_s = self.shown_s + self._reading_s
+        self.shown_s = (max(shown_s, now_s)) + (len(token_ids) - 1) * self._reading_s
         self.progress_s = now_s
         self.tokens += token_ids
         self.token_s.extend([now_s] * len(token_ids))

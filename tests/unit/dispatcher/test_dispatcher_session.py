@@ -23,7 +23,7 @@ from shared.messages.request import pack_token_ids
 from shared.stream_extras import TokenLogprob
 from shared.token_batch import TokenBatch
 from shared.types import FinishReason, LatencyLimits, ReaderTarget, SamplingParams
-from sluice_client.qoe import QoeTarget, final_qoe
+from sluice_client.qoe import QoeTarget, displayed_times, final_qoe
 from tests.support.session_cluster import Taker
 
 NONE, LENGTH = FinishReason.NONE, FinishReason.LENGTH
@@ -66,6 +66,43 @@ def test_a_submission_says_what_the_reader_has_seen() -> None:
     assert next_submit(read, SENDER, 101.0).displayed is None
     read.receive(0, [5, 6], NONE, 103.0)
     assert next_submit(read, SENDER, 110.0).displayed == (3.25, 4.0)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 3), st.integers(1, 4)), min_size=1, max_size=12),
+    st.integers(0, 3),
+    st.floats(0.1, 2),
+    st.floats(1, 20),
+    st.floats(0, 9),
+)
+def test_what_the_reader_has_left_and_how_long_it_had_none_are_as_the_strict_pacer_has_them(
+    parts: list[tuple[float, int]], num_before: int, ttft_s: float, speed: float, later_s: float
+) -> None:
+    """Tokens that an earlier connection got count as shown on time."""
+    target = ReaderTarget(ttft_s=ttft_s, speed_tokens_per_s=speed)
+    request = replace(new_request(), qoe=target, generated=tuple(range(num_before)))
+    made, now_s, delivered = Session(request, StreamId(7), GapHistogram()), 100.0, [-1e9] * num_before
+    assert (made.stall_s, made.num_unread(now_s)) == (None, 0)
+    for gap_s, count in parts:
+        now_s += gap_s
+        if count > 1 or not made.take_next(len(made.tokens), 9, now_s):
+            made.receive(len(made.tokens), [9] * count, NONE, now_s)
+        made.history.start()
+        delivered += [now_s - 100.0] * count
+    shown = displayed_times(QoeTarget(ttft_s, speed), delivered)
+    assert made.shown_s - 100.0 == pytest.approx(shown[-1], abs=1e-9)
+    own = shown[num_before:]
+    stalls = [after - before - 1 / speed for before, after in pairwise(own)]
+    assert made.stall_s == pytest.approx(sum(stalls), abs=1e-9)
+    then_s = now_s - 100.0 + later_s
+    nearly, exactly = (sum(each > then_s + off_s for each in shown) for off_s in (1e-9, -1e-9))
+    assert nearly <= made.num_unread(100.0 + then_s) <= exactly
+
+
+def test_who_has_no_reader_has_nothing_unread_and_no_stalls(session: Session) -> None:
+    for index in range(3):
+        session.receive(index, [9], NONE, 101.0 + index)
+    assert (session.stall_s, session.num_unread(101.0)) == (None, 0)
 
 
 def test_a_submission_says_what_is_to_be_kept_and_what_has_become_of_the_request() -> None:
