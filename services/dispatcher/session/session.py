@@ -259,7 +259,9 @@ class Session:
         else:
             gaps.add(gap_s)
         shown_s = self.shown_s + self._reading_s
-        self.shown_s = max(shown_s, now_s)
+        if now_s > shown_s:  # noqa: PLR1730  for every token: a call takes twice as long
+            shown_s = now_s
+        self.shown_s = shown_s
         tokens.append(token_id)
         token_s.append(now_s)
         self.progress_s = now_s
@@ -358,7 +360,8 @@ class Session:
         if len(token_ids) > 1:
             self._gaps.add(0.0, len(token_ids) - 1)
         shown_s = self.shown_s + self._reading_s
-        self.shown_s = (max(shown_s, now_s)) + (len(token_ids) - 1) * self._reading_s
+        shown_s = max(shown_s, now_s)  # in this order NaN stays
+        self.shown_s = shown_s + (len(token_ids) - 1) * self._reading_s
         self.progress_s = now_s
         self.tokens += token_ids
         self.token_s.extend([now_s] * len(token_ids))
