@@ -83,6 +83,7 @@ def render(view: ClusterView, age_s: float | None = None) -> str:
         *_held(view),
         *_throttled(view),
         *_gave_way(view),
+        *_readers(view),
         *_moves(view),
         *stale,
     ]
@@ -163,15 +164,28 @@ def _throttled(view: ClusterView) -> list[str]:
 
 
 def _gave_way(view: ClusterView) -> list[str]:
-    """Return what became of KV that gave way or was forgotten, of each worker where some was."""
+    """Return who gave way, and what became of KV that did or was forgotten, of each worker where some was."""
     lines = []
     for report in (status.report for status in view.workers):
         back, again = report.num_brought_back_tokens_total, report.num_recomputed_tokens_total
         lost = f", {report.num_given_up_tokens_total} given up" if report.num_given_up_tokens_total else ""
-        if back or again or lost:
+        who = f"{report.num_preemptions_total} preemptions, " if report.num_preemptions_total else ""
+        if who or back or again or lost:
             lines.append(
-                f"left the device: {report.worker_id}: {back} tokens brought back, {again} computed again{lost}"
+                f"left the device: {report.worker_id}: {who}{back} tokens brought back, {again} computed again{lost}"
             )
+    return lines
+
+
+def _readers(view: ClusterView) -> list[str]:
+    """Return what readers have, of each worker where some read: their experience by now, and who is out of text."""
+    lines = []
+    for report in (status.report for status in view.workers if status.liveness is Liveness.ALIVE):
+        if report.qoe is None:
+            continue
+        rows = report.slack_rows
+        text = f"; {rows[0]} of {sum(rows)} that run are out of text" if sum(rows) else ""
+        lines.append(f"readers: {report.worker_id}: QoE {report.qoe:.3f} by now{text}")
     return lines
 
 

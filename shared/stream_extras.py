@@ -1,8 +1,8 @@
-"""What travels with tokens only now and then: how much of a prompt was cached, log-probabilities, who goes on.
+"""What travels with tokens only now and then: cached tokens, log-probabilities, who goes on, preemptions.
 
 The end of a `TokenBatch`, empty in almost every step. Little-endian; rows in ascending order, each at most once:
 
-    per row     u32 row · u32 cached tokens (0xFFFFFFFF: not said) · u8 n · u8 w · 2 zero bytes · n times:
+    per row     u32 row · u32 cached tokens (0xFFFFFFFF: not said) · u8 n · u8 w · u16 preemptions · n times:
     per token     f32 log-probability · u8 k · 3 zero bytes · k times (u32 id · f32 log-probability)
                 then w bytes, the id of a worker
 
@@ -22,8 +22,7 @@ from shared.types import MAX_TOP_LOGPROBS
 
 MAX_ROW_LOGPROBS: Final = 255
 """Most tokens of one row, as in a `TokenBatch`."""
-_ROW: Final = struct.Struct("<IIBB2x")
-_ROW_PADDING: Final = 2
+_ROW: Final = struct.Struct("<IIBBH")
 _TOKEN_PADDING: Final = 3
 _TOKEN: Final = struct.Struct("<fB3x")
 _PAIR_BYTES: Final = 8
@@ -52,6 +51,8 @@ class StreamExtra:
     """One for each token of the row, or none at all."""
     moved_to: str = ""
     """The worker at which a sequence should go on that this one gives up; empty: wherever there is room."""
+    num_preemptions: int = 0
+    """How often the request has been preempted by now, at most 65 535; 0: not said here."""
 
     @property
     def packed_bytes(self) -> int:
@@ -82,10 +83,10 @@ def unpack_extras(data: bytes) -> list[StreamExtra]:
     reader = _Reader(data)
     extras: list[StreamExtra] = []
     while reader.offset < len(data):
-        row, cached, num_tokens, name_size = reader.take(_ROW, _ROW_PADDING)
+        row, cached, num_tokens, name_size, num_preemptions = reader.read(_ROW)
         logprobs = tuple(reader.token() for _ in range(num_tokens))
         moved_to = reader.name(name_size) if name_size else ""
-        extras.append(StreamExtra(row, None if cached == _NOT_SAID else cached, logprobs, moved_to))
+        extras.append(StreamExtra(row, None if cached == _NOT_SAID else cached, logprobs, moved_to, num_preemptions))
     try:
         _check_order(extra.row for extra in extras)
     except ValueError as error:
@@ -108,7 +109,7 @@ def _pack_row(extra: StreamExtra) -> Iterator[bytes]:
         raise ValueError(f"{_NOT_SAID} cached tokens cannot be said")
     cached = _NOT_SAID if extra.cached_tokens is None else extra.cached_tokens
     name = check_token(extra.moved_to).encode() if extra.moved_to else b""
-    yield _ROW.pack(extra.row, cached, len(extra.logprobs), len(name))
+    yield _ROW.pack(extra.row, cached, len(extra.logprobs), len(name), extra.num_preemptions)
     for token in extra.logprobs:
         if len(token.top) > MAX_TOP_LOGPROBS:
             raise ValueError(f"{len(token.top)} alternatives of a token, the limit is {MAX_TOP_LOGPROBS}")
@@ -126,34 +127,30 @@ class _Reader:
         self._data = data
         self.offset = 0
 
-    def take(self, record: struct.Struct, padding: int) -> tuple[Any, ...]:
-        """Return the fields of the next record, whose last bytes are zero."""
-        fields = self._read(record)
-        if any(self._data[self.offset - padding : self.offset]):
-            raise WireError("extras: padding is not zero")
+    def read(self, record: struct.Struct) -> tuple[Any, ...]:
+        """Return the fields of the next record."""
+        if self.offset + record.size > len(self._data):
+            raise WireError(f"extras of {len(self._data)} bytes end within a record")
+        fields = record.unpack_from(self._data, self.offset)
+        self.offset += record.size
         return fields
 
     def token(self) -> TokenLogprob:
         """Return the next token's log-probability and alternatives."""
-        logprob, num_top = self.take(_TOKEN, _TOKEN_PADDING)
+        logprob, num_top = self.read(_TOKEN)
+        if any(self._data[self.offset - _TOKEN_PADDING : self.offset]):
+            raise WireError("extras: padding is not zero")
         if num_top > MAX_TOP_LOGPROBS:
             raise WireError(f"extras: {num_top} alternatives of a token are over the limit of {MAX_TOP_LOGPROBS}")
-        flat = self._read(struct.Struct("<" + "If" * num_top))
+        flat = self.read(struct.Struct("<" + "If" * num_top))
         if not all(value <= 0 for value in (logprob, *flat[1::2])):
             raise WireError("extras: a log-probability is over 0 or no number")
         return TokenLogprob(logprob, tuple(zip(flat[::2], flat[1::2], strict=True)))
 
     def name(self, size: int) -> str:
         """Return a worker's id."""
-        (data,) = self._read(struct.Struct(f"<{size}s"))
+        (data,) = self.read(struct.Struct(f"<{size}s"))
         try:
             return check_token(data.decode("ascii"))
         except ValueError:
             raise WireError("extras: what should be a worker's id is none") from None
-
-    def _read(self, record: struct.Struct) -> tuple[Any, ...]:
-        if self.offset + record.size > len(self._data):
-            raise WireError(f"extras of {len(self._data)} bytes end within a record")
-        fields = record.unpack_from(self._data, self.offset)
-        self.offset += record.size
-        return fields

@@ -52,6 +52,19 @@ class ReaderTarget(Value):
     """Expected speed of digestion, tokens per second."""
 
 
+class LatencyLimits(Value):
+    """What a request is to keep (its SLO); None: nobody has said."""
+
+    ttft_s: Annotated[float | None, Field(gt=0, le=3600)] = None
+    """Longest time to the first token, seconds from the request's arrival."""
+    tpot_s: Annotated[float | None, Field(gt=0, le=3600)] = None
+    """Longest mean time per further token, seconds."""
+
+
+MAX_PREEMPTIONS = 65_535
+"""Preemptions of one request that are counted; more count as so many."""
+
+
 class SamplingParams(Value):
     """How the next token is chosen and when a sequence stops; complete, so that any worker continues it alike."""
 

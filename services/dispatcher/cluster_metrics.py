@@ -63,6 +63,8 @@ class ClusterMetrics:
         gauge, counter, model = metrics.gauge, metrics.counter, ("model_name",)
         self._open = gauge("sluice:requests_open", "Requests of this dispatcher that run or wait", model)
         self._queued = gauge("sluice:requests_queued", "Of these, the ones for which no worker has room", model)
+        unread = "Tokens that readers have and have not been shown yet, all together"
+        self._unread = gauge("sluice:pacer_buffer_tokens", unread, model)
         self._bus = Growing(counter("sluice:bus", "Token traffic by what became of it", (*model, "what")))
         self._nats = {
             "reconnects": Growing(counter("sluice:nats_reconnects", "Connections to the broker made again", model)),
@@ -72,8 +74,8 @@ class ClusterMetrics:
             "gaps": Growing(counter("sluice:nats_gaps", "Token messages of workers that never came", model)),
         }
 
-    def read(self, sessions: Sessions, bus: Bus) -> None:
-        """Look at everything once."""
+    def read(self, sessions: Sessions, bus: Bus, now_s: float) -> None:
+        """Look at everything once, at this time of the event loop's clock."""
         model = self._model
         reports = [status.report for status in sessions.cluster.statuses]
         self._running.set(sum(report.num_running for report in reports), model_name=model)
@@ -85,6 +87,7 @@ class ClusterMetrics:
             self._read_worker(report)
         self._open.set(len(sessions.table), model_name=model)
         self._queued.set(sessions.num_queued, model_name=model)
+        self._unread.set(sum(session.num_unread(now_s) for session in sessions.table), model_name=model)
         self._read_bus(sessions, bus)
 
     def _read_worker(self, report: WorkerReport) -> None:

@@ -13,6 +13,7 @@ from shared.process.metrics import CONTENT_TYPE, Metrics
 from shared.transport.bus import Bus
 
 _LONG_S: Final = (0.1, 0.25, 0.5, 1, 2, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_STALLS_S: Final = (0.001, 0.01, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
 _QOE: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999, 1.0)
 _TOKENS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 _CHOICES: Final = (1, 2, 5, 10, 20, 50, 100, 200)
@@ -41,6 +42,8 @@ class RequestRecord:
     """Submissions to workers of its first choice, those that were refused included."""
     num_recoveries: int
     """How often it went on at another worker, all choices together."""
+    num_preemptions: int
+    """How often workers preempted it, all choices together."""
     num_choices: int
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -57,6 +60,8 @@ class RequestRecord:
     """Whether the first token came after the time that the reader asked for; None if no reader follows it."""
     e2e_s: float
     qoe: float | None
+    stall_s: float | None
+    """For how long its reader had no text, from the first token on; None like `qoe`."""
 
 
 class DispatcherMetrics:
@@ -111,6 +116,8 @@ class DispatcherMetrics:
         }
         self._e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to end, seconds", model, buckets=_LONG_S)
         self._qoe = histogram("sluice:qoe", "Estimated QoE of finished streams", model, buckets=_QOE)
+        stalls = "Seconds that readers of finished streams were without text after the first token"
+        self._stalls = histogram("sluice:stall_seconds", stalls, model, buckets=_STALLS_S)
 
     def _declare_sizes(self) -> None:
         histogram, model = self.metrics.histogram, ("model_name",)
@@ -152,6 +159,8 @@ class DispatcherMetrics:
             self._misses.inc(model_name=model, tier=record.tier)
         if record.qoe is not None:
             self._qoe.observe(record.qoe, model_name=model)
+        if record.stall_s is not None:
+            self._stalls.observe(record.stall_s, model_name=model)
         for name, times in self._times.items():
             value = getattr(record, name)
             if value is not None:
@@ -166,9 +175,11 @@ class DispatcherMetrics:
             if record.tenant and count:
                 self._tenant.inc(count, model_name=self._model, tenant=record.tenant, kind=kind)
 
-    def render(self, sessions: Sessions, bus: Bus, doorway: Doorway, num_cut_readers: int) -> tuple[bytes, str]:
-        """Return what `/metrics` answers: the text, and its content type."""
-        self._cluster.read(sessions, bus)
+    def render(
+        self, sessions: Sessions, bus: Bus, doorway: Doorway, num_cut_readers: int, now_s: float
+    ) -> tuple[bytes, str]:
+        """Return what `/metrics` answers at this time of the event loop's clock: the text, and its content type."""
+        self._cluster.read(sessions, bus, now_s)
         self._connections.set(doorway.num_open, model_name=self._model)
         self._refused_connections.follow(doorway.num_refused, model_name=self._model)
         self._slow_readers.follow(num_cut_readers, model_name=self._model)

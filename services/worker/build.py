@@ -11,10 +11,11 @@ from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.contract.executor import Executor, HostMemory, KvCapacity, overlaps
 from services.worker.cost.estimate import CostEstimate
 from services.worker.cost.fitting import CostFitting
+from services.worker.engine.demand import count_queued_for_memory
 from services.worker.engine.engine import Engine
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
-from services.worker.engine.stats import count_queued_for_memory
+from services.worker.engine.readers import look_at_readers
 from services.worker.roles.agent import OrderAgent
 from services.worker.roles.device import GroupDevice
 from services.worker.roles.errands import make_errands
@@ -115,6 +116,7 @@ def build_worker(  # noqa: PLR0913  one argument per part that is joined here
     )
     engine_executor, gate, roles = RoleExecutor(executor), StepGate(), _Roles()
     engine = _engine(settings, engine_executor, model, facts.max_model_len, make_engine)
+    reporter.watch_readers(lambda: look_at_readers(engine, parts.now()))
     steps = StepLog(parts.worker_id, settings.step_log_size, parts.now, model.cost)
     loop = StepLoop(
         engine,
@@ -206,7 +208,7 @@ def _endpoints(
         subjects=parts.subjects,
         intake=intake,
         leases=leases,
-        admin=Admin(engine, reporter, leases),
+        admin=Admin(engine, reporter, leases, parts.now),
         steps=steps,
         agent=agent,
     )

@@ -14,6 +14,12 @@ MAX_WAITING_ROWS: Final = 1024
 """Models and tiers of which a view says how many requests wait."""
 
 
+SLACK_EDGES_S: Final = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
+"""Seconds of text between the buckets of `WorkerReport.slack_rows`: a bucket begins at its edge."""
+
+SlackCount = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
 class WorkerPhase(StrEnum):
     """Where a worker is in its life."""
 
@@ -132,10 +138,23 @@ class WorkerReport(ProcessFacts, ControlMessage):
     """Blocks of KV that is still to be computed: what is left of prompts, of those that run and of those that wait. No
     memory is held for it yet."""
     num_head_blocks: int = 0
-    """Of these, the blocks that the next one in line needs."""
+    """Of these, the blocks that the next one in line needs, leaving out whose reader has text for longer than a second,
+    if the worker's policy lets such ones wait."""
     num_queued_for_memory: int = 0
     """Waiting and preempted sequences that would run if there were KV blocks for them: there is a place for them among
-    those that run."""
+    those that run. Leaves out the same ones."""
+    num_slack_blocks: int = 0
+    """Of the used blocks, those of sequences whose readers have text for longer than a second, if the worker's policy
+    lets such ones give way; they are no demand."""
+    num_slack_demanded_blocks: int = 0
+    """Of the demanded blocks, those of such sequences."""
+    slack_rows: Annotated[tuple[SlackCount, ...], Field(max_length=8)] = ()
+    """Sequences that run and have a reader, by how long the reader has text for (`SLACK_EDGES_S`), the latest first;
+    empty if the worker does not say."""
+    slack_blocks: Annotated[tuple[SlackCount, ...], Field(max_length=8)] = ()
+    """KV blocks that these hold; one that several hold counts for each."""
+    qoe: Annotated[float | None, Field(ge=0, le=1)] = None
+    """Mean of what readers have experienced by now, of all sequences that are here; None: nobody reads."""
     num_coming_blocks: int = 0
     """Blocks whose KV is on its way from other workers of the group; sequences wait for theirs."""
     num_host_blocks: int = 0

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from shared.api_keys import Tier
 from shared.ids import DispatcherId, Incarnation, RequestId, StreamId
 from shared.messages.base import ControlMessage
-from shared.types import ReaderTarget, RequestClass, SamplingParams
+from shared.types import MAX_PREEMPTIONS, LatencyLimits, ReaderTarget, RequestClass, SamplingParams
 
 MAX_PROMPT_TOKENS = 1_000_000
 """Longest prompt that a worker is sent."""
@@ -51,11 +52,19 @@ class Submit(ControlMessage):
     """Token ids that earlier attempts produced and the dispatcher has; generation goes on after them."""
     sampling: SamplingParams
     request_class: RequestClass = RequestClass.REAL_TIME
+    tier: Tier = Tier.DEFAULT
+    """The one that is really used."""
+    slo: LatencyLimits | None = None
+    """What the request is to keep; None: nobody has said."""
     qoe: ReaderTarget | None = None
     """The reader's schedule; None when no reader follows the stream (not streamed, JSON, tools)."""
     displayed: Annotated[tuple[NotNegative, NotNegative] | None, Field()] = None
     """What the reader has seen of `generated`: when the newest token is displayed, seconds after arrival, and the sum
     of all delays so far; None without any, or without a reader."""
+    num_preemptions: Annotated[int, Field(ge=0, le=MAX_PREEMPTIONS)] = 0
+    """How often it has been preempted so far, at whatever worker."""
+    token_age_s: Annotated[float | None, Field(ge=0)] = None
+    """Seconds since the newest token of `generated` reached the dispatcher; None: not known, or there is none."""
     age_s: Annotated[float, Field(ge=0)] = 0.0
     """Seconds since the request arrived at the dispatcher; the worker's clock for QoE and for order starts there."""
     remaining_s: Annotated[float, Field(gt=0)] = 600.0
@@ -120,6 +129,8 @@ class Accepted(ControlMessage):
     """Of the worker's process."""
     num_output: Annotated[int, Field(ge=0)] = 0
     """Output tokens that the worker has already: more than the submission's if it ran an older attempt."""
+    num_preemptions: Annotated[int, Field(ge=0)] = 0
+    """How often the request has been preempted, as far as the worker knows."""
 
 
 class Refused(ControlMessage):

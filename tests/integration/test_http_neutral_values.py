@@ -41,6 +41,7 @@ BOTH: Final[dict[str, list[Any]]] = {
     "stream_options": [{}, {"include_usage": False}, {"include_usage": None}, {"include_obfuscation": False}],
     "service_tier": ["auto", "default", ""],
     "qoe": [{}, {"ttft_s": None}],
+    "slo": [{}, {"tpot_s": None}],
     "cache_salt": [],
     "user": ["", "somebody"],
     "metadata": [{}],

@@ -150,7 +150,8 @@ async def test_metrics_carry_both_families_of_names_and_true_counts(served: Runn
     assert value("vllm:num_requests_running") == 2
     assert value("vllm:num_requests_waiting") == 1
     assert value("vllm:kv_cache_usage_perc") == 0.25
-    assert value("sluice:qoe_count") == 2
+    assert value("sluice:qoe_count") == value("sluice:stall_seconds_count") == 2
+    assert value("sluice:pacer_buffer_tokens") == 0, "no stream is open"
 
 
 async def test_what_is_on_its_way_to_a_worker_is_told_until_it_is_there(served: Running) -> None:

@@ -285,6 +285,10 @@ _CHAT: Final[list[Fields]] = [
     row("stop ids true", "invalid_type", stop_token_ids=[True]),
     row("qoe 0", "decimal_below_min_value", param="qoe.ttft_s", stream=True, qoe={"ttft_s": 0}),
     row("qoe list", "invalid_type", qoe=[1]),
+    row("slo text", "invalid_type", param="slo", slo="fast"),
+    row("slo 0", "decimal_below_min_value", param="slo.tpot_s", slo={"ttft_s": 0.4, "tpot_s": 0}),
+    row("slo true", "invalid_type", param="slo.ttft_s", slo={"ttft_s": True}),
+    row("slo late", "decimal_above_max_value", param="slo.ttft_s", slo={"ttft_s": 3601}),
     row("qoe speed", "decimal_above_max_value", param="qoe.speed_tokens_per_s", qoe={"speed_tokens_per_s": 1e9}),
     ("assistant calls", message(role="assistant", tool_calls=[{}]), "unsupported_parameter", "messages.0.tool_calls"),
 ]

@@ -38,7 +38,21 @@ class Story:
     text: list[int]
     finish: FinishReason = FinishReason.NONE
     was_started: bool = False
+    num_preemptions: int = 0
     row: int = -1
+
+    def hear(self, index: int, token: int, finish: int, events: StepEvents) -> None:
+        """Take in one of the events, which is its own."""
+        told = [extra.num_preemptions for extra in events.extras if extra.index == index and extra.num_preemptions]
+        if token >= 0:
+            self.text.append(token)
+        elif told:
+            self.num_preemptions += 1
+            assert told == [self.new.num_preemptions + self.num_preemptions], "each is counted, once"
+        elif finish == FinishReason.NONE:
+            assert not self.was_started, "a sequence is started once"
+            self.was_started = True
+        self.finish = FinishReason(finish)
 
 
 def check_contents(engine: Engine, contents: dict[int, bytes]) -> None:
@@ -271,6 +285,8 @@ class EngineHarness:
         """Check that everything was given back."""
         assert self.engine.blocks.num_free == self.engine.blocks.num_usable
         assert self.engine.log.num_used_chunks == 0
+        told = sum(story.num_preemptions for story in self.stories.values())
+        assert told == self.engine.totals.num_preemptions, "who is preempted is told of"
         assert self.engine.swapping is None or not self.engine.swapping.host.num_used
 
     def settle(self) -> None:
@@ -285,17 +301,13 @@ class EngineHarness:
 
     def record(self, events: StepEvents) -> None:
         columns = (events.stream, events.attempt, events.channel, events.first_index, events.tokens, events.finish)
-        for stream, attempt, channel, first_index, token, finish in zip(*(c.tolist() for c in columns), strict=True):
+        for index, values in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+            stream, attempt, channel, first_index, token, finish = values
             story = self.stories[stream]
             assert story.finish is FinishReason.NONE, "an event after the end"
             assert (attempt, channel) == (story.new.attempt, story.new.channel)
             assert first_index == len(story.text), "a token is lost or doubled"
-            if token >= 0:
-                story.text.append(token)
-            elif finish == FinishReason.NONE:
-                assert not story.was_started, "a sequence is started once"
-                story.was_started = True
-            story.finish = FinishReason(finish)
+            story.hear(index, token, finish, events)
 
     def pin_full_blocks(self, owner: str, row: int) -> None:
         """Pin the blocks of a row that no step writes or copies any more, and remember what is in them."""

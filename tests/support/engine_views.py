@@ -95,26 +95,11 @@ def make_view(
     freeable = values[:, 3].copy()
     for row, count in (pinned or {}).items():
         freeable[row] -= count
-    nan = np.full(len(values), np.nan)
     host_tokens = np.array([(on_host or {}).get(row, 0) for row in range(len(values))], dtype=np.int32)
     runs = numbers[0] if host is None else numbers[0][~np.isin(numbers[0], host.arriving)]
-    columns = Columns(
-        num_prompt=values[:, 0],
-        num_output=values[:, 1],
-        num_computed=values[:, 2],
-        held_blocks=values[:, 3],
-        host_tokens=host_tokens,
-        order=np.arange(len(values), dtype=np.int64),
-        arrival_s=np.arange(len(values), dtype=np.float64),
-        request_class=np.zeros(len(values), dtype=np.uint8),
-        qoe_ttft_s=nan,
-        qoe_speed=nan,
-        qoe_last_s=nan,
-        qoe_delay_sum_s=nan,
-    )
     return SchedulerView(
         now_s=now_s,
-        columns=columns,
+        columns=_columns(values, host_tokens),
         waiting=numbers[2],
         running=runs,
         preempted=numbers[1],
@@ -125,6 +110,31 @@ def make_view(
         blocks=StatedBlocks(freeable, values[:, 2], cached or {}),
         host=host,
         cost=cost,
+    )
+
+
+def _columns(values: I32, host_tokens: I32) -> Columns:
+    """Return columns of rows of which nothing but counts is known: [n, 4] prompt, output, computed, blocks."""
+    nan = np.full(len(values), np.nan)
+    return Columns(
+        num_prompt=values[:, 0],
+        num_output=values[:, 1],
+        num_computed=values[:, 2],
+        held_blocks=values[:, 3],
+        host_tokens=host_tokens,
+        order=np.arange(len(values), dtype=np.int64),
+        arrival_s=np.arange(len(values), dtype=np.float64),
+        expires_s=np.full(len(values), np.inf),
+        last_token_s=np.arange(len(values), dtype=np.float64),
+        num_preemptions=np.zeros(len(values), dtype=np.int32),
+        request_class=np.zeros(len(values), dtype=np.uint8),
+        tier=np.ones(len(values), dtype=np.uint8),
+        slo_ttft_s=np.full(len(values), np.inf),
+        slo_tpot_s=np.full(len(values), np.inf),
+        qoe_ttft_s=nan,
+        qoe_speed=nan,
+        qoe_last_s=nan,
+        qoe_delay_sum_s=nan,
     )
 
 

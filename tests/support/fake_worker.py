@@ -97,6 +97,8 @@ class FakeWorker:
         self.running: dict[tuple[str, int], Running] = {}
         self.forgotten = False
         """True: replays are answered as by a worker that was restarted."""
+        self.num_preemptions = 0
+        """That it says of each request which it accepts."""
         self._subjects = Subjects(cluster)
         self._counter = 0
         self._tasks = TaskOwner()
@@ -138,7 +140,12 @@ class FakeWorker:
         running = self.running[submit.request_id, submit.attempt] = Running(submit, submit.generated_ids().tolist())
         if self.script is not None:
             self._tasks.start(self._stream(running), name=f"stream-{submit.request_id}")
-        accepted = Accepted(request_id=submit.request_id, attempt=submit.attempt, incarnation=self.incarnation)
+        accepted = Accepted(
+            request_id=submit.request_id,
+            attempt=submit.attempt,
+            incarnation=self.incarnation,
+            num_preemptions=self.num_preemptions,
+        )
         return encode(accepted)
 
     async def _renew(self, message: Message) -> bytes:
@@ -170,6 +177,7 @@ class FakeWorker:
         finish: FinishReason = FinishReason.NONE,
         *,
         first: int | None = None,
+        num_preemptions: int = 0,
     ) -> None:
         """Send tokens as one message, as the next ones or from a stated index on."""
         index = len(running.tokens) if first is None else first
@@ -185,7 +193,10 @@ class FakeWorker:
             tokens=np.asarray(tokens, dtype=np.uint32),
             finish=finish,
         )
-        await self.publish(replace(batch, extras=self._extras(running, index, tokens)), running.submit.dispatcher_id)
+        extras = self._extras(running, index, tokens)
+        if num_preemptions:
+            extras = pack_extras([StreamExtra(0, num_preemptions=num_preemptions)])
+        await self.publish(replace(batch, extras=extras), running.submit.dispatcher_id)
 
     def _extras(self, running: Running, index: int, tokens: Sequence[int]) -> bytes:
         """Return what goes with the only row of a message."""

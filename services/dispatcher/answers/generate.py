@@ -264,6 +264,7 @@ def _of_prompt(front: Front, call: CheckedCall, prompt: Prompt, first_index: int
             tenant=call.grant.tenant.name,
             max_tenant_queued=call.grant.tenant.limits.max_queued,
             qoe=params.qoe,
+            slo=params.slo,
             cache_salt=call.cache_salt,
             resumable=call.retry is not None,
         )

@@ -11,7 +11,7 @@ from services.dispatcher.endpoints.sampling import MAX_INT, Sampling, parse_samp
 from services.dispatcher.http.errors import invalid, unsupported
 from services.dispatcher.text.generation_config import SamplingDefaults
 from shared.api_keys import Tier
-from shared.types import ReaderTarget, RequestClass
+from shared.types import LatencyLimits, ReaderTarget, RequestClass
 
 MAX_STOPS: Final = 4
 MAX_STOP_CHARS: Final = 512
@@ -59,6 +59,8 @@ class Params:
     """The one that is really used."""
     qoe: ReaderTarget | None
     """None if no reader follows the answer (not streamed)."""
+    slo: LatencyLimits | None
+    """None if the request says nothing of it."""
     salt: str
     """The request's own."""
 
@@ -95,6 +97,7 @@ def parse_params(fields: Fields, rules: ParamRules, logprobs: int | None) -> Par
         stops=_stops(fields.values.get("stop")),
         tier=_tier(fields, rules.max_tier),
         qoe=_qoe(fields, stream=stream),
+        slo=_slo(fields),
         salt=parse_salt(fields),
     )
     if params.max_tokens is not None and params.sampling.common.min_tokens > params.max_tokens:
@@ -191,3 +194,11 @@ def _qoe(fields: Fields, *, stream: bool) -> ReaderTarget | None:
         ttft_s=default.ttft_s if ttft_s is None else ttft_s,
         speed_tokens_per_s=default.speed_tokens_per_s if speed is None else speed,
     )
+
+
+def _slo(fields: Fields) -> LatencyLimits | None:
+    given = fields.mapping("slo")
+    if given is None:
+        return None
+    ttft_s = given.number("ttft_s", 0, 3600, above=True)
+    return LatencyLimits(ttft_s=ttft_s, tpot_s=given.number("tpot_s", 0, 3600, above=True))

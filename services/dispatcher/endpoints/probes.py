@@ -68,7 +68,7 @@ async def version(_front: Front, _request: web.BaseRequest, _public_id: str) -> 
 async def metrics(front: Front, _request: web.BaseRequest, _public_id: str) -> web.Response:
     """Return everything that is counted, in Prometheus's text format."""
     num_cut = front.streams.num_cut + front.sockets.num_cut
-    body, content_type = front.metrics.render(front.sessions, front.bus, front.doorway, num_cut)
+    body, content_type = front.metrics.render(front.sessions, front.bus, front.doorway, num_cut, front.now())
     return web.Response(body=body, headers={"Content-Type": content_type})
 
 

@@ -50,6 +50,7 @@ def make_record(front: Front, call: CheckedCall, choices: Sequence[Choice]) -> R
         worker=(first.history.worker_id or "") if first is not None else "",
         attempts=first.history.num_attempts if first is not None else 0,
         num_recoveries=sum(session.history.num_recoveries for session in sessions),
+        num_preemptions=sum(session.history.num_preemptions for session in sessions),
         num_choices=len(choices),
         num_prompt_tokens=usage.num_prompt_tokens,
         num_cached_tokens=usage.num_cached_tokens,
@@ -62,6 +63,7 @@ def make_record(front: Front, call: CheckedCall, choices: Sequence[Choice]) -> R
         is_late=None if ttft_s is None or target is None else ttft_s > target.ttft_s,
         e2e_s=front.now() - call.arrival_s,
         qoe=_mean([session.qoe for session in sessions]) if finish in WHOLE else None,
+        stall_s=_mean([session.stall_s for session in sessions]) if finish in WHOLE else None,
     )
 
 

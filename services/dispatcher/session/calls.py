@@ -57,6 +57,8 @@ class SubmitAnswer:
     """Of the worker's process, if it accepted."""
     num_output: int = 0
     """Output tokens that it has already."""
+    num_preemptions: int = 0
+    """How often the request has been preempted, as far as the worker knows."""
     newest_attempt: int = 0
     """The last attempt that it has had, if this one is too old."""
 
@@ -116,7 +118,8 @@ class WorkerCalls:
             _log.warning("submit_without_answer", rid=submit.request_id, worker=worker_id, error=str(error))
             return SubmitAnswer(SubmitOutcome.UNKNOWN)
         if isinstance(answer, Accepted) and answer.attempt == submit.attempt:
-            return SubmitAnswer(SubmitOutcome.ACCEPTED, answer.incarnation, answer.num_output)
+            numbers = (answer.num_output, answer.num_preemptions)
+            return SubmitAnswer(SubmitOutcome.ACCEPTED, answer.incarnation, *numbers)
         if not isinstance(answer, Refused):
             return SubmitAnswer(SubmitOutcome.UNKNOWN)
         outcome = _REFUSALS[answer.reason]

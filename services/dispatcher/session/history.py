@@ -45,6 +45,8 @@ class History:
     """It lost its worker before it had a token, so it is placed by itself: if it kills, it is seen."""
     num_recoveries: int = 0
     """How often it went on elsewhere."""
+    num_preemptions: int = 0
+    """How often it was preempted, by what workers have said."""
     on_progress: asyncio.Event | None = None
     """Set when the present attempt has given a token, or the session has ended; None: nobody waits for that."""
 
@@ -56,6 +58,10 @@ class History:
     def learn_number(self, attempt: int) -> None:
         """Another dispatcher, or the process before, gave an attempt this number."""
         self.num_attempts = max(self.num_attempts, attempt)
+
+    def learn_preemptions(self, count: int) -> None:
+        """A worker says how often it has been preempted by now; who has heard of fewer says less."""
+        self.num_preemptions = max(self.num_preemptions, count)
 
     def begin(self, num_tokens: int) -> None:
         """An attempt begins when there are so many output tokens."""

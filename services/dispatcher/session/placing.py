@@ -17,8 +17,9 @@ from services.dispatcher.session.leases import WorkerPresence
 from services.dispatcher.session.owners import Owners
 from services.dispatcher.session.request import FailureCode, NewRequest, RequestFailedError
 from services.dispatcher.session.session import Session
+from services.dispatcher.session.submission import next_submit
 from services.dispatcher.state import ClusterState
-from shared.ids import NOBODY, RequestId, WorkerId
+from shared.ids import RequestId, WorkerId
 from shared.messages.owner import Owner
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
@@ -247,7 +248,7 @@ class Placing:
         _log.error("poison_request", rid=session.request.request_id, deaths=session.history.num_blames)
 
     async def _attempt(self, session: Session, worker_id: WorkerId, fork_of: RequestId | None) -> SubmitOutcome:
-        submit = session.next_submit(self._leases.sender, self._now(), fork_of)
+        submit = next_submit(session, self._leases.sender, self._now(), fork_of)
         num_prompt = 0 if fork_of is not None else session.request.num_prompt_tokens
         counted = self._cluster.submitted(worker_id, num_prompt, len(session.tokens), self._now())
         self._lines.leave(session.stream, self._now())  # of one that is moved
@@ -278,11 +279,10 @@ class Placing:
         return answer.outcome
 
     def _accept(self, session: Session, worker_id: WorkerId, answer: SubmitAnswer) -> None:
-        incarnation = NOBODY
         if answer.outcome is SubmitOutcome.ACCEPTED:
-            incarnation = answer.incarnation
-            self._leases.heard(worker_id, incarnation)
-        session.accept(worker_id, self._now(), incarnation)
+            session.history.learn_preemptions(answer.num_preemptions)
+            self._leases.heard(worker_id, answer.incarnation)
+        session.accept(worker_id, self._now(), answer.incarnation)
         session.questions.accept(self._limits.silence_s, is_behind=answer.num_output > len(session.tokens))
         if session.request.resumable:
             owner = Owner(worker_id=worker_id, attempt=session.attempt)

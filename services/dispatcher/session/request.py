@@ -9,7 +9,7 @@ from typing import Protocol
 
 from shared.api_keys import Tier
 from shared.ids import DispatcherId, Incarnation, RequestId
-from shared.types import FinishReason, ReaderTarget, RequestClass, SamplingParams
+from shared.types import FinishReason, LatencyLimits, ReaderTarget, RequestClass, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,8 @@ class NewRequest:
     """Seconds from then after which it ends with an error."""
     request_class: RequestClass = RequestClass.REAL_TIME
     qoe: ReaderTarget | None = None
+    slo: LatencyLimits | None = None
+    """What it is to keep; None: nobody has said."""
     cache_salt: str = ""
     """See `Submit.cache_salt`."""
     tier: Tier = Tier.DEFAULT

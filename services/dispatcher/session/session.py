@@ -1,7 +1,7 @@
 """One request in the dispatcher: what was asked, every token so far, and where it runs. No text here.
 
-The log (prompt, sampling, tokens) is all that another worker needs to go on: `next_submit` builds a submission from it,
-for the first attempt and for any later one. Attempts fence: only tokens of the present one count, whoever sends them.
+The log (prompt, sampling, tokens) is all that another worker needs to go on (`submission.py`). Attempts fence: only
+tokens of the present one count, whoever sends them.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Sequence
+from math import ceil, nan
 
 import numpy as np
 
 from services.dispatcher.session.gaps import GapHistogram
 from services.dispatcher.session.history import Attempt, History
 from services.dispatcher.session.questions import Questions
-from services.dispatcher.session.request import FailureCode, NewRequest, Reader, Sender
+from services.dispatcher.session.request import FailureCode, NewRequest, Reader
 from services.dispatcher.state import Counted
-from shared.ids import NOBODY, Incarnation, RequestId, StreamId, WorkerId
-from shared.messages.request import Submit, pack_token_ids
-from shared.qoe import answer_qoe, displayed
+from shared.ids import NOBODY, Incarnation, StreamId, WorkerId
+from shared.qoe import answer_qoe
 from shared.stream_extras import TokenLogprob
 from shared.types import FinishReason
 
@@ -34,6 +34,7 @@ class Session:
 
     __slots__ = (
         "_gaps",
+        "_reading_s",
         "admitted_s",
         "attempt",
         "cached_tokens",
@@ -52,6 +53,7 @@ class Session:
         "questions",
         "reader",
         "request",
+        "shown_s",
         "started_s",
         "stream",
         "token_s",
@@ -76,6 +78,12 @@ class Session:
         """Every output token, in order, from all attempts."""
         self.token_s = array("d")
         """When each of those that came to this session did, on the event loop's clock."""
+        reader = request.qoe
+        self._reading_s = nan if reader is None else 1 / reader.speed_tokens_per_s
+        self.shown_s = nan
+        """When its newest token is displayed, on the event loop's clock; NaN without a reader."""
+        if reader is not None:
+            self.shown_s = request.arrival_s + reader.ttft_s + (len(self.tokens) - 1) * self._reading_s
         self.num_delivered = 0
         """How many of them the reader has taken."""
         self.num_served = len(self.tokens)
@@ -128,39 +136,20 @@ class Session:
         return answer_qoe(np.asarray(self.token_s) - self.request.arrival_s, target.ttft_s, target.speed_tokens_per_s)
 
     @property
-    def _displayed(self) -> tuple[float, float] | None:
-        """What the reader has seen, as `Submit.displayed` says it."""
-        target = self.request.qoe
+    def stall_s(self) -> float | None:
+        """For how long its reader had no text, from the first token on; None without a reader or any token."""
+        target, request = self.request.qoe, self.request
         if target is None or not self.token_s:
             return None
-        return displayed(np.asarray(self.token_s) - self.request.arrival_s, target.ttft_s, target.speed_tokens_per_s)
+        num_before = len(self.tokens) - len(self.token_s)
+        first_s = max(self.token_s[0], request.arrival_s + target.ttft_s + num_before * self._reading_s)
+        return max(0.0, self.shown_s - first_s - (len(self.token_s) - 1) * self._reading_s)
 
-    def next_submit(self, sender: Sender, now_s: float, fork_of: RequestId | None = None) -> Submit:
-        """Return the submission of the next attempt, which goes on after the tokens so far; `begin` makes it count.
-
-        Args:
-            sender: this process.
-            now_s: the event loop's clock.
-            fork_of: see `Submit.fork_of`.
-        """
-        age_s = max(0.0, now_s - self.request.arrival_s)
-        return Submit(
-            request_id=self.request.request_id,
-            stream=self.stream,
-            attempt=self.history.next_number(),
-            dispatcher_id=sender.dispatcher_id,
-            incarnation=sender.incarnation,
-            prompt=self.request.prompt,
-            generated=pack_token_ids(self.tokens),
-            sampling=self.request.sampling,
-            request_class=self.request.request_class,
-            qoe=self.request.qoe,
-            displayed=self._displayed,
-            age_s=age_s,
-            remaining_s=max(0.001, self.request.limit_s - age_s),
-            fork_of=fork_of,
-            cache_salt=self.request.cache_salt,
-        )
+    def num_unread(self, now_s: float) -> int:
+        """Return how many tokens its reader has and has not been shown, as a strict pacer shows them."""
+        if not self.shown_s > now_s or not self.token_s:
+            return 0
+        return min(ceil((self.shown_s - now_s) / self._reading_s), len(self.tokens))
 
     def begin(self, worker_id: WorkerId, attempt: int, now_s: float) -> None:
         """From now on only this attempt at this worker counts."""
@@ -269,6 +258,10 @@ class Session:
             gaps.num_same += 1
         else:
             gaps.add(gap_s)
+        shown_s = self.shown_s + self._reading_s
+        if now_s > shown_s:  # noqa: PLR1730  for every token: a call takes twice as long
+            shown_s = now_s
+        self.shown_s = shown_s
         tokens.append(token_id)
         token_s.append(now_s)
         self.progress_s = now_s
@@ -366,6 +359,9 @@ class Session:
             self._gaps.add(now_s - self.token_s[-1])
         if len(token_ids) > 1:
             self._gaps.add(0.0, len(token_ids) - 1)
+        shown_s = self.shown_s + self._reading_s
+        shown_s = max(shown_s, now_s)  # in this order NaN stays
+        self.shown_s = shown_s + (len(token_ids) - 1) * self._reading_s
         self.progress_s = now_s
         self.tokens += token_ids
         self.token_s.extend([now_s] * len(token_ids))

@@ -151,6 +151,7 @@ class SessionTable:
             else:
                 if extra.cached_tokens is not None:
                     session.note_cached(extra.cached_tokens)
+                session.history.learn_preemptions(extra.num_preemptions)
                 complete = session.receive(first_index, token_ids, finish, now_s, extra.logprobs)
         except Exception:
             self._fail(session)

@@ -32,6 +32,8 @@ _COUNTS = (
     "num_uncomputed_blocks",
     "num_head_blocks",
     "num_queued_for_memory",
+    "num_slack_blocks",
+    "num_slack_demanded_blocks",
     "num_coming_blocks",
     "num_host_blocks",
     "num_used_host_blocks",

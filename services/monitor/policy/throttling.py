@@ -5,8 +5,9 @@ Either of two rules, by worker, in blocks:
     rate      demand + r_demand · h > capacity + r_capacity · h      h = 1 s: earlier drops bring little, and err more
     queued    a request has been queued for lack of KV memory
 
-Demand is what is in process and the head of the queue, not the whole queue. The rates are averages over past reports,
-in which a change counts less the longer ago it was.
+Demand is what is in process and the head of the queue, not the whole queue; and no sequence whose reader has text for
+longer than h, where the worker's policy lets such ones wait. The rates are averages over past reports, in which a
+change counts less the longer ago it was.
 
     demand ──────╱ capacity + r · h
             ╱╱╱╱   │ raised │ (silent) │ new epoch: raised again │ (silent) │ calm: may be raised again
@@ -151,4 +152,4 @@ def _role(report: WorkerReport) -> tuple[Incarnation, int, tuple[int, int]]:
 
 def _demand(report: WorkerReport) -> int:
     """Return what is in process and the head of the queue, in blocks."""
-    return report.num_used_blocks + report.num_head_blocks
+    return max(report.num_used_blocks - report.num_slack_blocks, 0) + report.num_head_blocks

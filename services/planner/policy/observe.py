@@ -139,8 +139,8 @@ def _load(status: WorkerStatus) -> MemoryLoad:
     return MemoryLoad(
         report.worker_id,
         num_blocks=report.num_blocks,
-        num_used_blocks=report.num_used_blocks,
-        num_demanded_blocks=report.num_demanded_blocks,
+        num_used_blocks=max(report.num_used_blocks - report.num_slack_blocks, 0),
+        num_demanded_blocks=max(report.num_demanded_blocks - report.num_slack_demanded_blocks, 0),
         throttled=status.throttled,
     )
 

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from math import isnan
+
+import numpy as np
+
 from services.worker.engine.engine import Engine
+from services.worker.engine.readers import qoe_by_now
+from services.worker.sequences import qoe_columns
 from services.worker.sequences.table import Status
+from shared.api_keys import Tier
 
 
-def describe(engine: Engine) -> list[dict[str, object]]:
-    """Return every sequence that the engine holds, in order of their rows: names and counts."""
+def describe(engine: Engine, now_s: float) -> list[dict[str, object]]:
+    """Return every sequence that the engine holds at this moment, in order of their rows: names, counts and times."""
     table = engine.table
+    known = sorted(engine.registry.row_of.items(), key=lambda item: item[1])
+    rows = np.array([row for _, row in known], dtype=np.int32)
+    qoe, slack_s = qoe_by_now(engine, rows, now_s).tolist(), qoe_columns.slack_s(table, rows, now_s).tolist()
     return [
         {
             "request_id": request_id,
@@ -19,10 +29,16 @@ def describe(engine: Engine) -> list[dict[str, object]]:
             "num_computed_tokens": int(table.num_computed[row]),
             "num_blocks": int(table.held_blocks[row]),
             "num_host_tokens": int(table.host_tokens[row]),
+            "tier": Tier(int(table.tier[row])).label,
+            "num_preemptions": int(table.num_preemptions[row]),
+            "token_age_s": round(now_s - float(table.last_token_s[row]), 3),
+            # of its reader: for how long there is text, and the experience by now
+            "slack_s": None if isnan(qoe[i]) else round(slack_s[i], 3),
+            "qoe": None if isnan(qoe[i]) else round(qoe[i], 4),
             # it does not run because KV for it is on its way from another worker
             "awaits_kv": bool(table.status[row] != Status.RUNNING) and engine.sharing.awaits_coming(row),
         }
-        for (request_id, attempt), row in sorted(engine.registry.row_of.items(), key=lambda item: item[1])
+        for i, ((request_id, attempt), row) in enumerate(known)
     ]
 
 

@@ -101,7 +101,8 @@ class Engine:
         self.limits = _limits(config)
         """Of one step."""
         self._next_step_id = 0
-        self._noted_s = 0.0
+        self.noted_s = 0.0
+        """When it was last asked for a step, or given what came of one."""
 
     # Sequences come and go
 
@@ -286,8 +287,8 @@ class Engine:
         if self.swapping is not None:
             stalled += self.swapping.num_arriving
         if stalled:
-            totals.stalled_s += stalled * (now_s - self._noted_s)
-        self._noted_s = now_s
+            totals.stalled_s += stalled * (now_s - self.noted_s)
+        self.noted_s = now_s
         totals.peak_used_blocks = max(totals.peak_used_blocks, used)
         if (demanded := used + self.num_demanded_blocks) > totals.peak_demanded_blocks:
             totals.peak_demanded_blocks = demanded
@@ -369,6 +370,7 @@ class Engine:
         table.num_output[rows] = num_output
         table.num_known[rows] = table.num_known[rows] + _ONE
         table.last_token[rows] = tokens
+        table.last_token_s[rows] = now_s
         if table.num_readers:
             qoe_columns.deliver(table, rows, first_index, now_s)
         self.totals.num_generated_tokens += int(rows.size)

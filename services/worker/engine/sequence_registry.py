@@ -17,7 +17,7 @@ from services.worker.sequences.stops import StopRules
 from services.worker.sequences.table import Hold, SequenceTable, Status
 from services.worker.sequences.token_log import TokenLog
 from shared.ids import RequestId
-from shared.types import FinishReason
+from shared.types import MAX_PREEMPTIONS, FinishReason
 
 _CANCELLED_IN_FLIGHT = Hold.CANCELLED | Hold.IN_FLIGHT
 
@@ -142,7 +142,7 @@ class SequenceRegistry:
         return self._log.read(row, first_index, int(self._table.num_output[row])), FinishReason.NONE
 
     def take_events(self) -> StepEvents:
-        """Return the ends that happened outside a step since the last call: cancelled, expired."""
+        """Return what happened outside the steps since the last call: ends, beginnings, preemptions."""
         if not self._events:
             return NO_EVENTS
         events = StepEvents.concatenate(self._events)
@@ -197,6 +197,11 @@ class SequenceRegistry:
         """Say that rows are in a step for the first time: events without a token and without an end."""
         if rows:
             self._events.append(self._ends(rows, FinishReason.NONE))
+
+    def note_preempted(self, row: int) -> None:
+        """Say how often a row has been preempted by now, so that another worker goes on counting."""
+        said = RowExtra(0, num_preemptions=min(int(self._table.num_preemptions[row]), MAX_PREEMPTIONS))
+        self._events.append(replace(self._ends([row], FinishReason.NONE), extras=(said,)))
 
     def _ends(self, rows: Sequence[int], finish: FinishReason) -> StepEvents:
         table, where = self._table, np.array(rows, dtype=np.intp)

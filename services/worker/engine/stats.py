@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 
 from services.worker.contract.arrays import I32
+from services.worker.engine.demand import take_demand
 from services.worker.engine.engine import Engine
 from services.worker.engine.loop import StepPace
 from services.worker.engine.totals import Totals
@@ -41,10 +42,17 @@ class EngineStats:
     """Blocks of KV that is still to be computed for the tokens known so far, as if nothing were cached: of sequences
     that run what they do not hold yet, of the others all that is neither held, nor on the host, nor on its way."""
     num_head_blocks: int
-    """Of these, the blocks that the next one in line lacks."""
+    """Of these, the blocks that the next one in line lacks; of a policy that reorders the next one without slack
+    (`demand.py`)."""
     num_queued_for_memory: int
     """Waiting and preempted sequences for which there is a place among those that run, while the next one in line finds
-    too few free blocks beside one more for each that runs."""
+    too few free blocks beside one more for each that runs; of a policy that reorders those without slack, while
+    the blocks of those with slack are too few as well."""
+    num_slack_blocks: int
+    """Of the used blocks, those of sequences that run and have slack: others may have them. 0 unless the policy
+    reorders."""
+    num_slack_demanded_blocks: int
+    """Of the demanded blocks, those that sequences with slack need. 0 unless the policy reorders."""
     max_waiting: int
     """Sequences that may wait; who comes when so many do is refused."""
     num_coming_blocks: int
@@ -63,7 +71,7 @@ def take_stats(engine: Engine, pace: StepPace = StepPace.STEPPING) -> EngineStat
         engine: to be counted.
         pace: what its step loop is at.
     """
-    table, host = engine.table, None if engine.swapping is None else engine.swapping.host
+    table, demand, host = engine.table, take_demand(engine), None if engine.swapping is None else engine.swapping.host
     used = min(engine.num_used_blocks, engine.capacity_blocks)
     num_running = len(table.running)
     return EngineStats(
@@ -75,23 +83,16 @@ def take_stats(engine: Engine, pace: StepPace = StepPace.STEPPING) -> EngineStat
         num_used_blocks=used,
         num_demanded_blocks=engine.num_demanded_blocks + engine.num_used_blocks - used,
         num_uncomputed_blocks=_num_uncomputed_blocks(engine),
-        num_head_blocks=_num_head_blocks(engine),
-        num_queued_for_memory=count_queued_for_memory(engine),
+        num_head_blocks=demand.num_head_blocks,
+        num_queued_for_memory=demand.num_queued,
+        num_slack_blocks=demand.num_slack_blocks,
+        num_slack_demanded_blocks=demand.num_slack_demanded_blocks,
         max_waiting=most_waiting(engine),
         num_coming_blocks=engine.sharing.num_coming,
         num_host_blocks=0 if host is None else host.num_usable,
         num_used_host_blocks=0 if host is None else host.num_used,
         totals=replace(engine.totals),
     )
-
-
-def count_queued_for_memory(engine: Engine) -> int:
-    """Return `EngineStats.num_queued_for_memory`; cheap enough for every step."""
-    table = engine.table
-    num_running, num_parked = len(table.running), len(table.waiting) + len(table.preempted)
-    if not num_parked or _num_head_blocks(engine) + num_running <= engine.blocks.num_free:
-        return 0
-    return min(num_parked, max(engine.config.max_batch_rows * engine.config.num_lanes - num_running, 0))
 
 
 def most_waiting(engine: Engine) -> int:
@@ -138,8 +139,3 @@ def _num_uncomputed_blocks(engine: Engine) -> int:
 
 def _ceil_div(counts: I32, size: int) -> I32:
     return -(-counts // size)
-
-
-def _num_head_blocks(engine: Engine) -> int:
-    """Return the blocks that the next one in line needs; those that are kept for KV on its way are there."""
-    return max(engine.table.num_head_blocks - engine.sharing.num_kept_blocks, 0)

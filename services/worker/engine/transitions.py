@@ -94,6 +94,7 @@ class Transitions:
             self.retry.discard(row)
             table.hold[row] &= ~Hold.RETRY
             table.preempt(row)
+            self.registry.note_preempted(row)
 
     def bring_back(self, row: int) -> None:
         """Make a parked row a running one and copy it KV from the host: its own, or what it finds there."""

@@ -56,8 +56,20 @@ class Columns:
     """Number of the row's sequence, in order of their coming: with the row it names one sequence for good."""
     arrival_s: F64
     """When the request reached the dispatcher, on this worker's clock."""
+    expires_s: F64
+    """The row is dropped then, on this worker's clock; infinite: it is to be dropped anyway."""
+    last_token_s: F64
+    """When the row's newest token came, on this worker's clock; its arrival before there is one."""
+    num_preemptions: I32
+    """How often the request was preempted, here or at other workers."""
     request_class: U8
     """0 real-time, 1 best-effort."""
+    tier: U8
+    """`shared.api_keys.Tier`; higher is more urgent."""
+    slo_ttft_s: F64
+    """Longest time to the first token, seconds from arrival; infinite: nobody has said."""
+    slo_tpot_s: F64
+    """Longest mean time per further token, seconds; infinite: nobody has said."""
     qoe_ttft_s: F64
     """Expected time to first token; NaN when no reader follows: best effort."""
     qoe_speed: F64

@@ -8,8 +8,9 @@ from enum import Enum
 import numpy as np
 
 from services.worker.contract.arrays import U32
+from shared.api_keys import Tier
 from shared.ids import RequestId, StreamId
-from shared.types import ReaderTarget, RequestClass, SamplingParams
+from shared.types import LatencyLimits, ReaderTarget, RequestClass, SamplingParams
 
 EMPTY_U32: U32 = np.zeros(0, dtype=np.uint32)
 EMPTY_U32.flags.writeable = False
@@ -81,11 +82,18 @@ class NewSequence:
     generated: U32 = field(default_factory=lambda: EMPTY_U32)
     """[num_generated] outputs of earlier attempts; `max_tokens` and the positions count them."""
     request_class: RequestClass = RequestClass.REAL_TIME
+    tier: Tier = Tier.DEFAULT
+    slo: LatencyLimits | None = None
+    """What the request is to keep; None: nobody has said."""
     qoe: ReaderTarget | None = None
     """The reader's schedule; None: nobody has said, or nobody follows it."""
     displayed: tuple[float, float] | None = None
     """Of `generated`: when the newest token is displayed, seconds after arrival, and the sum of all delays; None: all
     were on time, as far as is known."""
+    last_token_s: float | None = None
+    """When the newest of `generated` came, on this worker's clock; None: not known, or there is none."""
+    num_preemptions: int = 0
+    """How often earlier attempts were preempted."""
     fork_of: RequestId | None = None
     """A sequence here with the same prompt and salt: this one waits until that prompt is computed and shares its KV. If
     it is not here, or gives its KV up before, this one runs by itself."""

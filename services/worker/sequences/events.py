@@ -25,6 +25,8 @@ class RowExtra:
     """Of the entry's token, if its request asks for them."""
     moved_to: str = ""
     """Of a sequence that is released: the worker at which its KV will be."""
+    num_preemptions: int = 0
+    """How often its request has been preempted by now; 0: not said here."""
 
 
 @hot_dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class StepEvents:
     first_index: U32
     """Index of the token in the request's output, `generated` counted; of an end without a token: the next index."""
     tokens: I32
-    """-1 where the sequence ended without a token, or has only been started."""
+    """-1 where the sequence ended without a token, or has only been started or preempted."""
     finish: U8
     """`shared.types.FinishReason`; 0 where the sequence goes on."""
     extras: tuple[RowExtra, ...] = ()

@@ -13,11 +13,12 @@ from services.worker.scheduling.view import Columns
 from services.worker.sequences.config import NewSequence
 from services.worker.sequences.rows import RowQueue
 from services.worker.sequences.sequence import Sequence
-from shared.types import ReaderTarget, RequestClass
+from shared.types import LatencyLimits, ReaderTarget, RequestClass
 
 MOST_SPEED: Final = 20.0
 """Tokens per second; who asks for more is a reader of this speed for policies: nobody buys the others' time."""
 DEFAULT_READER: Final = ReaderTarget()
+NO_LIMITS: Final = LatencyLimits()
 C = TypeVar("C", bound=NDArray[np.generic])
 
 
@@ -68,7 +69,12 @@ class SequenceTable:
         self.last_step = np.full(num_rows, -1, dtype=np.int64)  # the newest step with the row; kept with several lanes
         self.arrival_s = np.zeros(num_rows, dtype=np.float64)
         self.expires_s = np.full(num_rows, np.inf)
+        self.last_token_s = np.zeros(num_rows, dtype=np.float64)
+        self.num_preemptions = np.zeros(num_rows, dtype=np.int32)
         self.request_class = np.zeros(num_rows, dtype=np.uint8)
+        self.tier = np.zeros(num_rows, dtype=np.uint8)
+        self.slo_ttft_s = np.full(num_rows, np.inf)
+        self.slo_tpot_s = np.full(num_rows, np.inf)
         self.qoe_ttft_s = np.zeros(num_rows, dtype=np.float64)
         self.qoe_speed = np.zeros(num_rows, dtype=np.float64)
         self.qoe_gap_s = np.zeros(num_rows, dtype=np.float64)  # 1 / qoe_speed
@@ -114,7 +120,11 @@ class SequenceTable:
         self.order[row] = self._num_added
         self.last_step[row] = -1
         self.arrival_s[row], self.expires_s[row] = new.arrival_s, new.expires_s
-        self.request_class[row] = new.request_class is RequestClass.BEST_EFFORT
+        self.last_token_s[row] = new.arrival_s if new.last_token_s is None else new.last_token_s
+        self.num_preemptions[row] = new.num_preemptions
+        self.request_class[row], self.tier[row] = new.request_class is RequestClass.BEST_EFFORT, new.tier
+        slo = new.slo or NO_LIMITS
+        self.slo_ttft_s[row], self.slo_tpot_s[row] = slo.ttft_s or np.inf, slo.tpot_s or np.inf
         self.channel[row], self.stream[row], self.attempt[row] = new.channel, new.stream, new.attempt
         self._set_qoe(row, new)
         self._num_added += 1
@@ -134,14 +144,19 @@ class SequenceTable:
         """Move a running row to its place in `preempted`."""
         self.running.remove(np.array([row]))
         self.status[row] = Status.PREEMPTED
+        self.num_preemptions[row] += 1
         self.preempted.insert(row, self.arrival_s, self.order)
         self.num_parked_blocks += self._num_blocks(row)
 
     def rename(self, row: int, new: NewSequence) -> None:
-        """Give a live row to a newer attempt of its request: another name, channel, handle and time limit."""
+        """Give a live row to a newer attempt of its request: another name, channel, handle and time limit.
+
+        What else is known of the request stays as it is here, where it ran all the time.
+        """
         self.cold[row] = replace(self.sequence(row), key=(new.request_id, new.attempt))
         self.channel[row], self.stream[row], self.attempt[row] = new.channel, new.stream, new.attempt
         self.expires_s[row] = new.expires_s
+        self.num_preemptions[row] = max(int(self.num_preemptions[row]), new.num_preemptions)
 
     def free(self, row: int) -> None:
         """Forget a row, whatever its queue."""

@@ -130,7 +130,9 @@ def _pack_extras(events: StepEvents, chosen: slice | NDArray[np.bool_]) -> bytes
     row_of[chosen] = np.arange(row_of[chosen].size)
     return pack_extras(
         [
-            StreamExtra(int(row_of[extra.index]), extra.cached_tokens, extra.logprobs, extra.moved_to)
+            StreamExtra(
+                int(row_of[extra.index]), extra.cached_tokens, extra.logprobs, extra.moved_to, extra.num_preemptions
+            )
             for extra in events.extras
             if row_of[extra.index] >= 0
         ]

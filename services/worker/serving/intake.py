@@ -121,9 +121,9 @@ class Intake:
             check_token(submit.dispatcher_id)
         except ValueError as error:
             return refuse(RefusalReason.INVALID, str(error))
-        outcome = self._take(self._new_sequence(submit), is_here=is_here)
-        if isinstance(outcome, AddRefusal):
-            return refuse(RefusalReason(outcome.value), newest_attempt=newest)
+        row = self._take(self._new_sequence(submit), is_here=is_here)
+        if isinstance(row, AddRefusal):
+            return refuse(RefusalReason(row.value), newest_attempt=newest)
         self._remember(submit)
         self._wake()
         return Accepted(
@@ -131,6 +131,7 @@ class Intake:
             attempt=submit.attempt,
             incarnation=self._leases.incarnation,
             num_output=self._engine.registry.num_outputs(submit.request_id, submit.attempt),
+            num_preemptions=int(self._engine.table.num_preemptions[row]),
         )
 
     def _take(self, new: NewSequence, *, is_here: bool) -> int | AddRefusal:
@@ -157,8 +158,12 @@ class Intake:
             arrival_s=now_s - submit.age_s,
             expires_s=now_s + submit.remaining_s,
             request_class=submit.request_class,
+            tier=submit.tier,
+            slo=submit.slo,
             qoe=submit.qoe,
             displayed=submit.displayed,
+            last_token_s=None if submit.token_age_s is None else now_s - submit.token_age_s,
+            num_preemptions=submit.num_preemptions,
             fork_of=submit.fork_of,
             cache_salt=submit.cache_salt,
         )

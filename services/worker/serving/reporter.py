@@ -9,10 +9,11 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from services.worker.cost.estimate import CostEstimate
+from services.worker.engine.readers import ReadersNow
 from services.worker.engine.stats import EngineStats
 from services.worker.roles.resident import Resident
 from services.worker.roles.role import Role
@@ -76,6 +77,7 @@ class Reporter:
         self._role: Role | None = None
         self._resident: Callable[[], Resident] | None = None
         self._moves: Callable[[], tuple[TransferProgress, ...]] | None = None
+        self._readers: Callable[[], ReadersNow] | None = None
         self._holds: Callable[[], str] = str
         self._told_held = False
         self._cost, self._num_lanes = CostEstimate(), 1
@@ -119,6 +121,10 @@ class Reporter:
     def watch_moves(self, look: Callable[[], tuple[TransferProgress, ...]]) -> None:
         """Say with each report what is on its way here."""
         self._moves = look
+
+    def watch_readers(self, look: Callable[[], ReadersNow]) -> None:
+        """Say with each report how much text readers have."""
+        self._readers = look
 
     def watch_holds(self, look: Callable[[], str]) -> None:
         """Say with each report why the worker makes no steps; empty: it does."""
@@ -199,6 +205,8 @@ class Reporter:
             "num_uncomputed_blocks": stats.num_uncomputed_blocks,
             "num_head_blocks": stats.num_head_blocks,
             "num_queued_for_memory": stats.num_queued_for_memory,
+            "num_slack_blocks": stats.num_slack_blocks,
+            "num_slack_demanded_blocks": stats.num_slack_demanded_blocks,
             "max_waiting": stats.max_waiting,
             "num_coming_blocks": stats.num_coming_blocks,
             "num_host_blocks": stats.num_host_blocks,
@@ -223,9 +231,9 @@ class Reporter:
             "tokens_per_s": self._rates.tokens_per_s,
         }
         facts = {field.name: getattr(self._facts, field.name) for field in fields(self._facts)}
-        return base.model_copy(update={**facts, **numbers, **_place(self._role), **self._elastic()})
+        return base.model_copy(update={**facts, **numbers, **_place(self._role), **self._looks()})
 
-    def _elastic(self) -> dict[str, Any]:
+    def _looks(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         if self._resident is not None:
             here = self._resident()
@@ -234,6 +242,8 @@ class Reporter:
             found |= {name: size for name, size in sizes.items() if size is not None}
         if self._moves is not None:
             found["moves"] = self._moves()
+        if self._readers is not None:
+            found |= asdict(self._readers())
         return found
 
 

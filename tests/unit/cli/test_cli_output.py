@@ -183,6 +183,19 @@ def test_the_status_table_shows_host_memory_where_a_worker_has_some() -> None:
         assert word not in render(make_view(make_status("w1")))
     again = render(make_view(make_status("w1", num_recomputed_tokens_total=3)))
     assert again.endswith("left the device: w1: 0 tokens brought back, 3 computed again")
+    gave = render(make_view(make_status("w1", num_preemptions_total=2)))
+    assert gave.endswith("left the device: w1: 2 preemptions, 0 tokens brought back, 0 computed again")
+
+
+def test_the_status_table_says_what_readers_have_where_some_read() -> None:
+    read = make_status("w0", qoe=0.98765, slack_rows=(2, 0, 1, 0, 0, 0, 0, 4))
+    waits = make_status("w1", qoe=0.5, slack_rows=(0,) * 8)
+    gone = make_status("w2", qoe=0.5, liveness=Liveness.DEAD)
+    shown = render(make_view(read, waits, gone, make_status("w3"))).splitlines()
+    assert [line for line in shown if line.startswith("readers")] == [
+        "readers: w0: QoE 0.988 by now; 2 of 7 that run are out of text",
+        "readers: w1: QoE 0.500 by now",
+    ]
 
 
 def test_the_status_table_shows_groups_where_parameters_can_be_dropped() -> None:

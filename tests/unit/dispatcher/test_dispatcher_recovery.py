@@ -11,17 +11,20 @@ import pytest
 from services.dispatcher.session.leases import Loss
 from services.dispatcher.session.request import FailureCode
 from services.dispatcher.session.session import Session
+from shared.api_keys import Tier
 from shared.ids import Incarnation
 from shared.messages.report import Liveness, WorkerPhase
 from shared.messages.request import RefusalReason, Submit
-from shared.types import FinishReason
+from shared.types import FinishReason, LatencyLimits
 from tests.support.fake_worker import FakeWorker, make_status
 from tests.support.session_cluster import ANSWER, Cluster, Taker, cluster, with_cluster
 
 
-async def run_on(made: Cluster, name: str, request: str = "r", num_tokens: int = 3) -> tuple[Session, Taker]:
+async def run_on(
+    made: Cluster, name: str, request: str = "r", num_tokens: int = 3, **fields: Any
+) -> tuple[Session, Taker]:
     """Return a request that runs on a worker and has some tokens."""
-    session = await made.admit(request)
+    session = await made.admit(request, **fields)
     taker = Taker()
     session.attach(taker, 0.0)
     assert session.worker_id == name
@@ -59,6 +62,28 @@ async def test_a_request_whose_worker_vanishes_goes_on_elsewhere_after_the_token
     assert len(submit.generated) > 0
     assert session.history.num_recoveries == 1
     assert made.now_s - died_s < 1.5
+
+
+@with_cluster()
+async def test_a_request_that_goes_on_elsewhere_keeps_its_tier_its_limits_and_its_preemptions(made: Cluster) -> None:
+    """The first worker preempts it twice and says so between its tokens; the second one ran an older attempt of it."""
+    first, second = await made.add("a", script=None), await made.add("b")
+    limits = LatencyLimits(ttft_s=0.5, tpot_s=0.25)
+    session, _ = await run_on(made, "a", num_tokens=0, tier=Tier.PRIORITY, slo=limits)
+    running = first.running["r", 1]
+    await first.emit(running, ANSWER[:2])
+    for count in (1, 2):
+        await first.emit(running, [], num_preemptions=count)
+    await asyncio.sleep(0.005)
+    assert (session.tokens, session.is_over, session.history.num_preemptions) == (ANSWER[:2], False, 2)
+    second.num_preemptions = 3
+    await first.stop()
+    await finish_whole(made, session)
+    (submit,) = second.submits
+    assert (submit.attempt, submit.tier, submit.slo, submit.num_preemptions) == (2, Tier.PRIORITY, limits, 2)
+    assert submit.token_age_s is not None
+    assert submit.token_age_s > 0
+    assert session.history.num_preemptions == 3
 
 
 @with_cluster(lost_after_s=3.0)

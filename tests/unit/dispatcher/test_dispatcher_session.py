@@ -15,13 +15,15 @@ from services.dispatcher.session import session as session_module
 from services.dispatcher.session.gaps import GapHistogram
 from services.dispatcher.session.request import FailureCode, NewRequest, Sender
 from services.dispatcher.session.session import MAX_HELD_PARTS, Session
+from services.dispatcher.session.submission import next_submit
 from services.dispatcher.session.table import MAX_STREAM, SessionTable
+from shared.api_keys import Tier
 from shared.ids import NOBODY, DispatcherId, Incarnation, RequestId, StreamId, WorkerId
 from shared.messages.request import pack_token_ids
 from shared.stream_extras import TokenLogprob
 from shared.token_batch import TokenBatch
-from shared.types import FinishReason, ReaderTarget, SamplingParams
-from sluice_client.qoe import QoeTarget, final_qoe
+from shared.types import FinishReason, LatencyLimits, ReaderTarget, SamplingParams
+from sluice_client.qoe import QoeTarget, displayed_times, final_qoe
 from tests.support.session_cluster import Taker
 
 NONE, LENGTH = FinishReason.NONE, FinishReason.LENGTH
@@ -49,21 +51,72 @@ def test_a_request_counts_its_prompt_and_all_that_it_may_say() -> None:
 
 def test_a_submission_says_how_old_the_request_is_how_long_it_has_left_and_what_it_has(session: Session) -> None:
     session.receive(0, [5, 6], NONE, 101.0)
-    submit = session.next_submit(SENDER, 110.0)
+    submit = next_submit(session, SENDER, 110.0)
     assert (submit.attempt, submit.age_s, submit.remaining_s) == (1, 10.0, 50.0)
     assert submit.generated_ids().tolist() == [5, 6]
-    assert session.next_submit(SENDER, 170.0).remaining_s == 0.001
+    assert next_submit(session, SENDER, 170.0).remaining_s == 0.001
 
 
 def test_a_submission_says_what_the_reader_has_seen() -> None:
     """Two tokens after 3 s, of which the first was expected after 1 s: both are 2 s late."""
-    assert new_session().next_submit(SENDER, 101.0).displayed is None
+    assert next_submit(new_session(), SENDER, 101.0).displayed is None
     read = Session(
         replace(new_request(), qoe=ReaderTarget(ttft_s=1, speed_tokens_per_s=4)), StreamId(7), GapHistogram()
     )
-    assert read.next_submit(SENDER, 101.0).displayed is None
+    assert next_submit(read, SENDER, 101.0).displayed is None
     read.receive(0, [5, 6], NONE, 103.0)
-    assert read.next_submit(SENDER, 110.0).displayed == (3.25, 4.0)
+    assert next_submit(read, SENDER, 110.0).displayed == (3.25, 4.0)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 3), st.integers(1, 4)), min_size=1, max_size=12),
+    st.integers(0, 3),
+    st.floats(0.1, 2),
+    st.floats(1, 20),
+    st.floats(0, 9),
+)
+def test_what_the_reader_has_left_and_how_long_it_had_none_are_as_the_strict_pacer_has_them(
+    parts: list[tuple[float, int]], num_before: int, ttft_s: float, speed: float, later_s: float
+) -> None:
+    """Tokens that an earlier connection got count as shown on time."""
+    target = ReaderTarget(ttft_s=ttft_s, speed_tokens_per_s=speed)
+    request = replace(new_request(), qoe=target, generated=tuple(range(num_before)))
+    made, now_s, delivered = Session(request, StreamId(7), GapHistogram()), 100.0, [-1e9] * num_before
+    assert (made.stall_s, made.num_unread(now_s)) == (None, 0)
+    for gap_s, count in parts:
+        now_s += gap_s
+        if count > 1 or not made.take_next(len(made.tokens), 9, now_s):
+            made.receive(len(made.tokens), [9] * count, NONE, now_s)
+        made.history.start()
+        delivered += [now_s - 100.0] * count
+    shown = displayed_times(QoeTarget(ttft_s, speed), delivered)
+    assert made.shown_s - 100.0 == pytest.approx(shown[-1], abs=1e-9)
+    own = shown[num_before:]
+    stalls = [after - before - 1 / speed for before, after in pairwise(own)]
+    assert made.stall_s == pytest.approx(sum(stalls), abs=1e-9)
+    then_s = now_s - 100.0 + later_s
+    nearly, exactly = (sum(each > then_s + off_s for each in shown) for off_s in (1e-9, -1e-9))
+    assert nearly <= made.num_unread(100.0 + then_s) <= exactly
+
+
+def test_who_has_no_reader_has_nothing_unread_and_no_stalls(session: Session) -> None:
+    for index in range(3):
+        session.receive(index, [9], NONE, 101.0 + index)
+    assert (session.stall_s, session.num_unread(101.0)) == (None, 0)
+
+
+def test_a_submission_says_what_is_to_be_kept_and_what_has_become_of_the_request() -> None:
+    """The second token came 3 s before; who has heard of fewer preemptions says nothing new."""
+    limits = LatencyLimits(ttft_s=0.5)
+    made = Session(replace(new_request(), tier=Tier.PRIORITY, slo=limits), StreamId(7), GapHistogram())
+    first = next_submit(made, SENDER, 101.0)
+    assert (first.tier, first.slo, first.num_preemptions, first.token_age_s) == (Tier.PRIORITY, limits, 0, None)
+    made.receive(0, [5], NONE, 103.0)
+    made.receive(1, [6], NONE, 107.0)
+    for count in (2, 1):
+        made.history.learn_preemptions(count)
+    again = next_submit(made, SENDER, 110.0)
+    assert (again.tier, again.slo, again.num_preemptions, again.token_age_s) == (Tier.PRIORITY, limits, 2, 3.0)
 
 
 def test_parts_are_taken_in_order_and_a_gap_is_told_as_long_as_there_is_one(session: Session) -> None:

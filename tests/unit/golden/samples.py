@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 import shared.messages
+from shared.api_keys import Tier
 from shared.ids import DispatcherId, Incarnation, RequestId, StreamId, WorkerId
 from shared.messages.base import ControlMessage
 from shared.messages.errand import Errand
@@ -22,7 +23,7 @@ from shared.messages.report import WorkerStatus
 from shared.messages.request import Submit, pack_token_ids
 from shared.stream_extras import StreamExtra, TokenLogprob, pack_extras
 from shared.token_batch import TokenBatch
-from shared.types import FinishReason, ReaderTarget, RequestClass, SamplingParams
+from shared.types import FinishReason, LatencyLimits, ReaderTarget, RequestClass, SamplingParams
 from shared.wire import WireError, encode, encode_json
 
 FOLDER = Path(__file__).parent
@@ -77,8 +78,12 @@ _SUBMIT = Submit(
         logprobs=4,
     ),
     request_class=RequestClass.BEST_EFFORT,
+    tier=Tier.FLEX,
+    slo=LatencyLimits(ttft_s=0.5, tpot_s=0.125),
     qoe=ReaderTarget(ttft_s=1.5, speed_tokens_per_s=6.25),
     displayed=(2.5, 0.75),
+    num_preemptions=3,
+    token_age_s=0.125,
     age_s=0.25,
     remaining_s=30.0,
     fork_of=RequestId("r-0122"),
@@ -104,6 +109,7 @@ BATCH = TokenBatch(
         [
             StreamExtra(0, cached_tokens=64),
             StreamExtra(1, logprobs=(TokenLogprob(-0.5, ((9, -0.25), (2**32 - 1, -0.5))), TokenLogprob(-np.inf))),
+            StreamExtra(2, num_preemptions=300),
         ]
     ),
 )

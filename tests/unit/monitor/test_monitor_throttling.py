@@ -56,6 +56,16 @@ def test_a_request_queued_for_memory_is_throttling_whatever_the_rates(source: So
     assert source.detector.rule(source.worker) is ThrottlingRule.QUEUED
 
 
+@given(used=st.integers(0, 100), slack=st.integers(0, 100), head=st.integers(0, 50), growth=st.integers(0, 20))
+def test_rows_with_slack_are_no_demand(used: int, slack: int, head: int, growth: int) -> None:
+    """Whoever has none of the blocks that they have is as short as if these were free."""
+    some, fewer, slack = Source(), Source(), min(slack, used)
+    for tick in range(3):
+        more = growth * tick
+        said = some.say(0.5 * tick, used + more, head, num_slack_blocks=slack, blocks=160)
+        assert said == fewer.say(0.5 * tick, used + more - slack, head, blocks=160)
+
+
 @given(
     start=st.integers(0, 60),
     slope=st.integers(-40, 60),

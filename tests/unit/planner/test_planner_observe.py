@@ -83,6 +83,16 @@ def instances(*statuses: WorkerStatus) -> tuple[InstanceFacts, ...]:
     return facts.instances
 
 
+def test_rows_with_slack_are_no_demand_of_the_cluster() -> None:
+    """A plan that is made nevertheless counts them: they come back."""
+    said: dict[str, Any] = {"num_used_blocks": 90, "num_demanded_blocks": 30}
+    slack = {"num_slack_blocks": 40, "num_slack_demanded_blocks": 25}
+    snapshot = observe(make_view(status("w", **said, **slack)), 0.1, OBSERVE).snapshot
+    (load,) = snapshot.workers
+    assert (load.num_used_blocks, load.num_demanded_blocks) == (50, 5)
+    assert some(snapshot.facts) == some(observe(make_view(status("w", **said)), 0.1, OBSERVE).snapshot.facts)
+
+
 # --- from a view to facts --------------------------------------------------------------------------------------------
 
 

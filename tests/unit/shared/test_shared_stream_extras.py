@@ -13,7 +13,9 @@ from shared.stream_extras import StreamExtra, TokenLogprob, pack_extras, unpack_
 U32 = st.integers(0, 2**32 - 1)
 LOGPROB = st.floats(max_value=0, width=32, allow_nan=False)
 TOKEN = st.builds(TokenLogprob, LOGPROB, st.lists(st.tuples(U32, LOGPROB), max_size=20).map(tuple))
-EXTRA = st.builds(StreamExtra, U32, st.none() | st.integers(0, 2**32 - 2), st.lists(TOKEN, max_size=4).map(tuple))
+LOGPROBS = st.lists(TOKEN, max_size=4).map(tuple)
+MOVED_TO, PREEMPTIONS = st.sampled_from(["", "w0-a1"]), st.integers(0, 65_535)
+EXTRA = st.builds(StreamExtra, U32, st.none() | st.integers(0, 2**32 - 2), LOGPROBS, MOVED_TO, PREEMPTIONS)
 EXTRAS = st.lists(EXTRA, max_size=5, unique_by=lambda extra: extra.row).map(
     lambda extras: sorted(extras, key=lambda extra: extra.row)
 )
@@ -62,7 +64,7 @@ def test_bytes_that_end_within_a_record_are_refused() -> None:
     ("data", "reason"),
     [
         (struct.pack("<IIB3x", 2, 0, 0) + struct.pack("<IIB3x", 2, 0, 0), "ascending"),
-        (struct.pack("<IIB3s", 2, 0, 0, b"abc"), "padding"),
+        (struct.pack("<IIB3x", 2, 0, 1) + struct.pack("<fB3s", -1, 0, b"abc"), "padding"),
         (struct.pack("<IIB3x", 2, 0, 1) + struct.pack("<fB3x", np.nan, 0), "no number"),
         (struct.pack("<IIB3x", 2, 0, 1) + struct.pack("<fB3x", 0.5, 0), "over 0"),
         (struct.pack("<IIB3x", 2, 0, 1) + struct.pack("<fB3x", -1, 21) + bytes(168), "21 alternatives"),
@@ -80,6 +82,7 @@ def test_each_contradiction_is_refused_with_its_reason(data: bytes, reason: str)
         ([StreamExtra(-1)], "ascending"),
         ([StreamExtra(2**32)], "does not fit"),
         ([StreamExtra(0, -1)], "does not fit"),
+        ([StreamExtra(0, num_preemptions=2**16)], "does not fit"),
         ([StreamExtra(0, 2**32 - 1)], "cannot be said"),
         ([StreamExtra(0, 0, (TokenLogprob(-1.0),) * 256)], "limit is 255"),
         ([StreamExtra(0, 0, (TokenLogprob(-1.0, ((0, -1.0),) * 21),))], "limit is 20"),

@@ -59,12 +59,13 @@ BATCHES = st.builds(
 
 def test_the_layout_is_the_documented_one() -> None:
     """28 bytes of header, 5 of worker id padded to 8, then 12 per row and 4 per token, the extras, the checksum."""
-    expected = struct.pack("<4sBBHIIQI", b"SLTB", 3, 5, 0, 3, 3, 2**40 + 1, 56) + b"w0-a1\0\0\0"
+    expected = struct.pack("<4sBBHIIQI", b"SLTB", 3, 5, 0, 3, 3, 2**40 + 1, 68) + b"w0-a1\0\0\0"
     expected += struct.pack("<3I", 7, 4_000_000_000, 9) + struct.pack("<3I", 0, 300, 70_000)
     expected += struct.pack("<3I", 11, 2**32 - 1, 33)
     expected += struct.pack("<3H", 1, 2, 65_535) + bytes([1, 2, 0]) + bytes([0, 2, 3])
     expected += struct.pack("<IIB3x", 0, 64, 0) + struct.pack("<IIB3x", 1, 2**32 - 1, 2)
     expected += struct.pack("<fB3xIfIf", -0.5, 2, 9, -0.25, 2**32 - 1, -0.5) + struct.pack("<fB3x", -np.inf, 0)
+    expected += struct.pack("<IIBBH", 2, 2**32 - 1, 0, 0, 300)
     expected += struct.pack("<I", zlib.crc32(expected))
     assert BATCH.pack() == expected
     assert len(expected) == BATCH.packed_bytes

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 
 from services.worker.engine.invariants import check_engine
 from services.worker.engine.stats import take_stats
+from services.worker.scheduling.view import Columns
 from services.worker.sequences.config import AddRefusal, NewSequence
-from shared.types import FinishReason, ReaderTarget, RequestClass
-from tests.support.engine_builders import make_engine, new_sequence
+from shared.api_keys import Tier
+from shared.ids import StreamId
+from shared.types import FinishReason, LatencyLimits, ReaderTarget, RequestClass
+from tests.support.engine_builders import FOREVER, make_engine, new_sequence
 from tests.support.engine_harness import STEP_S, make_harness
 
 
@@ -184,6 +187,47 @@ def test_the_qoe_columns_follow_the_definition() -> None:
         assert table.qoe_delay_sum_s[0] == pytest.approx(sum(np.subtract(displayed, ideal)))
     assert np.isnan([table.qoe_last_s[1], table.qoe_delay_sum_s[1], table.qoe_speed[1]]).all(), "best effort"
     assert (table.qoe_ttft_s[2], table.qoe_speed[2]) == (1.0, 4.8), "nobody has said"
+
+
+def test_what_is_known_of_a_request_is_in_its_columns_and_no_column_but_the_readers_is_ever_undefined() -> None:
+    harness = make_harness()
+    limits = LatencyLimits(ttft_s=0.4, tpot_s=0.2)
+    harness.add(replace(new_sequence(0, max_tokens=9), tier=Tier.PRIORITY, slo=limits, num_preemptions=2))
+    batch = new_sequence(1, max_tokens=9, expires_s=50.0)
+    harness.add(replace(batch, tier=Tier.FLEX, request_class=RequestClass.BEST_EFFORT))
+    harness.add(replace(new_sequence(2, max_tokens=9, generated=[4]), slo=LatencyLimits(tpot_s=3.0), last_token_s=-1.5))
+    columns = harness.engine.table.columns
+    assert columns.tier[:3].tolist() == [Tier.PRIORITY, Tier.FLEX, Tier.DEFAULT]
+    assert columns.slo_ttft_s[:3].tolist() == [0.4, np.inf, np.inf]
+    assert columns.slo_tpot_s[:3].tolist() == [0.2, np.inf, 3.0]
+    assert columns.expires_s[:3].tolist() == [FOREVER, 50.0, FOREVER]
+    assert columns.last_token_s[:3].tolist() == [0.0, 1.0, -1.5], "there is no token: its arrival"
+    assert columns.num_preemptions[:3].tolist() == [2, 0, 0]
+    harness.step()
+    landed_s = harness.now_s
+    harness.step()
+    assert (columns.last_token_s[:3] >= landed_s).all()
+    unread = ("qoe_ttft_s", "qoe_speed", "qoe_last_s", "qoe_delay_sum_s")
+    for each in fields(Columns):
+        undefined = np.flatnonzero(np.isnan(getattr(columns, each.name)[:3])).tolist()
+        assert undefined == ([1] if each.name in unread else []), each.name
+
+
+def test_a_newer_attempt_that_takes_a_row_over_keeps_what_is_known_of_the_request() -> None:
+    """The row was preempted twice more than who takes it over has heard."""
+    harness = make_harness()
+    new = replace(new_sequence(0, max_tokens=9), tier=Tier.PRIORITY, slo=LatencyLimits(ttft_s=0.4), num_preemptions=1)
+    row = harness.add(new)
+    for _ in range(2):
+        harness.step()
+        harness.engine._transitions.preempt(row)
+    columns = harness.engine.table.columns
+    names = ("tier", "slo_ttft_s", "last_token_s", "qoe_last_s", "qoe_delay_sum_s", "arrival_s")
+    before = [getattr(columns, name)[row] for name in names]
+    again = new_sequence(0, max_tokens=9, attempt=2, arrival_s=5.0)
+    assert harness.engine.registry.hand_over(replace(again, stream=StreamId(7), num_preemptions=2)) == row
+    assert [getattr(columns, name)[row] for name in names] == before
+    assert columns.num_preemptions[row] == 3
 
 
 def test_nobody_counts_as_a_faster_reader_than_20_tokens_a_second() -> None:

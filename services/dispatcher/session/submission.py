@@ -1,0 +1,53 @@
+"""What a worker is told of a session: all that it needs to begin it, or to go on where other workers have left it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.dispatcher.session.request import Sender
+from services.dispatcher.session.session import Session
+from shared.ids import RequestId
+from shared.messages.request import Submit, pack_token_ids
+from shared.qoe import displayed
+
+
+def next_submit(session: Session, sender: Sender, now_s: float, fork_of: RequestId | None = None) -> Submit:
+    """Return the submission of the next attempt, which goes on after the tokens so far; `begin` makes it count.
+
+    Args:
+        session: takes the attempt's number.
+        sender: this process.
+        now_s: the event loop's clock.
+        fork_of: see `Submit.fork_of`.
+    """
+    request, history = session.request, session.history
+    age_s = max(0.0, now_s - request.arrival_s)
+    return Submit(
+        request_id=request.request_id,
+        stream=session.stream,
+        attempt=history.next_number(),
+        dispatcher_id=sender.dispatcher_id,
+        incarnation=sender.incarnation,
+        prompt=request.prompt,
+        generated=pack_token_ids(session.tokens),
+        sampling=request.sampling,
+        request_class=request.request_class,
+        tier=request.tier,
+        slo=request.slo,
+        qoe=request.qoe,
+        displayed=_displayed(session),
+        num_preemptions=history.num_preemptions,
+        token_age_s=max(0.0, now_s - session.last_token_s) if session.token_s else None,
+        age_s=age_s,
+        remaining_s=max(0.001, request.limit_s - age_s),
+        fork_of=fork_of,
+        cache_salt=request.cache_salt,
+    )
+
+
+def _displayed(session: Session) -> tuple[float, float] | None:
+    """Return what the reader has seen, as `Submit.displayed` says it."""
+    target, arrival_s = session.request.qoe, session.request.arrival_s
+    if target is None or not session.token_s:
+        return None
+    return displayed(np.asarray(session.token_s) - arrival_s, target.ttft_s, target.speed_tokens_per_s)

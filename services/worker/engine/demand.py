@@ -1,0 +1,117 @@
+"""Who asks for KV memory that is not there, as reports say it, and by what a worker counts as short of it.
+
+Under a policy that takes who waits in order of arrival everybody does who waits. One that reorders lets rows wait while
+their readers have text. A row with *slack* asks for nothing: its reader has text for longer than `SLACK_S` and than its
+KV takes to be there again, or nobody reads it. If it runs, others may have its blocks.
+
+    parked, in order    slack · slack · late · slack · late        the head of the line is the first that is late
+    blocks              free │ of rows with slack │ of others      short: the head finds too few in the first two
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from services.worker.contract.arrays import I32, Bool
+from services.worker.engine.engine import Engine
+from services.worker.sequences import qoe_columns
+
+SLACK_S: Final = 1.0
+"""As far as the monitor looks ahead (`throttling.py`): who has text for longer is not short within that time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What of the demand for KV memory presses, and what does not."""
+
+    num_head_blocks: int = 0
+    """See `EngineStats`; so the others."""
+    num_queued: int = 0
+    num_slack_blocks: int = 0
+    num_slack_demanded_blocks: int = 0
+
+
+def take_demand(engine: Engine) -> Demand:
+    """Return what is asked for at the moment when the engine was last asked for a step."""
+    if not engine.reorders:
+        return Demand(_num_head_blocks(engine), count_queued_for_memory(engine))
+    parked, slack = _parked(engine)
+    late, idle = parked[~slack], parked[slack]
+    asked = _num_blocks(engine, idle) - engine.table.held_blocks[idle]
+    return Demand(
+        _head_blocks_of(engine, late),
+        count_queued_for_memory(engine),
+        _num_slack_blocks(engine),
+        min(int(np.maximum(asked, 0).sum()), engine.num_demanded_blocks),
+    )
+
+
+def count_queued_for_memory(engine: Engine) -> int:
+    """Return `EngineStats.num_queued_for_memory`; cheap enough for every step."""
+    table = engine.table
+    num_running, num_parked = len(table.running), len(table.waiting) + len(table.preempted)
+    if not num_parked:
+        return 0
+    num_free, head = engine.blocks.num_free, _num_head_blocks(engine)
+    if engine.reorders:
+        parked, slack = _parked(engine)
+        late = parked[~slack]
+        num_parked, head = late.size, _head_blocks_of(engine, late)
+        if num_parked and head + num_running > num_free:
+            num_free += _num_slack_blocks(engine)
+    if not num_parked or head + num_running <= num_free:
+        return 0
+    return min(num_parked, max(engine.config.max_batch_rows * engine.config.num_lanes - num_running, 0))
+
+
+def _parked(engine: Engine) -> tuple[I32, Bool]:
+    """Return the rows that are parked, who comes next first, and which of them have slack."""
+    table = engine.table
+    rows: I32 = np.concatenate([table.preempted.view, table.waiting.view])
+    there = np.maximum(table.num_computed[rows], table.host_tokens[rows])
+    return rows, _have_slack(engine, rows, there)
+
+
+def _num_slack_blocks(engine: Engine) -> int:
+    """Return the blocks that are free once all rows with slack that run give way, and lose their KV."""
+    rows = engine.table.running.view
+    idle = rows[_have_slack(engine, rows, np.zeros(rows.size, dtype=np.int32))]
+    return int(engine.sharing.freeable(idle).sum()) if idle.size else 0
+
+
+def _have_slack(engine: Engine, rows: I32, there: I32) -> Bool:
+    """Return [n] which rows have slack.
+
+    Args:
+        engine: has the rows.
+        rows: [n]
+        there: [n] tokens that need not be computed again: copies from the host are not counted.
+    """
+    table, cost = engine.table, engine.cost.now
+    slack_s = qoe_columns.slack_s(table, rows, engine.noted_s)
+    if cost is not None:
+        missing = (table.num_known[rows] - there).astype(np.float64)
+        slack_s = slack_s - cost.token_s * missing - cost.a_s * missing * (there + (missing + 1) / 2)
+    found: Bool = np.isnan(table.qoe_speed[rows]) | (slack_s > SLACK_S)
+    return found
+
+
+def _num_blocks(engine: Engine, rows: I32) -> I32:
+    """Return [n] the blocks that rows need for the tokens known so far."""
+    return -(-engine.table.num_known[rows] // engine.config.block_size)
+
+
+def _head_blocks_of(engine: Engine, rows: I32) -> int:
+    """Return the blocks that the first of some parked rows needs; 0 without one."""
+    if not rows.size:
+        return 0
+    lacks = int(_num_blocks(engine, rows[:1])[0] - engine.table.held_blocks[rows[0]])
+    return max(lacks - engine.sharing.num_kept_blocks, 0)
+
+
+def _num_head_blocks(engine: Engine) -> int:
+    """Return the blocks that the next one in line needs; those that are kept for KV on its way are there."""
+    return max(engine.table.num_head_blocks - engine.sharing.num_kept_blocks, 0)

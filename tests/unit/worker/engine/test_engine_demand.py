@@ -1,0 +1,95 @@
+"""Which rows ask for KV memory, as a worker reports it: of a policy that reorders only those without slack."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.engine.demand import SLACK_S, count_queued_for_memory, take_demand
+from services.worker.engine.engine import Engine
+from services.worker.engine.stats import take_stats
+from shared.cost import CostModel
+from shared.types import ReaderTarget, RequestClass
+from tests.support.engine_builders import make_engine, new_sequence
+
+COST = CostModel(g0_s=0.0, b0_s=0.05, g1_s=0.0, b1_s=0.05, d_s=0.0, a_s=0.0)
+"""Every token of a prompt takes 50 ms."""
+NOW_S = 10.0
+NUM_BLOCKS, BLOCK_SIZE = 32, 4
+PROMPTS = st.lists(
+    st.tuples(st.sampled_from(["runs", "gave way", "waits"]), st.integers(1, 40), st.floats(-9, 9), st.booleans()),
+    max_size=8,
+)
+"""Where a sequence is, tokens of its prompt, seconds of text that its reader has beyond what it takes to be back."""
+
+
+def placed(engine: Engine, rows: list[tuple[str, int, float, bool]]) -> list[tuple[str, int, bool, int]]:
+    """Have sequences in an engine that is at `NOW_S`; return of each where it is, its blocks, its slack, those held."""
+    found, table = [], engine.table
+    engine.noted_s = NOW_S
+    for name, (place, num_prompt, text_s, is_read) in enumerate(rows):
+        new = new_sequence(name, prompt=[name + 2] * num_prompt, arrival_s=0.0, qoe=ReaderTarget(ttft_s=1))
+        if not is_read:
+            new = replace(new, request_class=RequestClass.BEST_EFFORT)
+        row = engine.registry.add(new)
+        assert isinstance(row, int)
+        num_blocks = -(-num_prompt // BLOCK_SIZE)
+        if place != "waits" and num_blocks > engine.blocks.num_free:
+            place = "waits"
+        if place != "waits":
+            table.admit(row)
+            engine.blocks.extend(np.array([row]), np.array([num_prompt], dtype=np.int32))
+            table.num_computed[row] = num_prompt
+        if place == "gave way":
+            engine._transitions.preempt(row, num_kept=num_prompt // BLOCK_SIZE // 2)
+        back_s = COST.token_s * (num_prompt - (int(table.num_computed[row]) if place == "gave way" else 0))
+        table.qoe_last_s[row] = NOW_S + text_s + SLACK_S + back_s - table.qoe_gap_s[row] if is_read else np.nan
+        found.append((place, num_blocks, not is_read or text_s > 0, int(table.held_blocks[row])))
+    return found
+
+
+@settings(max_examples=60)
+@given(PROMPTS, st.sampled_from(["andes", "lqsf", "round-robin"]))
+def test_only_rows_without_slack_ask_for_memory_and_those_with_slack_lend_theirs(
+    rows: list[tuple[str, int, float, bool]], scheduler: str
+) -> None:
+    """What is asked for, row by row."""
+    rows = [(place, num, text_s, is_read) for place, num, text_s, is_read in rows if abs(text_s) > 1e-6]
+    engine = make_engine(scheduler, num_blocks=NUM_BLOCKS, cost=COST)
+    found = placed(engine, rows)
+    line = [each for place in ("gave way", "waits") for each in found if each[0] == place]
+    late = [each for each in line if not each[2]]
+    lent = sum(num_blocks for place, num_blocks, has_slack, _ in found if place == "runs" and has_slack)
+    head = late[0][1] - late[0][3] if late else 0
+    num_running = sum(place == "runs" for place, *_ in found)
+    is_short = bool(late) and head + num_running > engine.blocks.num_free + lent
+    demand = take_demand(engine)
+    assert demand.num_head_blocks == head
+    assert demand.num_slack_blocks == lent
+    assert demand.num_queued == count_queued_for_memory(engine)
+    assert (demand.num_queued > 0) == is_short
+    assert not is_short or demand.num_queued <= len(late)
+    stats = take_stats(engine)
+    asked = sum(num_blocks - held for _, num_blocks, has_slack, held in line if has_slack)
+    assert stats.num_slack_demanded_blocks == min(asked, stats.num_demanded_blocks)
+    assert stats.num_slack_blocks <= stats.num_used_blocks
+
+
+@pytest.mark.parametrize("scheduler", ["fcfs", "chunked", "lookahead"])
+@settings(max_examples=40)
+@given(PROMPTS)
+def test_who_keeps_to_the_order_of_arrival_counts_everybody(
+    scheduler: str, rows: list[tuple[str, int, float, bool]]
+) -> None:
+    engine = make_engine(scheduler, num_blocks=NUM_BLOCKS, cost=COST)
+    found = placed(engine, rows)
+    line = [each for place in ("gave way", "waits") for each in found if each[0] == place]
+    demand = take_demand(engine)
+    assert demand.num_head_blocks == (line[0][1] - line[0][3] if line else 0)
+    is_short = demand.num_head_blocks + len(engine.table.running) > engine.blocks.num_free
+    assert (demand.num_queued > 0) == (bool(line) and is_short)
+    assert (demand.num_slack_blocks, demand.num_slack_demanded_blocks) == (0, 0)
