@@ -103,11 +103,12 @@ def render(comparison: Comparison) -> str:
     lines += _slo_lines(comparison.get("slo_scales"), names)
     lines += _lines(_GAPS, comparison["gap_closed"])
     table = _table(lines)
-    notes = [*_alone(comparison.get("alone")), *([f"× of {names[0]}'s figure"] if len(names) > 1 else [])]
+    notes = [f"× of {names[0]}'s figure"] if len(names) > 1 else []
     if len(comparison["seeds"]) > 1:
         seeds = ", ".join(map(str, comparison["seeds"]))
         notes.append(f"means over the seeds {seeds}; least and greatest in the JSON (range)")
-    return "\n".join([table, *(["", "; ".join(notes)] if notes else [])])
+    remarks = [*_alone(comparison.get("alone")), *(["; ".join(notes)] if notes else [])]
+    return "\n".join([table, *(["", *remarks] if remarks else [])])
 
 
 def _lines(rows: Sequence[_Row], figures: Mapping[str, Summary]) -> list[list[str]]:
