@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 F64 = NDArray[np.float64]
+_ROUNDING = 1e-9
+"""Of a token: what is displayed at the instant of a delivery is read then."""
 
 
 def answer_qoe(delivered_s: F64, ttft_s: float, speed: float) -> float:
@@ -40,6 +42,19 @@ def displayed(delivered_s: F64, ttft_s: float, speed: float) -> tuple[float, flo
     """
     lag_s = _lag_s(delivered_s, ttft_s, speed)
     return float(ttft_s + (lag_s.size - 1) / speed + lag_s[-1]), float(lag_s.sum())
+
+
+def unread_tokens(delivered_s: F64, ttft_s: float, speed: float) -> F64:
+    """Return [num_tokens]: tokens that are delivered and not displayed at the instant of each one, itself included.
+
+    Tokens that come together count one by one. Those not displayed all have the newest one's lag, so they are displayed
+    at reading speed up to it. Arguments as `answer_qoe`.
+    """
+    num_delivered = np.arange(1, delivered_s.size + 1)
+    ideal_s = ttft_s + (num_delivered - 1) / speed
+    ahead_s = _lag_s(delivered_s, ttft_s, speed) - (delivered_s - ideal_s)
+    unread: F64 = np.minimum(np.ceil(ahead_s * speed - _ROUNDING), num_delivered)
+    return unread
 
 
 def _lag_s(delivered_s: F64, ttft_s: float, speed: float) -> F64:

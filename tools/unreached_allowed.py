@@ -45,7 +45,6 @@ ALLOWED: dict[str, str] = {
     "sim.cluster.SimCluster.undisturbed": "the oracle to which tests hold the texts of a simulated cluster",
     "sim.devices.modelled_network.ModelledNetwork.num_remote_steps": _TESTS,
     "sim.experiment.result.Samples.num_running": _TESTS,
-    "sim.experiment.result.Samples.num_waiting": _TESTS,
     "sim.virtual_time.VirtualTimeLoop._run_once": _LOOP,
     "sim.virtual_time.VirtualTimeLoop._write_to_self": _LOOP,
     "sim.workload.lengths.Lengths.assumed": _SOURCE,

@@ -52,13 +52,14 @@ class BenchSettings:
     seed: int = 0
     timeout_s: float = 600.0
     ttft_target_s: float = 1.0
-    speed_target: float = 4.8
+    reader_speed: float | None = None
+    """Tokens per second; None: QoE is that of the paper's mean reader, and no server is told of any."""
     api_key: str = ""
     json_file: str = ""
 
     def target(self) -> QoeTarget:
         """Return what the reader expects."""
-        return QoeTarget(self.ttft_target_s, self.speed_target)
+        return QoeTarget(self.ttft_target_s, self.reader_speed or QoeTarget().speed_tokens_per_s)
 
 
 class Bench:
@@ -137,6 +138,8 @@ class Bench:
         fields |= {"temperature": self._settings.temperature}
         if self._settings.ignore_eos and not request.text:
             fields["ignore_eos"] = True
+        if self._settings.reader_speed is not None and self._server.is_own:
+            fields["qoe"] = asdict(self._settings.target())
         return json.dumps(fields).encode()
 
 

@@ -17,12 +17,14 @@ Examples:
   sluice bench --concurrency 8 --output-len 64             at most 8 under way
   sluice bench --dataset trace.csv --scale 2               a trace's own times, twice its load
   sluice bench --endpoint completions --vocab 4096         exact lengths: random token ids below 4096
+  sluice bench --readers 4.8                               readers of 4.8 tokens per second: see QoE
 
 \b
 Data sets: synthetic; a .csv trace (arrival_s, input_tokens, output_tokens); a .json list of conversations as
 ShareGPT has them; a .jsonl file of {"prompt": …, "completion": …} or {"prompt": …, "max_tokens": n}.
 
-Times count from when a request is sent. QoE counts failed requests as 0. Ctrl-C prints what there is.
+Times count from when a request is sent. QoE is measured here, from when tokens arrive, of any server; it counts failed
+requests as 0. Ctrl-C prints what there is.
 The exit code is 1 if a request failed, 3 if nothing answers, 130 after Ctrl-C.
 """
 
@@ -64,8 +66,14 @@ class Positive(click.FloatRange):
 @click.option("--ignore-eos/--no-ignore-eos", default=True, help="Ask for answers of full length. [on, but for texts]")
 @click.option("--seed", metavar="N", type=click.IntRange(min=0), default=0, help="Of lengths, words, arrivals. [0]")
 @click.option("--timeout-s", metavar="S", type=Positive(), default=600.0, help="Limit of a request. [600]")
+@click.option(
+    "--readers",
+    "reader_speed",
+    metavar="R",
+    type=Positive(),
+    help="QoE: readers of R tokens per second. Only our own server is told of them. [4.8, and nobody is told]",
+)
 @click.option("--ttft-target-s", metavar="S", type=Positive(), default=1.0, help="QoE: the first token's time. [1]")
-@click.option("--speed-target", metavar="R", type=Positive(), default=4.8, help="QoE: tokens read per second. [4.8]")
 @click.option("--api-key", metavar="KEY", envvar="OPENAI_API_KEY", default="", help="Sent along. [OPENAI_API_KEY]")
 @click.option("--json", "json_file", metavar="FILE", default="", help="Write figures and every request here.")
 def bench(*, vocab: int | None, **options: Any) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from cli.bench.stream import BenchRecord
+from sim.experiment.summary import GOOD_QOE
 from sluice_client.qoe import QoeTarget, final_qoe
 
 LATE_S = 0.01
@@ -52,7 +53,7 @@ def summarise(outcomes: Sequence[BenchRecord], target: QoeTarget, *, is_held_bac
         "tpot_s": _spread([tpot for o in complete if (tpot := _tpot(o)) is not None]),
         "itl_s": _spread([gap for o in complete for gap in _gaps(o)]),
         "e2e_s": _spread([o.end_s - o.sent_s for o in complete if o.end_s is not None]),
-        "qoe": _spread([qoe_of(o, target) for o in (*complete, *failed)], (50, 10, 1)),
+        "qoe": _qoe([qoe_of(o, target) for o in (*complete, *failed)]),
         "lateness_p99_s": None if is_held_back else lateness_p99_s(outcomes),
     }
 
@@ -99,6 +100,11 @@ def _spread(values: Sequence[float], ranks: tuple[int, ...] = (50, 90, 99)) -> d
     return {"mean": float(array.mean()), **{f"p{rank}": float(np.percentile(array, rank)) for rank in ranks}}
 
 
+def _qoe(values: Sequence[float]) -> dict[str, float] | None:
+    spread = _spread(values, (50, 10, 1))
+    return spread and spread | {"share_ge_0_95": float(np.mean(np.asarray(values) >= GOOD_QOE))}
+
+
 def render(summary: dict[str, Any], target: QoeTarget) -> str:
     """Return the text for a person."""
     duration_s = f"{summary['duration_s']:.2f} s"
@@ -132,7 +138,9 @@ def _qoe_line(spread: dict[str, float] | None, target: QoeTarget) -> str:
     wish = f"for a first token within {target.ttft_s:g} s, then {target.speed_tokens_per_s:g} tokens/s"
     if spread is None:
         return f"{'QoE':<12}- {wish}"
-    return f"{'QoE':<12}" + ", ".join(f"{name} {value:.3f}" for name, value in spread.items()) + f"; {wish}"
+    figures = [f"{name} {value:.3f}" for name, value in spread.items() if name != "share_ge_0_95"]
+    figures.append(f"{100 * spread['share_ge_0_95']:.1f} % with at least {GOOD_QOE:g}")
+    return f"{'QoE':<12}" + ", ".join(figures) + f"; {wish}"
 
 
 def _remarks(summary: dict[str, Any]) -> list[str]:

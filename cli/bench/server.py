@@ -16,6 +16,8 @@ from cli.http import check_url, read_body, refusal_hint
 
 CHECK_LIMIT = aiohttp.ClientTimeout(total=10)
 MAX_OWNER = 40
+OWN = "sluice"
+"""What our server calls itself."""
 PROBE_IDS = range(3, 19)
 """Ids that every vocabulary has, and that are no control tokens in most."""
 NO_SUCH_PATH = (404, 405, 501)
@@ -35,6 +37,11 @@ class BenchServer:
     """Most tokens of prompt and answer; 0 if the server does not say."""
     owner: str = ""
     """Who the server says owns the model, in practice the name of the engine: `sluice`, `vllm`, `sglang`."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is Sluice, which alone is told of readers and classes: others may refuse such fields."""
+        return self.owner == OWN
 
     @property
     def endpoint_url(self) -> str:

@@ -19,8 +19,6 @@ FIRST_TOKEN_ID = 3
 """Smaller ids are control tokens in most vocabularies."""
 VOCAB_SIZE = 100
 """Prompts are of ids below this unless told otherwise: every vocabulary has them."""
-OWN = "sluice"
-"""What our server calls itself: it alone is told of readers and classes, which others may refuse."""
 Prompts = Callable[[int], str | list[int]]
 """Returns the prompt of the request of this index."""
 
@@ -39,7 +37,7 @@ def replay_load(session: aiohttp.ClientSession, server: BenchServer, workload: W
 def _body(server: BenchServer, workload: Workload, index: int, prompt: str | list[int]) -> bytes:
     fields: dict[str, Any] = server.body(prompt, int(workload.num_output[index]))
     fields |= {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0.0, "ignore_eos": True}
-    if server.owner == OWN:
+    if server.is_own:
         fields |= _own_fields(workload, index)
     return json.dumps(fields).encode()
 

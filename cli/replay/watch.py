@@ -41,6 +41,8 @@ class ServerWatch:
         """Of the views; columns as in `Samples`."""
         self._kv_peak: float | None = None
         """By the metrics."""
+        self._queue_peak: int | None = None
+        """The same."""
         self._preemptions: tuple[float, float] | None = None
         """At the first look, and at the last one."""
 
@@ -82,6 +84,8 @@ class ServerWatch:
         """Note the metrics."""
         if sample.kv_used_ratio is not None:
             self._kv_peak = max(self._kv_peak or 0.0, sample.kv_used_ratio)
+        if sample.num_waiting is not None:
+            self._queue_peak = max(self._queue_peak or 0, round(sample.num_waiting))
         if sample.num_preemptions is not None:
             first = sample.num_preemptions if self._preemptions is None else self._preemptions[0]
             self._preemptions = (first, sample.num_preemptions)
@@ -95,14 +99,15 @@ class ServerWatch:
         preemptions = None
         if self._preemptions is not None and self._preemptions[1] >= self._preemptions[0]:  # else it began anew
             preemptions = round(self._preemptions[1] - self._preemptions[0])
-        samples = self.samples()
+        samples, queue_peak = self.samples(), self._queue_peak
         if samples is None or not samples.num_blocks.any():
-            return SystemFacts(kv_peak_ratio=self._kv_peak, preemptions=preemptions)
+            return SystemFacts(kv_peak_ratio=self._kv_peak, preemptions=preemptions, queue_peak=queue_peak)
         num_blocks = np.maximum(samples.num_blocks, 1)
         return SystemFacts(
             kv_peak_ratio=float((samples.used_blocks / num_blocks).max()),
             demand_over_capacity_peak=float((samples.demanded_blocks / num_blocks).max()),
             preemptions=preemptions,
+            queue_peak=queue_peak,
             gpus_peak=int(samples.num_gpus.max()),
             gpu_seconds=float((samples.num_gpus[:-1] * np.diff(samples.at_s)).sum()),
         )

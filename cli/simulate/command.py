@@ -16,6 +16,7 @@ from cli.simulate.jobs import Job, run_jobs
 from cli.simulate.progress import RunProgress
 from shared.errors import StartupError
 from shared.systems import DEFAULT_SYSTEM, find_system
+from sim.experiment.alone import alone
 from sim.experiment.compare import compare, to_json
 from sim.experiment.plan import InstancePlan, plan_instances
 from sim.experiment.plots import check_matplotlib, write_plots
@@ -53,6 +54,7 @@ def run_compare(systems: Sequence[str], flags: Mapping[str, Any]) -> int:
     ]
     runs, latencies, results = _run(jobs, experiment, console)
     comparison = compare(describe(experiment), runs)
+    comparison["alone"] = rounded(_alone(experiment))
     if len(names) > 1:
         comparison["slo_scales"] = rounded(missed_by_scale(list(latencies.values())))
     if experiment.json_file is not None:
@@ -85,6 +87,12 @@ def run_plan(system: str, flags: Mapping[str, Any]) -> int:
             FAILED,
         )
     return DONE
+
+
+def _alone(experiment: Experiment) -> dict[str, float | None]:
+    scenario = experiment.scenario
+    workloads = [scenario.workload(seed, experiment.traces) for seed in experiment.seeds]
+    return alone(workloads, scenario.instance().cost, scenario.max_batch_tokens, warm_up_s=scenario.warm_up_s)
 
 
 def _checked(names: Sequence[str], scenario: Scenario) -> tuple[str, ...]:

@@ -30,8 +30,8 @@ Examples:
   sluice compare --scenario kunserve-v2 --traces DIR --seed 1 --seed 2 --json out.json --plot figures
   sluice compare --trace arrivals.csv --upscale 28 --lengths burstgpt-conversation --instances 8
 
-The first system is the baseline of the factors and of the gap that each system closes towards the oracle, whose memory
-never runs out.
+The first system is the baseline of the factors and of the gaps that each system closes towards those whose memory never
+runs out: of the TTFT to oracle, of QoE to andes-unlimited.
 """
 _PLAN_EPILOG = """\b
 Examples:

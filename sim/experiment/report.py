@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sim.experiment.compare import ORACLE, Comparison
+from sim.experiment.compare import Comparison
 from sim.experiment.slo_scales import SHOWN_SCALES
 from sim.experiment.summary import GOOD_QOE, Summary
 
@@ -64,8 +64,11 @@ _ROWS: Final = (
     _Row("in time: both", ("slo", "both_share"), _share),
     _Row("TTFT holds until", ("slo", "ttft_held_until_s"), _seconds),
     _Row("tokens/s", ("throughput_tokens_per_s",), _count, has_factor=True),
+    _Row("effective tokens/s", ("effective_tokens_per_s",), _count, has_factor=True),
+    _Row("tokens/s of an answer (TDS)", ("tds_tokens_per_s",), _count, has_factor=True),
     _Row("KV peak", ("kv_peak_ratio",), _share),
     _Row("KV demand peak", ("demand_over_capacity_peak",), _share),
+    _Row("queue peak", ("queue_peak",), _count),
     _Row("preemptions", ("preemptions",), _count),
     _Row("tokens computed again", ("recomputed_tokens",), _count, if_any=True),
     _Row("of these given up", ("given_up_tokens",), _count, if_any=True),
@@ -84,7 +87,11 @@ _ROWS: Final = (
     _Row("GPUs at most", ("gpus_peak",), _count),
     _Row("GPU seconds", ("gpu_seconds",), _count),
 )
-_GAPS: Final = (("gap closed: TTFT p99", "ttft_p99"), ("gap closed: QoE mean", "qoe_mean"))
+_GAPS: Final = (
+    _Row("gap closed: TTFT p99", ("ttft_p99",), _share),
+    _Row("gap closed: QoE mean", ("qoe_mean",), _share),
+    _Row(f"gap closed: QoE ≥ {GOOD_QOE:g}", ("qoe_share_ge_0_95",), _share),
+)
 
 
 def render(comparison: Comparison) -> str:
@@ -92,23 +99,34 @@ def render(comparison: Comparison) -> str:
     systems: Mapping[str, Summary] = comparison["systems"]
     names = list(systems)
     lines = [["", names[0], *(_beside(name, "") for name in names[1:])]]
-    for row in _ROWS:
-        values = [_at(systems[name], row.path) for name in names]
-        if all(value is None for value in values) or (row.if_any and not any(values)):
-            continue
-        lines.append([row.title, *_cells(row, values)])
+    lines += _lines(_ROWS, systems)
     lines += _slo_lines(comparison.get("slo_scales"), names)
-    if ORACLE in names:
-        gaps = comparison["gap_closed"]
-        for title, key in _GAPS:
-            row = _Row(title, ("gap_closed", key), _share)
-            lines.append([title, *_cells(row, [gaps[name][key] for name in names])])
+    lines += _lines(_GAPS, comparison["gap_closed"])
     table = _table(lines)
     notes = [f"× of {names[0]}'s figure"] if len(names) > 1 else []
     if len(comparison["seeds"]) > 1:
         seeds = ", ".join(map(str, comparison["seeds"]))
         notes.append(f"means over the seeds {seeds}; least and greatest in the JSON (range)")
-    return "\n".join([table, *(["", "; ".join(notes)] if notes else [])])
+    remarks = [*_alone(comparison.get("alone")), *(["; ".join(notes)] if notes else [])]
+    return "\n".join([table, *(["", *remarks] if remarks else [])])
+
+
+def _lines(rows: Sequence[_Row], figures: Mapping[str, Summary]) -> list[list[str]]:
+    """Return the rows that have a figure, of the systems in their order."""
+    lines = []
+    for row in rows:
+        values = [_at(summary, row.path) for summary in figures.values()]
+        if any(value is not None for value in values) and (any(values) or not row.if_any):
+            lines.append([row.title, *_cells(row, values)])
+    return lines
+
+
+def _alone(figures: Summary | None) -> list[str]:
+    """Return what is said of requests that are each alone on an instance, which is no system's column."""
+    if figures is None or figures["qoe_mean"] is None:
+        return []
+    mean, share = _ratio(figures["qoe_mean"]), _share(figures["qoe_share_ge_0_95"])
+    return [f"each request alone on an instance: QoE mean {mean}, {share} of readers with QoE ≥ {GOOD_QOE:g}"]
 
 
 def _slo_lines(found: Mapping[str, Any] | None, names: Sequence[str]) -> list[list[str]]:

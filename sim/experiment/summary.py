@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from sim.experiment.records import Records
+from sim.experiment.records import I64, Records
 from sim.workload.workload import F64
 
 Summary = dict[str, Any]
@@ -61,6 +61,8 @@ class SystemFacts:
     demand_over_capacity_peak: float | None = None
     """The same of the blocks that all sequences held or waited for."""
     preemptions: int | None = None
+    queue_peak: int | None = None
+    """Most requests that waited or were preempted at one instant, at workers and in the dispatcher."""
     recomputed_tokens: int | None = None
     """Tokens whose KV was computed again after a preemption."""
     given_up_tokens: int | None = None
@@ -108,7 +110,9 @@ def summarise(records: Records, facts: SystemFacts, *, slo: Slo | None = None, w
             "tpot_s": spread(measured.tpot_s),
             "qoe": _of_known(measured.qoe, _QOE),
             "slo": None if slo is None else _slo(measured, slo),
-            "throughput_tokens_per_s": _throughput(measured),
+            "throughput_tokens_per_s": _throughput(measured, measured.num_tokens),
+            "effective_tokens_per_s": _throughput(measured, measured.effective_tokens),
+            "tds_tokens_per_s": _of_known(measured.tds_tokens_per_s, {"mean": np.mean})["mean"],
             "kv_peak_ratio": facts.kv_peak_ratio,
             "demand_over_capacity_peak": facts.demand_over_capacity_peak,
             "preemptions": facts.preemptions,
@@ -174,11 +178,11 @@ def _slo(records: Records, slo: Slo) -> dict[str, float | None]:
     return {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, **shares, "ttft_held_until_s": held_s}
 
 
-def _throughput(records: Records) -> float | None:
-    """Return the output tokens per second from the first arrival to the last token."""
+def _throughput(records: Records, num_tokens: F64 | I64) -> float | None:
+    """Return these tokens of the requests, [n], per second from the first arrival to the last token."""
     if not records.num_tokens.sum():
         return None
-    return float(records.num_tokens.sum() / (np.nanmax(records.last_token_s) - records.arrival_s[0]))
+    return float(num_tokens.sum() / (np.nanmax(records.last_token_s) - records.arrival_s[0]))
 
 
 def _stall_at(records: Records, times_s: tuple[float, ...] | None) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from sim.experiment.alone import alone_records
 from sim.experiment.result import RunResult
 from sim.experiment.run import Progress, run_workload
 from sim.experiment.setup import ExperimentCluster
@@ -15,9 +16,11 @@ from tests.support.sim_clusters import COST, cluster_of
 from tests.support.workloads import plain_workload
 
 
-def cluster(num_blocks: int = 400, count: int = 2, system: str = "fcfs-chunked") -> ExperimentCluster:
+def cluster(
+    num_blocks: int = 400, count: int = 2, system: str = "fcfs-chunked", max_model_len: int = 1024
+) -> ExperimentCluster:
     params = cluster_of(
-        count, num_blocks, system=system, max_model_len=1024, max_batch_tokens=512, prefix_caching=False
+        count, num_blocks, system=system, max_model_len=max_model_len, max_batch_tokens=512, prefix_caching=False
     )
     return ExperimentCluster(params, gpus_per_worker=2)
 
@@ -51,6 +54,23 @@ def test_times_are_those_of_an_idle_worker_for_a_request_alone() -> None:
     decodes = [COST.step_s(1, context, 0) for context in range(201, 212)]
     assert records.tpot_s[0] == pytest.approx(np.mean(decodes), rel=1e-6)
     assert records.longest_gap_s[0] == pytest.approx(max(decodes), rel=1e-6)
+
+
+def test_requests_that_are_alone_are_served_as_the_bound_says() -> None:
+    """Prompts of one step and of three (of 512 tokens, and what is left), each over before the next; 90 µs on the way
+    there and back."""
+    workload = plain_workload([0.0, 60.0, 120.0], [1, 200, 512 + 512 + 100], [1, 40, 7])
+    served = run_workload(cluster(count=1, max_model_len=2048), workload).records
+    bound = alone_records(workload, COST, 512)
+    assert bound.num_tokens.tolist() == served.num_tokens.tolist()
+    assert served.token_s - bound.token_s == pytest.approx(180e-6, abs=1e-6)
+
+
+def test_the_queue_is_at_its_peak_what_waits_or_was_preempted() -> None:
+    """Twenty at once, of which a worker of 60 blocks holds four, and a fifth if one has ended before the next look."""
+    at_once = run_workload(cluster(num_blocks=60, count=1), plain_workload([0.05] * 20, 200, 30)).facts
+    assert at_once.queue_peak in (15, 16)
+    assert run_workload(cluster(), plain_workload([0.0, 5.0], 20, 30)).facts.queue_peak == 0
 
 
 def test_pressure_is_seen(tight: tuple[Workload, RunResult, list[Progress]]) -> None:

@@ -56,10 +56,12 @@ def test_a_comparison_is_a_table_and_a_file(scenario: str, tmp_path: Path, capsy
         assert summary["gpu_seconds"] > 2 * 6
         assert summary["slo"]["both_share"] < 1
     assert tree["systems"]["fcfs"]["tpot_s"] != tree["systems"]["fcfs-chunked"]["tpot_s"]
-    assert tree["gap_closed"]["fcfs"] == {"ttft_p99": None, "qoe_mean": None}
+    assert tree["gap_closed"]["fcfs"] == {"ttft_p99": None, "qoe_mean": None, "qoe_share_ge_0_95": None}
+    assert tree["systems"]["fcfs"]["qoe"]["mean"] < tree["alone"]["qoe_mean"] <= 1
     out = capsys.readouterr().out
     assert "small: llama-3-8b on 2 × a100" in out
     assert "TTFT p99" in out
+    assert "each request alone on an instance: QoE mean" in out
 
 
 @pytest.mark.slow

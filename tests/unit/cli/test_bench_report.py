@@ -185,7 +185,7 @@ def test_failed_and_unfinished_answers_are_apart() -> None:
     summary = summarise(outcomes, TARGET, is_held_back=True)
     assert [summary[f"num_{name}"] for name in ("complete", "failed", "unfinished")] == [1, 1, 1]
     assert (summary["failures"], summary["num_output_tokens"]) == ({"http 500": 1}, 1)
-    assert summary["qoe"]["mean"] == 0.5, "a failed answer scores 0"
+    assert summary["qoe"]["mean"] == summary["qoe"]["share_ge_0_95"] == 0.5, "a failed answer scores 0"
     assert summary["tpot_s"] is None
     assert summary["lateness_p99_s"] is None
     text = render(summary, TARGET)
@@ -245,6 +245,41 @@ async def test_a_load_is_sent_as_planned_and_measured(tmp_path: Path) -> None:
     assert len(record["requests"]) == 6
     assert "secret" not in path.read_text()
     assert server.requests[0][1]["Authorization"] == "Bearer secret"
+
+
+@pytest.mark.parametrize("owner", ["sluice", "vllm"])
+@pytest.mark.parametrize("reader_speed", [None, 2.0])
+async def test_readers_are_measured_of_any_server_and_our_own_alone_is_told(
+    owner: str, reader_speed: float | None, tmp_path: Path
+) -> None:
+    """Thirty tokens in chunks of ten that no server counts by chunk: all are there long before the last is read."""
+
+    class InChunks(Engine):
+        async def complete(self, request: web.Request) -> web.StreamResponse:
+            if not self.posts[-1].get("stream"):
+                return await super().complete(request)
+            usage = chunk(choices=[], usage={"prompt_tokens": 9, "completion_tokens": 30})
+            return await stream(events(delta("a"), delta("b")), events(delta("c"), FINISH, usage, "[DONE]"))(request)
+
+    server = InChunks(models=say({"data": [{"id": "demo", "owned_by": owner}]}))
+    path = tmp_path / "figures.json"
+    code, text = await bench(server, num_prompts=3, reader_speed=reader_speed, ttft_target_s=0.5, json_file=str(path))
+    assert code == DONE, text
+    is_told = owner == "sluice" and reader_speed is not None
+    told = {"ttft_s": 0.5, "speed_tokens_per_s": 2.0} if is_told else None
+    assert [body.get("qoe") for body in server.streams] == [told] * 3
+    record = json.loads(path.read_text())
+    target = QoeTarget(0.5, reader_speed or 4.8)
+    for request in record["requests"]:
+        assert sum(count for _, count in request["deliveries"]) == 30
+        times = [at_s - request["sent_s"] for at_s, count in request["deliveries"] for _ in range(count)]
+        assert request["qoe"] == final_qoe(target, times)
+    qoe = [request["qoe"] for request in record["requests"]]
+    found = record["summary"]["qoe"]
+    assert found["mean"] == pytest.approx(np.mean(qoe))
+    assert found["p1"] == pytest.approx(np.percentile(qoe, 1))
+    assert found["share_ge_0_95"] == np.mean([each >= 0.95 for each in qoe])
+    assert f"{100 * found['share_ge_0_95']:.1f} % with at least 0.95; for a first token within 0.5 s" in text
 
 
 async def test_ids_are_sent_to_completions() -> None:

@@ -82,7 +82,7 @@ async def test_a_trace_is_replayed_with_its_exact_lengths_and_reported_as_a_comp
     comparison = json.loads(out.read_text())
     assert set(comparison) == {"scenario", "seeds", "systems", "gap_closed"}
     assert comparison["scenario"]["prompts"] == "token ids"
-    assert comparison["gap_closed"] == {"vllm": {"ttft_p99": None, "qoe_mean": None}}
+    assert comparison["gap_closed"] == {"vllm": {"ttft_p99": None, "qoe_mean": None, "qoe_share_ge_0_95": None}}
     found = comparison["systems"]["vllm"]
     assert (found["requests"], found["completed"], found["refused"]) == (3, 3, 0)
     assert (found["kv_peak_ratio"], found["preemptions"], found["demand_over_capacity_peak"]) == (0.5, 0, None)
@@ -263,6 +263,9 @@ def test_remarks_say_what_makes_the_figures_less() -> None:
 def test_metrics_are_read_by_the_names_of_several_engines() -> None:
     assert read_sample(METRICS) == MetricsSample(0.5, 7.0)
     assert read_sample('sglang:token_usage{model_name="m"} 0.125\n') == MetricsSample(0.125, None)
+    waiting = 'vllm:num_requests_waiting{engine="0"} 3\nvllm:num_requests_waiting{engine="1"} 4\n'
+    assert read_sample(waiting) == MetricsSample(None, None, 7.0)
+    assert read_sample("sglang:num_queue_reqs 9\n") == MetricsSample(None, None, 9.0)
     assert read_sample("<html>\n\x00 1 2 3\nvllm:num_preemptions_total x\n") == MetricsSample(None, None)
 
 
@@ -281,8 +284,10 @@ def test_a_view_gives_peaks_over_all_workers_that_serve() -> None:
     for at_s, workers in ((0.0, first), (2.0, second)):
         watch.take_view(ClusterView.model_validate({"sequence_number": 0, "workers": workers}), at_s)
     watch.take_sample(MetricsSample(0.99, 5.0))
-    watch.take_sample(MetricsSample(0.98, 8.0))
+    for num_waiting in (0.0, 9.0, 4.0):
+        watch.take_sample(MetricsSample(0.98, 8.0, num_waiting))
     facts = watch.facts()
+    assert facts.queue_peak == 9
     assert (facts.kv_peak_ratio, facts.demand_over_capacity_peak) == (0.75, 1.25), "the view goes before the metrics"
     assert (facts.preemptions, facts.gpus_peak, facts.gpu_seconds) == (3, 2, 4.0)
     samples = watch.samples()

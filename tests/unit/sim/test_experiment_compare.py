@@ -18,65 +18,76 @@ from sim.experiment.summary import Summary, SystemFacts, summarise
 from tests.unit.sim.test_experiment_records import record
 
 FIXED_KEYS = [
-    "requests", "completed", "refused", "ttft_s", "tpot_s", "qoe", "slo", "throughput_tokens_per_s", "kv_peak_ratio",
-    "demand_over_capacity_peak", "preemptions", "stall_s", "stall_at_drops_s", "stall_at_restores_s",
-    "first_drop_s", "recomputed_tokens", "given_up_tokens", "brought_back_tokens", "swapped_out_bytes", "bubble_ratio",
-    "drops", "restores", "grouped_ratio", "migrations", "gpus_peak", "gpu_seconds",
+    "requests", "completed", "refused", "ttft_s", "tpot_s", "qoe", "slo", "throughput_tokens_per_s",
+    "effective_tokens_per_s", "tds_tokens_per_s", "kv_peak_ratio", "demand_over_capacity_peak", "preemptions",
+    "stall_s", "stall_at_drops_s", "stall_at_restores_s", "first_drop_s", "queue_peak", "recomputed_tokens",
+    "given_up_tokens", "brought_back_tokens", "swapped_out_bytes", "bubble_ratio", "drops", "restores",
+    "grouped_ratio", "migrations", "gpus_peak", "gpu_seconds",
 ]  # fmt: skip
 
 
-def figures(ttft_p99: float | None, qoe_mean: float | None) -> Summary:
-    return {"ttft_s": {"p99": ttft_p99}, "qoe": {"mean": qoe_mean}}
+def figures(ttft_p99: float | None, qoe_mean: float | None, share: float | None = None) -> Summary:
+    return {"ttft_s": {"p99": ttft_p99}, "qoe": {"mean": qoe_mean, "share_ge_0_95": share}}
 
 
-def closed(baseline: Summary, system: Summary, oracle: Summary) -> dict[str, float | None]:
-    return gaps_closed({"base": baseline, "mine": system, "oracle": oracle})["mine"]
+def closed(baseline: Summary, system: Summary, bound: Summary) -> dict[str, float | None]:
+    """Return what `system` closed of the gap to one system that bounds all."""
+    return gaps_closed({"base": baseline, "mine": system, "oracle": bound, "andes-unlimited": bound})["mine"]
 
 
 @given(st.floats(1.5, 1e3), st.floats(0, 1), st.floats(0.02, 0.9), st.floats(0, 1))
-def test_the_gap_closed_is_the_share_of_the_way_to_the_oracle(
+def test_the_gap_closed_is_the_share_of_the_way_to_the_bound(
     factor: float, way: float, qoe_gap: float, qoe_way: float
 ) -> None:
-    """With the oracle at 1 s and QoE q + gap: a system a share of the way there closed just that share."""
-    baseline, oracle = figures(factor + 1e-9, 0.1), figures(1.0, 0.1 + qoe_gap + 1e-9)
-    mine = figures(factor + way * (1 - factor), 0.1 + qoe_way * qoe_gap)
-    gap = closed(baseline, mine, oracle)
+    """With the bound at 1 s and QoE q + gap: a system a share of the way there closed just that share."""
+    baseline, bound = figures(factor + 1e-9, 0.1, 0.05), figures(1.0, 0.1 + qoe_gap + 1e-9, 0.05 + qoe_gap + 1e-9)
+    mine = figures(factor + way * (1 - factor), 0.1 + qoe_way * qoe_gap, 0.05 + qoe_way**2 * qoe_gap)
+    gap = closed(baseline, mine, bound)
     assert gap["ttft_p99"] == pytest.approx(way, abs=1e-6)
     assert gap["qoe_mean"] == pytest.approx(qoe_way, abs=1e-6)
+    assert gap["qoe_share_ge_0_95"] == pytest.approx(qoe_way**2, abs=1e-6)
 
 
-def test_the_baseline_closed_nothing_and_the_oracle_all() -> None:
-    gaps = gaps_closed({"base": figures(9.0, 0.5), "oracle": figures(1.0, 1.0)})
-    assert gaps == {"base": {"ttft_p99": 0.0, "qoe_mean": 0.0}, "oracle": {"ttft_p99": 1.0, "qoe_mean": 1.0}}
+def test_the_oracle_bounds_the_first_token_and_andes_without_bounds_of_memory_the_experience() -> None:
+    systems = {
+        "base": figures(9.0, 0.5, 0.2),
+        "oracle": figures(1.0, 0.7, 0.3),
+        "andes-unlimited": figures(5.0, 1.0, 1.0),
+    }
+    first, qoe, share = "ttft_p99", "qoe_mean", "qoe_share_ge_0_95"
+    gaps = gaps_closed(systems)
+    assert gaps["base"] == {first: 0.0, qoe: 0.0, share: 0.0}
+    assert gaps["oracle"] == {first: 1.0, qoe: pytest.approx(0.4), share: pytest.approx(0.125)}
+    assert gaps["andes-unlimited"] == {first: 0.5, qoe: 1.0, share: 1.0}
+    del systems["andes-unlimited"]
+    assert gaps_closed(systems)["oracle"] == {first: 1.0, qoe: None, share: None}
 
 
 def test_a_system_that_is_worse_than_the_baseline_closed_less_than_nothing() -> None:
-    gap = closed(figures(3.0, 0.5), figures(5.0, 0.4), figures(1.0, 1.0))
-    assert gap == {"ttft_p99": -1.0, "qoe_mean": pytest.approx(-0.2)}
+    gap = closed(figures(3.0, 0.5, 0.5), figures(5.0, 0.4, 0.25), figures(1.0, 1.0, 1.0))
+    assert gap == {"ttft_p99": -1.0, "qoe_mean": pytest.approx(-0.2), "qoe_share_ge_0_95": -0.5}
 
 
 @pytest.mark.parametrize(
-    ("baseline_s", "oracle_s", "is_null"), [(1.49, 1.0, True), (1.5, 1.0, False), (1.0, 1.0, True), (0.0, 0.0, True)]
+    ("baseline_s", "bound_s", "is_null"), [(1.49, 1.0, True), (1.5, 1.0, False), (1.0, 1.0, True), (0.0, 0.0, True)]
 )
 def test_there_is_no_ratio_of_a_ttft_gap_below_a_factor_of_one_and_a_half(
-    baseline_s: float, oracle_s: float, *, is_null: bool
+    baseline_s: float, bound_s: float, *, is_null: bool
 ) -> None:
-    gap = closed(figures(baseline_s, 0.0), figures(1.2, 0.0), figures(oracle_s, 1.0))
+    gap = closed(figures(baseline_s, 0.0), figures(1.2, 0.0), figures(bound_s, 1.0))
     assert (gap["ttft_p99"] is None) is is_null
     assert gap["qoe_mean"] == 0.0
 
 
-@pytest.mark.parametrize(
-    ("baseline", "oracle", "is_null"), [(0.971, 0.99, True), (0.97, 0.99, False), (1.0, 0.9, True)]
-)
-def test_there_is_no_ratio_of_a_qoe_gap_below_two_hundredths(baseline: float, oracle: float, *, is_null: bool) -> None:
-    gap = closed(figures(9.0, baseline), figures(1.0, 0.98), figures(1.0, oracle))
-    assert (gap["qoe_mean"] is None) is is_null
+@pytest.mark.parametrize(("baseline", "bound", "is_null"), [(0.971, 0.99, True), (0.97, 0.99, False), (1.0, 0.9, True)])
+def test_there_is_no_ratio_of_a_qoe_gap_below_two_hundredths(baseline: float, bound: float, *, is_null: bool) -> None:
+    gap = closed(figures(9.0, baseline, baseline), figures(1.0, 0.98, 0.98), figures(1.0, bound, bound))
+    assert (gap["qoe_mean"] is None) is (gap["qoe_share_ge_0_95"] is None) is is_null
     assert gap["ttft_p99"] == 1.0
 
 
-def test_without_the_oracle_or_without_figures_there_is_no_gap() -> None:
-    nothing = {"ttft_p99": None, "qoe_mean": None}
+def test_without_a_bound_or_without_figures_there_is_no_gap() -> None:
+    nothing = {"ttft_p99": None, "qoe_mean": None, "qoe_share_ge_0_95": None}
     assert gaps_closed({"base": figures(9.0, 0.1), "mine": figures(1.0, 0.9)}) == {"base": nothing, "mine": nothing}
     assert closed(figures(None, None), figures(1.0, 0.9), figures(1.0, 1.0)) == nothing
     assert closed(figures(9.0, 0.1), figures(None, None), figures(1.0, 1.0)) == nothing
@@ -129,6 +140,7 @@ def test_the_table_shows_factors_beside_the_figures() -> None:
     rows = {line[:24].strip(): line.split() for line in text.splitlines()}
     assert rows["TTFT p99"][-5:] == ["4.00", "s", "1.00", "s", "×0.25"]
     assert rows["gap closed: TTFT p99"][-4:] == ["0.0", "%", "100.0", "%"]
+    assert "gap closed: QoE" not in text
     assert "migrations" not in text
     assert "in time: TTFT" not in text
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sim.experiment.records import UNFINISHED, Recorder, Records
 from sim.experiment.summary import Slo, SystemFacts, held_until_s, in_time, rounded, summarise
-from sluice_client.qoe import QoeTarget, final_qoe
+from sluice_client.qoe import QoeTarget, displayed_times, final_qoe
 from tests.support.workloads import plain_workload
 
 TARGET = QoeTarget(1.0, 4.8)
@@ -44,10 +44,35 @@ def test_every_request_has_the_figures_of_its_own_tokens(answers: list[list[floa
         assert records.qoe[i] == pytest.approx(final_qoe(TARGET, times), abs=1e-9)
         if len(times) == 1:
             assert np.isnan(records.tpot_s[i])
+            assert np.isnan(records.tds_tokens_per_s[i])
             assert np.isnan(records.longest_gap_s[i])
         else:
             assert records.tpot_s[i] == pytest.approx((times[-1] - times[0]) / (len(times) - 1), abs=1e-9)
             assert records.longest_gap_s[i] == pytest.approx(max(b - a for a, b in pairwise(times)), abs=1e-9)
+
+
+@given(st.lists(st.floats(0, 0.4).map(lambda gap: gap + 1e-3), min_size=1, max_size=60))
+def test_a_token_counts_by_how_many_are_unread_when_it_comes(gaps: list[float]) -> None:
+    """Counted from the displayed timeline; a token that is displayed as another comes may be on either side."""
+    times = np.cumsum(gaps)
+    displayed_s = np.array(displayed_times(TARGET, times.tolist()))
+    bounds = []
+    for slip_s in (1e-6, -1e-6):
+        shares = [np.count_nonzero(displayed_s[: i + 1] > at_s + slip_s) / times.size for i, at_s in enumerate(times)]
+        bounds.append(sum(1.0 if share < 0.1 else max(0.0, 2 - 10 * share) for share in shares))
+    assert bounds[1] - 1e-6 <= record([gaps]).effective_tokens[0] <= bounds[0] + 1e-6
+
+
+def test_what_comes_faster_than_it_is_read_is_worth_nothing_once_a_fifth_is_unread() -> None:
+    """100 tokens at once, the first displayed as it comes: up to 10 unread are worth 1, then 0.9 … 0.1, then none.
+
+    TokenFlow's curve: 11 · 1 + 9 · 0.5. At reading speed all of them count, and without a reader, too.
+    """
+    at_once, read, nobody = [2.0] + [0.0] * 99, [2.0] + [0.25] * 99, Recorder(plain_workload([0.0], has_reader=False))
+    nobody.tokens(0, 2.0, 100)
+    nobody.end(0)
+    assert record([at_once, read]).effective_tokens.tolist() == pytest.approx([15.5, 100.0])
+    assert nobody.records().effective_tokens.tolist() == [100.0]
 
 
 @given(ANSWERS, st.floats(0, 50))
@@ -66,7 +91,7 @@ def test_a_selection_has_the_figures_of_the_selected(answers: list[list[float]],
     records = record(answers)
     wanted = np.array(data.draw(st.lists(st.booleans(), min_size=len(answers), max_size=len(answers))))
     part = records.select(wanted)
-    for name in ("arrival_s", "ttft_s", "tpot_s", "longest_gap_s", "qoe", "last_token_s", "num_tokens"):
+    for name in ("arrival_s", "ttft_s", "tpot_s", "longest_gap_s", "qoe", "effective_tokens", "num_tokens"):
         assert np.array_equal(getattr(part, name), getattr(records, name)[wanted], equal_nan=True), name
     assert len(part.failure) == len(part)
 
@@ -118,6 +143,8 @@ def test_the_summary_counts_what_it_says() -> None:
     assert summary["tpot_s"]["mean"] == 1.0
     assert summary["stall_s"] == {"max": 1.5, "p99": 1.49}
     assert summary["throughput_tokens_per_s"] == pytest.approx(6 / 6.5, rel=1e-5)
+    assert summary["effective_tokens_per_s"] <= summary["throughput_tokens_per_s"]
+    assert summary["tds_tokens_per_s"] == pytest.approx((1 / 0.5 + 1 / 1.0 + 1 / 1.5) / 3, rel=1e-5)
     assert summary["preemptions"] == 7
     shares = {"ttft_share": 0.5, "tpot_share": 0.25, "both_share": 0.25}
     assert summary["slo"] == {"ttft_s": 2.0, "tpot_s": 0.5, **shares, "ttft_held_until_s": 0.0}
