@@ -199,11 +199,15 @@ async def served(
 
 
 async def measure_vllm(python: str, checkpoint: Path, num_blocks: int, workloads: Sequence[Workload]) -> list[Turn]:
-    """Return its turns."""
+    """Return its turns; none if it does not start."""
     server, turns = VllmServer(python, checkpoint.parent), list[Turn]()
     setting = Setting(checkpoint, DTYPE, 1, MAX_LEN, MEMORY, 1, 0, num_blocks)
     try:
-        await server.start(setting)
+        try:
+            await server.start(setting)
+        except (RuntimeError, OSError, TimeoutError) as error:
+            print(f"skipped: {VLLM} does not start: {error}", file=sys.stderr, flush=True)
+            return []
         await send_load(server.url, server.pid, sequential(*WARM_UP, seed=90))
         for workload in workloads:
             await wait_idle()
