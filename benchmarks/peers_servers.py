@@ -100,8 +100,8 @@ class VllmServer(HttpEngine):
         self._num_output, self._model, self.url = setting.num_output, "m", f"http://127.0.0.1:{port}"
         flags = ["--model", str(setting.checkpoint), "--dtype", setting.dtype, "--max-model-len", str(setting.max_len)]
         flags += ["--max-num-seqs", "64", "--no-enable-prefix-caching", "--max-num-batched-tokens", "2048"]
-        if setting.num_blocks:  # the first one holds nothing
-            flags += ["--block-size", "16", "--num-gpu-blocks-override", str(setting.num_blocks + 1)]
+        if setting.num_blocks:  # of 32 tokens at least on a CPU; the first one holds nothing
+            flags += ["--block-size", "32", "--num-gpu-blocks-override", str(setting.num_blocks // 2 + 1)]
         flags += ["--port", str(port), "--host", "127.0.0.1", "--served-model-name", self._model]
         argv = [self._python, "-m", "vllm.entrypoints.openai.api_server", *flags]
         await self.spawn(*argv, env=vllm_env(setting, self._python), log=self._log)

@@ -1,4 +1,4 @@
-"""Andes keeps its promises to all readers: nobody starves, and who asks for more speed takes nothing from the others."""
+"""Andes keeps its promises: nobody starves, and who asks for more speed takes nothing from the others."""
 
 from __future__ import annotations
 
