@@ -55,6 +55,7 @@ def test_a_thousand_greedy_readers_take_nothing_from_the_others() -> None:
     def others(speed: float) -> tuple[float, np.ndarray, float]:
         result = run(scenario, "andes", replace(drawn, qoe_speed=np.where(is_greedy, speed, drawn.qoe_speed)))
         records = result.records.select(~is_greedy)
+        assert result.num_steps
         step_s = float(result.records.token_s.max()) / result.num_steps
         return float(records.qoe.mean()), np.percentile(records.ttft_s, [50, 99]), step_s
 
