@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import platform
+import signal
 import sys
 import tempfile
 import time
@@ -50,9 +51,15 @@ def free_port() -> int:
     return find_port("127.0.0.1", 0)
 
 
+def end_children_on_sigterm() -> None:
+    """Let SIGTERM end this process as Ctrl-C does, so that what it has started ends with it."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
 @asynccontextmanager
 async def service(name: str, *flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
     """Run `python -m services.<name>`; stop it with SIGTERM at the end."""
+    end_children_on_sigterm()
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import signal
 import sys
 import tempfile
 import time
@@ -169,7 +168,6 @@ async def _run(cluster: BurstCluster, title: str, workload: Workload) -> Run:
 
 def main() -> None:
     """Measure."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that no cluster is left behind
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 3, 4, 5])
     parser.add_argument("--systems", type=lambda text: text.split(","), default=[*SYSTEMS, "unthrottled"])

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import signal
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,7 +114,6 @@ async def compare(shape: BurstShape, num_rounds: int) -> list[Cost]:
 
 def main() -> None:
     """Measure."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that no cluster is left behind
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--streams", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=250, help="of each answer")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.harness import ROOT
+from benchmarks.harness import ROOT, end_children_on_sigterm
 
 START_LIMIT_S = 1800.0
 RUN_LIMIT_S = 600.0
@@ -33,6 +33,8 @@ class Setting:
     memory: str
     kv_gib: int
     num_output: int
+    num_blocks: int = 0
+    """KV blocks of 16 tokens, of vLLM; 0: as many as the memory gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ class EngineProcess:
         return self._process
 
     async def spawn(self, *argv: str, env: Mapping[str, str] | None = None, log: Path) -> None:
+        end_children_on_sigterm()
         with log.open("ab") as file:
             self._process = await asyncio.create_subprocess_exec(
                 *argv,

@@ -1,13 +1,14 @@
 """Random checkpoints that every engine can read, made with transformers, seed 0.
 
     small        Llama, 25.7 M parameters: hidden 512, 8 layers, 8 heads, 4 KV heads, vocabulary 4096, tied
+    medium       Llama, 193 M parameters: hidden 1024, 16 layers, 16 heads, 8 KV heads, vocabulary 4096, tied
     qwen2-0.5b   the shape of Qwen2-0.5B, 494 M parameters: hidden 896, 24 layers, 14 heads, 2 KV heads, tied
     llama3-8b    the shape of Llama 3 8B, 8.03 G parameters: hidden 4096, 32 layers, 32 heads, 8 KV heads, bfloat16
 
 The folder holds float32 weights, unless it says otherwise, a byte-level tokenizer and a chat template. The last one is
 made on a GPU, if there is one, and takes 16 GB.
 
-    python -m benchmarks.peers_model small|qwen2-0.5b|llama3-8b DIR
+    python -m benchmarks.peers_model small|medium|qwen2-0.5b|llama3-8b DIR
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class ShapeLimits:
 
 
 LIMITS = {"small": ShapeLimits("2GiB", 2), "qwen2-0.5b": ShapeLimits("3500MiB", 1)}
-SHAPES = (*LIMITS, "llama3-8b")
+SHAPES = (*LIMITS, "medium", "llama3-8b")
 
 
 def make_checkpoint(shape: str, folder: Path) -> None:
@@ -99,14 +100,15 @@ def _config(shape: str) -> Any:
     from transformers import LlamaConfig, Qwen2Config
 
     ids: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "tie_word_embeddings": True}
-    if shape == "small":
+    if shape in ("small", "medium"):
+        scale = 1 if shape == "small" else 2
         return LlamaConfig(
             vocab_size=NUM_TOKENS,
-            hidden_size=512,
-            intermediate_size=1408,
-            num_hidden_layers=8,
-            num_attention_heads=8,
-            num_key_value_heads=4,
+            hidden_size=512 * scale,
+            intermediate_size=1408 * scale,
+            num_hidden_layers=8 * scale,
+            num_attention_heads=8 * scale,
+            num_key_value_heads=4 * scale,
             head_dim=64,
             max_position_embeddings=2048,
             **ids,

@@ -26,7 +26,7 @@ class HttpEngine(EngineProcess):
     def __init__(self, log_dir: Path) -> None:
         super().__init__()
         self._log = log_dir / f"{self.name}.log"
-        self._url = ""
+        self.url = ""
         self._model = ""
         self._num_output = 0
 
@@ -43,7 +43,7 @@ class HttpEngine(EngineProcess):
         async with aiohttp.ClientSession(timeout=timeout, headers=headers, connector=connector) as session:
 
             async def send(index: int, outcome: BenchRecord) -> None:
-                await stream_answer(session, f"{self._url}/v1/completions", bodies[index], load.clock, outcome)
+                await stream_answer(session, f"{self.url}/v1/completions", bodies[index], load.clock, outcome)
 
             load = BenchLoad(synthetic(len(prompts), 1, self._num_output), send)
             await load.run()
@@ -78,7 +78,7 @@ class SluiceServer(HttpEngine):
         flags = ["--model", str(setting.checkpoint), "--dtype", setting.dtype, "--memory", setting.memory]
         flags += ["--max-model-len", str(setting.max_len), "--threads", str(setting.threads)]
         self._num_output, self._model = setting.num_output, setting.checkpoint.name
-        self._url = (await self.up(*flags, log=self._log))["url"]
+        self.url = (await self.up(*flags, log=self._log))["url"]
 
 
 class VllmServer(HttpEngine):
@@ -97,9 +97,11 @@ class VllmServer(HttpEngine):
 
     async def start(self, setting: Setting) -> None:
         port = free_port()
-        self._num_output, self._model, self._url = setting.num_output, "m", f"http://127.0.0.1:{port}"
+        self._num_output, self._model, self.url = setting.num_output, "m", f"http://127.0.0.1:{port}"
         flags = ["--model", str(setting.checkpoint), "--dtype", setting.dtype, "--max-model-len", str(setting.max_len)]
         flags += ["--max-num-seqs", "64", "--no-enable-prefix-caching", "--max-num-batched-tokens", "2048"]
+        if setting.num_blocks:  # of 32 tokens at least on a CPU; the first one holds nothing
+            flags += ["--block-size", "32", "--num-gpu-blocks-override", str(setting.num_blocks // 2 + 1)]
         flags += ["--port", str(port), "--host", "127.0.0.1", "--served-model-name", self._model]
         argv = [self._python, "-m", "vllm.entrypoints.openai.api_server", *flags]
         await self.spawn(*argv, env=vllm_env(setting, self._python), log=self._log)
@@ -121,7 +123,7 @@ class VllmServer(HttpEngine):
         async with aiohttp.ClientSession() as session:
             while self.process.returncode is None:
                 try:
-                    async with session.get(f"{self._url}/health") as answer:
+                    async with session.get(f"{self.url}/health") as answer:
                         if answer.status == 200:
                             return
                 except aiohttp.ClientError:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from tests.unit.worker.models.test_model_oracle import MIN_MARGIN, NUM_TOKENS, S
 
 pytestmark = [pytest.mark.kernels, pytest.mark.slow]
 
+T = TypeVar("T")
 NAMES = (
     "group of 2",
     "group of 1, tied",
@@ -36,6 +38,13 @@ LENGTHS = (3, 150, 4, 90, 5, 6, 64, 7, 8, 77, 9, 12)
 MAX_BLOCKS = 14
 """The longest sequence needs all of them (150 + 64 tokens in blocks of 16). Three short ones that run together begin
 with one block each and end with five each, so one of them is preempted."""
+WAYS: tuple[dict[str, Any], ...] = (
+    {"n": 2},
+    {},
+    {"presence_penalty": 0.7, "frequency_penalty": 0.7},
+    {"logprobs": 3, "qoe": {"ttft_s": 0.1, "speed_tokens_per_s": 10_000}},
+)
+"""Of asking, by turns."""
 BLOCK_KV_BYTES = 8192
 """Of the smallest checkpoint: 2 layers · 2 (keys, values) · 2 heads · 16 dimensions · 4 bytes · 16 slots."""
 MAX_ROUNDS = 5
@@ -77,18 +86,22 @@ def crowded_cluster(folder: Path, *flags: str) -> AbstractContextManager[Cluster
 
 
 def complete(running: Cluster, prompt: list[int], **how: Any) -> str:
+    return str(choices_of(running, prompt, **how)[0]["text"])
+
+
+def choices_of(running: Cluster, prompt: list[int], **how: Any) -> list[dict[str, Any]]:
     body = {"model": "checkpoint", "prompt": prompt, "max_tokens": NUM_TOKENS, "ignore_eos": True, **how}
     answer = running.post("/v1/completions", body)
-    choice = answer["choices"][0]
-    assert choice["finish_reason"] == "length"
-    assert answer["usage"]["completion_tokens"] == NUM_TOKENS
+    choices: list[dict[str, Any]] = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+    assert len(choices) == how.get("n", 1)
+    assert {choice["finish_reason"] for choice in choices} == {"length"}
+    assert answer["usage"]["completion_tokens"] == NUM_TOKENS * len(choices)
     assert answer["usage"]["prompt_tokens"] == len(prompt)
-    text: str = choice["text"]
-    return text
+    return choices
 
 
 def check_under_pressure(
-    running: Cluster, work: Sequence[Callable[[], str]], texts: list[str], counted: str = "num_preemptions_total"
+    running: Cluster, work: Sequence[Callable[[], T]], texts: list[T], counted: str = "num_preemptions_total"
 ) -> None:
     """Ask for everything at once until a sequence was preempted meanwhile; the texts are the same each time.
 
@@ -131,20 +144,24 @@ def test_greedy_text_over_http_equals_the_references(name: str) -> None:
 def test_deterministic_text_does_not_depend_on_the_batch(
     host_memory: str, counted: str, never: str, system: str
 ) -> None:
-    """Sampled text from a model with near-ties: byte-equal alone, in a full batch, and after preemptions."""
+    """Sampled text from a model with near-ties: byte-equal alone, in a full batch, and after preemptions.
+
+    So are log-probabilities, both texts of two, and those with penalties for what was said before.
+    """
     shape, rng = CheckpointShape(seed=5, weight_std=0.03), random.Random(1)
     folder, _ = stored_checkpoint(shape)
     flags = ("--deterministic", "--host-memory", host_memory, "--system", system)
     with crowded_cluster(folder, *flags) as running:
         work = [
-            partial(complete, running, draw_prompt(rng, shape, length), temperature=1.0, seed=length)
-            for length in LENGTHS
+            partial(choices_of, running, draw_prompt(rng, shape, length), temperature=1.0, seed=length, **way)
+            for length, way in zip(LENGTHS, cycle(WAYS), strict=False)
         ]
         alone = [ask() for ask in work]
         assert running.total("num_host_blocks") == parse_size(host_memory) // BLOCK_KV_BYTES
         check_under_pressure(running, work, alone, counted)
         assert running.total(never) == running.total("num_used_host_blocks") == 0
-        assert len(set(alone)) == len(alone)
+        texts = [choice["text"] for choices in alone for choice in choices]
+        assert len(set(texts)) == len(texts)
 
 
 @pytest.mark.timeout(240)

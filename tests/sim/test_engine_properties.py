@@ -212,3 +212,17 @@ def test_the_random_operations_reach_every_kind_of_event_where_steps_overlap() -
     assert counts["ahead"] > 200
     assert counts["surplus"] > 5
     assert counts["stale"] > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheduler", ["andes", "lqsf"])
+def test_who_serves_readers_first_reaches_every_way_of_giving_way_by_itself(scheduler: str) -> None:
+    """Without whims: what is decided is the policy's own."""
+    counts = lived(chaotic_run(scheduler, 2, seed, num_host_blocks=12, whims=0.0) for seed in range(6))
+    assert counts["preempted"] - counts["swapped out"] > 50, "computed again"
+    wanted = ("swapped out", "came back", "brought", "given up", "lent", "found", "fork", "copies", "went again")
+    assert set(wanted) <= set(+counts)
+    stages = lived(chaotic_run(scheduler, 3, seed, num_lanes=3, whims=0.0) for seed in range(2))
+    assert {"preempted", "stages apart"} <= set(+stages)
+    ahead = lived((overlapping_run(scheduler, seed=seed) for seed in range(4)), adds=4)
+    assert {"ahead", "surplus"} <= set(+ahead)

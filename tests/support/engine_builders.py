@@ -84,6 +84,7 @@ def new_sequence(
     arrival_s: float | None = None,
     expires_s: float = FOREVER,
     qoe: ReaderTarget | None = None,
+    request_class: RequestClass = RequestClass.REAL_TIME,
     fork_of: int | str | None = None,
     salt: str = "",
 ) -> NewSequence:
@@ -101,7 +102,7 @@ def new_sequence(
         ),
         arrival_s=float(name) if arrival_s is None else arrival_s,
         expires_s=expires_s,
-        request_class=RequestClass.REAL_TIME,
+        request_class=request_class,
         qoe=qoe,
         fork_of=None if fork_of is None else RequestId(f"r{fork_of}"),
         cache_salt=salt,

@@ -108,6 +108,30 @@ async def test_a_child_that_does_not_start_is_an_error(tmp_path: Path) -> None:
     await engine.stop()
 
 
+def test_a_benchmark_that_is_told_to_end_ends_what_it_has_started(tmp_path: Path) -> None:
+    program = (
+        "import asyncio, pathlib, sys\n"
+        "from benchmarks.peers_engines import EngineProcess\n"
+        "async def run():\n"
+        "    engine = EngineProcess()\n"
+        "    try:\n"
+        "        await engine.spawn('sleep', '600', log=pathlib.Path(sys.argv[1]))\n"
+        "        print(engine.pid, flush=True)\n"
+        "        await asyncio.sleep(600)\n"
+        "    finally:\n"
+        "        await engine.stop()\n"
+        "asyncio.run(run())\n"
+    )
+    argv = [sys.executable, "-c", program, str(tmp_path / "log")]
+    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as benchmark:
+        assert benchmark.stdout is not None
+        pid = int(benchmark.stdout.readline())
+        assert is_running(pid)
+        benchmark.terminate()
+        benchmark.wait(30)
+    assert not is_running(pid)
+
+
 def test_our_engine_generates_offline() -> None:
     folder, _ = stored_checkpoint(CheckpointShape())
     generate = load(str(folder), "float32", 1, 64, "64MiB")

@@ -1,0 +1,117 @@
+"""Andes keeps its promises: nobody starves, and who asks for more speed takes nothing from the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.worker.scheduling.registry import make_scheduler
+from shared.types import FinishReason, ReaderTarget, RequestClass
+from sim.experiment.result import RunResult
+from sim.experiment.run import run_workload
+from sim.experiment.setup import build_cluster
+from sim.scenarios.files import load_scenario
+from sim.scenarios.scenario import Scenario, validated
+from sim.workload.workload import Workload
+from tests.support.engine_builders import new_sequence, per_token
+from tests.support.engine_chaos import draw_reader
+from tests.support.engine_harness import EngineHarness, make_harness
+from tests.support.seeds import first_of
+
+GREEDY, ORDINARY = 10_000.0, 4.8
+"""Tokens per second."""
+MOST_STEPS = 2000
+
+
+def run(scenario: Scenario, system: str, workload: Workload) -> RunResult:
+    return run_workload(build_cluster(scenario, system, workload), workload)
+
+
+@pytest.mark.slow
+def test_a_thousand_greedy_readers_take_nothing_from_the_others() -> None:
+    """Of 2 000; memory is full at times, and prompts queue for a second."""
+    scenario = validated(
+        {
+            "name": "greed",
+            "model": "llama-3-8b",
+            "gpu": "a100",
+            "instances": 1,
+            "lengths": "burstgpt-conversation",
+            "max_request_tokens": 4096,
+            "duration_s": 133.0,
+            "max_batch_rows": 1024,
+            "arrivals": {"kind": "poisson", "rate_per_s": 15.0},
+            "reader": {"kind": "andes"},
+        },
+        "scenario greed",
+    )
+    drawn = scenario.workload(1, None)
+    is_greedy = np.zeros(len(drawn), dtype=np.bool_)
+    is_greedy[np.random.default_rng(1).permutation(len(drawn))[:1000]] = True
+
+    def others(speed: float) -> tuple[float, np.ndarray, float]:
+        result = run(scenario, "andes", replace(drawn, qoe_speed=np.where(is_greedy, speed, drawn.qoe_speed)))
+        records = result.records.select(~is_greedy)
+        assert result.num_steps
+        step_s = float(result.records.token_s.max()) / result.num_steps
+        return float(records.qoe.mean()), np.percentile(records.ttft_s, [50, 99]), step_s
+
+    (before, ttft_before, step_s), (after, ttft_after, _) = others(ORDINARY), others(GREEDY)
+    assert after >= before - 0.002
+    assert (ttft_after <= ttft_before + step_s).all()
+
+
+@pytest.mark.slow
+def test_the_worst_readers_are_no_worse_off_than_first_come_first_served() -> None:
+    scenario = load_scenario("burst-demo").model_copy(update={"instances": 1, "upscale": 0.575, "duration_s": 120.0})
+    workload = scenario.workload(1, None)
+    worst = {
+        system: float(np.percentile(result.records.qoe[result.records.is_complete], 1))
+        for system in ("fcfs", "andes")
+        for result in [run(scenario, system, workload)]
+    }
+    assert worst["andes"] >= worst["fcfs"] - 0.005
+
+
+def crowd(seed: int, settings: dict[str, Any], num_host_blocks: int) -> EngineHarness:
+    """One request that needs most of the memory and that nobody reads, and readers who keep coming, until it has ended.
+
+    A prompt of 60 tokens takes 3 s.
+    """
+    random = np.random.default_rng(seed)
+    harness = make_harness(
+        make_scheduler("andes", **settings), num_blocks=24, num_host_blocks=num_host_blocks, cost=per_token(0.05)
+    )
+    harness.add(new_sequence(0, num_prompt=60, max_tokens=30, request_class=RequestClass.BEST_EFFORT))
+    for _ in range(MOST_STEPS):
+        while len(harness.live()) < 12:
+            qoe, request_class = draw_reader(random)
+            harness.add(
+                new_sequence(
+                    len(harness.stories),
+                    num_prompt=int(random.integers(1, 30)),
+                    max_tokens=int(random.integers(2, 30)),
+                    arrival_s=harness.now_s,
+                    qoe=qoe or ReaderTarget(),
+                    request_class=request_class,
+                )
+            )
+        harness.step()
+        if harness.stories[1000].finish is not FinishReason.NONE:
+            break
+    return harness
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_host_blocks", [0, 40])
+@pytest.mark.parametrize("horizon_s", [0.05, 30.0])
+@pytest.mark.parametrize("seed", first_of(list(range(4)), 2))
+def test_nobody_starves_while_others_keep_coming(seed: int, horizon_s: float, num_host_blocks: int) -> None:
+    """Nor do those who came meanwhile, once nobody comes any more."""
+    harness = crowd(seed, {"horizon_s": horizon_s, "aging_s": 10.0}, num_host_blocks)
+    assert harness.stories[1000].finish is FinishReason.LENGTH
+    harness.finish()
+    assert {story.finish for story in harness.stories.values()} == {FinishReason.LENGTH}
