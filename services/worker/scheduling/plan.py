@@ -213,7 +213,10 @@ class StepPlan:
                 self._may_change = True  # it would compute what another row is computing
                 continue
             copied = ceil_div(on_host, self.view.block_size) or self._bringing.worth(row, cached.num_tokens)
-            chunk = 0 if copied else self._first_chunk(row, cached.num_tokens, whole=whole)
+            left = _num_known(self.view, row) - cached.num_tokens
+            chunk = 0 if copied else self._cut(cached.num_tokens, left)
+            if whole and chunk < left and not self.is_empty:
+                chunk = 0
             if running.gives_way(row) or not (copied or chunk):
                 return row
             need, held = _num_to_fit(self.view, row, is_alone=not self._running.count), int(columns.held_blocks[row])
@@ -250,10 +253,9 @@ class StepPlan:
             Whether somebody gives way by recompute, so that `admit` finds room now.
         """
         assert self.is_empty, "who is chosen already must not give way"
-        lacking, lacks_place = (
-            _num_to_fit(self.view, row, is_alone=not self._running.count) - self.unpromised_blocks,
-            self._places() <= 0,
-        )
+        fits, lacks_place = _num_to_fit(self.view, row, is_alone=not self._running.count), self._places() <= 0
+        meanwhile = 0 if self.view.host is None else int(self._running.missing(self._decoding(), 2).sum())
+        lacking = fits + meanwhile - self.unpromised_blocks  # while the copies are under way decodes take some
         cached = NOTHING_CACHED if self.view.columns.host_tokens[row] else self.view.blocks.cached(row)
         if lacks_place or lacking > cached.num_shared_blocks:
             self._running.preempt(victims, lacking, row, lacks_place=lacks_place)
@@ -301,10 +303,6 @@ class StepPlan:
         chunk = min(self._cut(computed, _num_known(self.view, row) - computed), slots)
         if chunk > 0:
             self._choose(row, chunk, computed, held)
-
-    def _first_chunk(self, row: int, begin: int, *, whole: bool) -> int:
-        chunk = self._cut(begin, left := _num_known(self.view, row) - begin)
-        return 0 if whole and chunk < left and not self.is_empty else chunk
 
     def _cut(self, begin: int, left: int) -> int:
         """Return how many of the tokens that a prompt has left the step takes, if it has the blocks; 0: none."""

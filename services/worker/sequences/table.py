@@ -16,7 +16,8 @@ from services.worker.sequences.sequence import Sequence
 from shared.types import LatencyLimits, ReaderTarget, RequestClass
 
 MOST_SPEED: Final = 20.0
-"""Tokens per second; who asks for more is a reader of this speed for policies: nobody buys the others' time."""
+"""Tokens per second, 900 words a minute; who asks for more does not read, and is the default reader for policies:
+nobody buys the others' time."""
 DEFAULT_READER: Final = ReaderTarget()
 NO_LIMITS: Final = LatencyLimits()
 C = TypeVar("C", bound=NDArray[np.generic])
@@ -198,10 +199,10 @@ class SequenceTable:
             ttft_s = speed = last_s = delay_sum_s = np.nan
         else:
             reader = new.qoe or DEFAULT_READER
-            ttft_s, speed = reader.ttft_s, min(reader.speed_tokens_per_s, MOST_SPEED)
-            last_s, delay_sum_s = ttft_s + (new.generated.size - 1) / speed, 0.0
-            if new.displayed is not None and reader.speed_tokens_per_s <= MOST_SPEED:
-                last_s, delay_sum_s = new.displayed
+            ttft_s, speed, displayed = reader.ttft_s, reader.speed_tokens_per_s, new.displayed
+            if speed > MOST_SPEED:
+                speed, displayed = DEFAULT_READER.speed_tokens_per_s, None
+            last_s, delay_sum_s = displayed or (ttft_s + (new.generated.size - 1) / speed, 0.0)
             self.num_readers += 1
         self.qoe_ttft_s[row], self.qoe_speed[row], self.qoe_gap_s[row] = ttft_s, speed, 1 / speed
         self.qoe_last_s[row], self.qoe_delay_sum_s[row] = last_s, delay_sum_s

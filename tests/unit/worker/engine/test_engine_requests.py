@@ -230,15 +230,17 @@ def test_a_newer_attempt_that_takes_a_row_over_keeps_what_is_known_of_the_reques
     assert columns.num_preemptions[row] == 3
 
 
-def test_nobody_counts_as_a_faster_reader_than_20_tokens_a_second() -> None:
-    """A second token at 0.05 s is displayed 0.05 s after the first, and what was said of another speed is void."""
+def test_who_asks_for_more_than_anybody_reads_counts_as_the_default_reader() -> None:
+    """The second token is displayed at his pace, and what was said of another speed is void; 20 tokens/s stay 20."""
     harness = make_harness()
     fast = ReaderTarget(ttft_s=0.01, speed_tokens_per_s=10_000)
     harness.add(replace(new_sequence(0, max_tokens=9, generated=[4], qoe=fast), displayed=(9.0, 9.0)))
     table = harness.engine.table
-    assert (table.qoe_speed[0], table.qoe_gap_s[0], table.qoe_last_s[0]) == (20.0, 0.05, 0.01)
+    assert (table.qoe_speed[0], table.qoe_gap_s[0], table.qoe_last_s[0]) == (4.8, 1 / 4.8, 0.01)
     harness.step()
-    assert table.qoe_last_s[0] == pytest.approx(0.06)
+    assert table.qoe_last_s[0] == pytest.approx(0.01 + 1 / 4.8)
+    harness.add(new_sequence(1, qoe=ReaderTarget(speed_tokens_per_s=20)))
+    assert table.qoe_speed[1] == 20
 
 
 def test_the_form_goes_on_where_an_earlier_attempt_has_left_it() -> None:
