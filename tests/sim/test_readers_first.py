@@ -8,18 +8,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.scheduling.registry import make_scheduler
+from services.worker.scheduling.registry import SCHEDULERS, make_scheduler
 from shared.types import FinishReason, ReaderTarget, RequestClass
+from sim.cluster import SimCluster
 from sim.experiment.result import RunResult
 from sim.experiment.run import run_workload
 from sim.experiment.setup import build_cluster
+from sim.requests import SimRequest
 from sim.scenarios.files import load_scenario
 from sim.scenarios.scenario import Scenario, validated
 from sim.workload.workload import Workload
 from tests.support.engine_builders import new_sequence, per_token
 from tests.support.engine_chaos import draw_reader
 from tests.support.engine_harness import EngineHarness, make_harness
+from tests.support.napping import Napping
 from tests.support.seeds import first_of
+from tests.support.sim_clusters import ask_all, cluster_of, hear_events
 
 GREEDY, ORDINARY = 10_000.0, 4.8
 """Tokens per second."""
@@ -32,7 +36,7 @@ def run(scenario: Scenario, system: str, workload: Workload) -> RunResult:
 
 @pytest.mark.slow
 def test_a_thousand_greedy_readers_take_nothing_from_the_others() -> None:
-    """Of 2 000; memory is full at times, and prompts queue for a second."""
+    """Of 2 000, where memory is short: not one of all tokens comes at another time."""
     scenario = validated(
         {
             "name": "greed",
@@ -112,3 +116,19 @@ def test_nobody_starves_while_others_keep_coming(seed: int, horizon_s: float, nu
     assert harness.stories[1000].finish is FinishReason.LENGTH
     harness.finish()
     assert {story.finish for story in harness.stories.values()} == {FinishReason.LENGTH}
+
+
+@pytest.mark.virtual_time
+async def test_a_worker_that_pauses_everybody_for_a_minute_keeps_them_and_stays_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    napping = Napping()
+    monkeypatch.setitem(SCHEDULERS, "napping", lambda: napping)
+    async with SimCluster(cluster_of(2, 100, scheduler="napping")) as cluster:
+        events = await hear_events(cluster.broker.connect("watch"))
+        await ask_all(cluster, [SimRequest(f"r{i}", np.arange(300, 320), 8) for i in range(4)])
+        judged = {event.name for event in events} & {"worker_suspect", "worker_dead", "worker_gone"}
+        totals = [worker.service.engine.totals for worker in cluster.workers]
+    assert napping.num_naps >= 2
+    assert not judged
+    assert sum(each.num_prompt_tokens for each in totals) == 80, "nobody was sent to another worker"

@@ -10,13 +10,14 @@ import pytest
 from services.worker.contract.batch import OWN_SAMPLE
 from services.worker.contract.executor import KvCapacity
 from services.worker.scheduling.registry import make_scheduler
-from services.worker.scheduling.view import EMPTY_ROWS, NO_WAYS, Scheduler, SchedulerOutput, SchedulerView
+from services.worker.scheduling.view import Scheduler, SchedulerOutput, SchedulerView
 from services.worker.sequences.config import AddRefusal
 from services.worker.sequences.table import Hold
 from shared.types import FinishReason
-from tests.support.engine_builders import new_sequence
+from tests.support.engine_builders import new_sequence, per_token
 from tests.support.engine_harness import EngineHarness, Story, make_harness, undisturbed
 from tests.support.engine_live import STEP_S, live_engine
+from tests.support.napping import Napping
 
 
 def harness_of(
@@ -301,26 +302,6 @@ def test_who_comes_while_a_decision_holds_is_seen_at_once() -> None:
     harness.finish()
 
 
-class Napping:
-    """Lets everybody decode, but for a nap of a minute after each fourth step."""
-
-    reorders = False
-
-    def __init__(self) -> None:
-        self._chunked, self._num_steps, self._until_s = make_scheduler("chunked"), 0, 0.0
-
-    def schedule(self, view: SchedulerView) -> SchedulerOutput:
-        if self._num_steps % 4 == 3 and view.now_s >= self._until_s:
-            self._until_s = view.now_s + 60
-            self._num_steps += 1
-        if view.now_s < self._until_s:
-            return SchedulerOutput(
-                EMPTY_ROWS, EMPTY_ROWS, EMPTY_ROWS, NO_WAYS, EMPTY_ROWS, "nap", next_look_s=self._until_s
-            )
-        self._num_steps += 1
-        return replace(self._chunked.schedule(view), next_look_s=view.now_s)
-
-
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("overlaps", [False, True])
 async def test_a_timer_wakes_the_loop_when_everybody_was_paused(*, overlaps: bool) -> None:
@@ -333,3 +314,12 @@ async def test_a_timer_wakes_the_loop_when_everybody_was_paused(*, overlaps: boo
             assert live.texts[new.stream] == live.undisturbed(new)
             gaps_s = np.diff(live.heard_s[new.stream])
             assert sorted(set(gaps_s.round(1).tolist())) == [STEP_S, 60.0 + STEP_S]
+
+
+async def test_a_timer_wakes_the_loop_of_a_real_clock_too() -> None:
+    napping = Napping(nap_s=0.05)
+    async with live_engine(scheduler=napping, cost=per_token(1e-4)) as live:
+        new = live.add(new_sequence(0, num_prompt=5, max_tokens=8))
+        await live.until_idle()
+        assert live.texts[new.stream] == live.undisturbed(new)
+        assert napping.num_naps == 2
