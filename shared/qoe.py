@@ -13,6 +13,10 @@ from numpy.typing import NDArray
 F64 = NDArray[np.float64]
 _ROUNDING = 1e-9
 """Of a token: what is displayed at the instant of a delivery is read then."""
+_FULL_VALUE_RATIO = 0.1
+"""Of an answer's length: with fewer tokens unread a new one is of full value to its reader."""
+_NO_VALUE_RATIO = 0.2
+"""With as many unread it is of none; in between its value falls in a line."""
 
 
 def answer_qoe(delivered_s: F64, ttft_s: float, speed: float) -> float:
@@ -55,6 +59,16 @@ def unread_tokens(delivered_s: F64, ttft_s: float, speed: float) -> F64:
     ahead_s = _lag_s(delivered_s, ttft_s, speed) - (delivered_s - ideal_s)
     unread: F64 = np.minimum(np.ceil(ahead_s * speed - _ROUNDING), num_delivered)
     return unread
+
+
+def token_value(unread: F64, num_tokens: F64 | int) -> F64:
+    """Return [n] what one more token is worth to who has so many unread: 1 below a tenth of all, 0 from a fifth on.
+
+    Source: TokenFlow (arXiv 2510.02758), effective throughput.
+    """
+    value = (_NO_VALUE_RATIO - unread / np.maximum(num_tokens, 1)) / (_NO_VALUE_RATIO - _FULL_VALUE_RATIO)
+    clipped: F64 = np.clip(value, 0.0, 1.0)
+    return clipped
 
 
 def _lag_s(delivered_s: F64, ttft_s: float, speed: float) -> F64:

@@ -79,6 +79,8 @@ SYSTEMS: dict[str, System] = {
         System("andes", scheduler="andes", placement="least-loaded"),
         System("andes-unlimited", scheduler="andes", placement="least-loaded", memory=Memory.UNLIMITED),
         System("lqsf", scheduler="lqsf", placement="least-loaded"),
+        # TokenFlow, which parks in host memory: by how much text readers have unread.
+        System("tokenflow", scheduler="tokenflow", placement="least-loaded", swaps=True),
         # KunServe: `fcfs-chunked`, but for replicated parameters that give way to KV under pressure.
         System("kunserve", scheduler="lookahead", placement="least-loaded", drops=True, exchange=KvExchange.BY_PRICE),
         # As version 1 of the paper has it: prompts are cut by token count, and KV is exchanged live.

@@ -16,16 +16,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.qoe import answer_qoe, unread_tokens
+from shared.qoe import answer_qoe, token_value, unread_tokens
 from sim.workload.workload import F64, I32, Workload
 
 I64 = NDArray[np.int64]
 Bool = NDArray[np.bool_]
 
-FULL_VALUE_RATIO = 0.1
-"""Of an answer's length: with fewer tokens unread a new one is of full value to its reader."""
-NO_VALUE_RATIO = 0.2
-"""With as many unread it is of none; in between its value falls in a line."""
 AT_ONCE_S = 1e-9
 """Tokens that are less apart on average came at once."""
 UNFINISHED = "unfinished"
@@ -112,8 +108,6 @@ class Records:
     def effective_tokens(self) -> F64:
         """[n] tokens by what they were worth to the reader when they came; without a reader every one counts.
 
-        A token counts 1 while fewer than a tenth of the answer's tokens (those that came) are unread, 0 with a fifth.
-
         Source: TokenFlow (arXiv 2510.02758), effective throughput. Deviations: an unread token is one that the strict
         pacer has not displayed, and one that nobody reads counts.
         """
@@ -121,8 +115,7 @@ class Records:
         for i in np.flatnonzero((self.num_tokens > 0) & ~np.isnan(self.qoe_speed)):
             tokens = self.token_s[self.token_begin[i] : self.token_begin[i + 1]] - self.arrival_s[i]
             unread = unread_tokens(tokens, float(self.qoe_ttft_s[i]), float(self.qoe_speed[i]))
-            value = (NO_VALUE_RATIO - unread / tokens.size) / (NO_VALUE_RATIO - FULL_VALUE_RATIO)
-            effective[i] = np.clip(value, 0.0, 1.0).sum()
+            effective[i] = token_value(unread, tokens.size).sum()
         return effective
 
     @cached_property

@@ -18,7 +18,7 @@ from shared.ids import RequestId, StreamId
 from shared.types import ReaderTarget, RequestClass, SamplingParams
 
 FOREVER = 1e12
-FIRST_COME = sorted(set(SCHEDULERS) - {"andes", "lqsf"})
+FIRST_COME = sorted(set(SCHEDULERS) - {"andes", "lqsf", "tokenflow"})
 """Schedulers that serve who comes first, and whose steps take all that their limits allow."""
 
 

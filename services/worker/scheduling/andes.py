@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from services.worker.scheduling.andes_settings import AndesSettings
-from services.worker.scheduling.blocks_math import Places, num_known
+from services.worker.scheduling.blocks_math import Places, blocks_taken, num_known
 from services.worker.scheduling.gain import Scoring
 from services.worker.scheduling.lanes import decode_lane
 from services.worker.scheduling.packing import batch_sizes, greedy, most_in_time, most_that_fit
@@ -86,7 +86,7 @@ class AndesScheduler:
             return plain
         running: I32 = view.running
         rows: I32 = np.concatenate([running, view.preempted, view.waiting])
-        num_blocks, capacity = _num_blocks(view, rows)
+        num_blocks, capacity = blocks_taken(view, rows)
         scoring = Scoring(view, rows, num_blocks / max(capacity, 1), self._settings)
         choice = self._choose(view, scoring, num_blocks, capacity)
         order, is_running = choice.order, choice.order < running.size
@@ -157,25 +157,6 @@ def _compute_prompts(plan: StepPlan, line: I32, rows: I32) -> None:
             is_full = plan.admit(some) is not None
     if not plan.resumes:  # who gave way now could hold what those share
         plan.rescue()
-
-
-def _num_blocks(view: SchedulerView, rows: I32) -> tuple[I32, int]:
-    """Return the blocks that each row takes, and the most that they can have together.
-
-    It takes those for its known tokens and one of headroom. What it shares is counted once, for one of those who run.
-
-    Args:
-        view: of this moment.
-        rows: [n] those that run, and behind them the parked ones.
-    """
-    needed = -(-num_known(view.columns, rows) // view.block_size)
-    missing = np.maximum(needed - view.columns.held_blocks[rows], 0)
-    holding: I32 = np.concatenate([view.running, view.preempted])
-    own = view.blocks.freeable(holding)
-    num_blocks: I32 = needed + 1
-    num_blocks[: holding.size] = own + missing[: holding.size] + 1
-    coming = 0 if view.host is None else view.host.leaving_blocks
-    return num_blocks, view.free_blocks + coming + int(own.sum())
 
 
 def _is_worth(scoring: Scoring, choice: Choice, place: int, going: Places) -> bool:

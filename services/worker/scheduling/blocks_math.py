@@ -41,3 +41,22 @@ def num_kept(needs: I32, freeable: I32, free_blocks: int) -> int:
     demand = np.concatenate([[0], np.cumsum(needs)])
     given_up = int(freeable.sum()) - np.concatenate([[0], np.cumsum(freeable)])
     return int(np.flatnonzero(demand <= free_blocks + given_up)[-1])
+
+
+def blocks_taken(view: SchedulerView, rows: I32) -> tuple[I32, int]:
+    """Return the blocks that each row takes, and the most that they can have together.
+
+    It takes those for its known tokens and one of headroom. What it shares is counted once, for one of those who run.
+
+    Args:
+        view: of this moment.
+        rows: [n] those that run, and behind them the parked ones.
+    """
+    needed = -(-num_known(view.columns, rows) // view.block_size)
+    missing = np.maximum(needed - view.columns.held_blocks[rows], 0)
+    holding: I32 = np.concatenate([view.running, view.preempted])
+    own = view.blocks.freeable(holding)
+    num_blocks: I32 = needed + 1
+    num_blocks[: holding.size] = own + missing[: holding.size] + 1
+    coming = 0 if view.host is None else view.host.leaving_blocks
+    return num_blocks, view.free_blocks + coming + int(own.sum())

@@ -38,7 +38,16 @@ def settings(system: str, **changes: Any) -> WorkerSettings:
 
 def test_names_are_built_or_planned_but_not_both() -> None:
     plain = {"fcfs", "fcfs-chunked", "fcfs-pp", "round-robin", "swap", "oracle"}
-    assert set(SYSTEMS) == {*plain, "andes", "andes-unlimited", "lqsf", "kunserve", "kunserve-v1", "kunserve-v2"}
+    assert set(SYSTEMS) == {
+        *plain,
+        "andes",
+        "andes-unlimited",
+        "lqsf",
+        "tokenflow",
+        "kunserve",
+        "kunserve-v1",
+        "kunserve-v2",
+    }
     assert not set(SYSTEMS) & set(PLANNED_SYSTEMS)
     assert all(name == system.name for name, system in SYSTEMS.items())
     assert set(SCHEDULERS) == {system.scheduler for system in SYSTEMS.values()}
