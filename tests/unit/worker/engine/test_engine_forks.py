@@ -9,7 +9,7 @@ from services.worker.engine.stats import take_stats
 from services.worker.sequences.config import AddRefusal
 from services.worker.sequences.table import Hold
 from shared.types import FinishReason
-from tests.support.engine_builders import new_sequence
+from tests.support.engine_builders import new_sequence, per_token
 from tests.support.engine_harness import EngineHarness, make_harness
 
 PROMPT = [(11 * i) % 97 + 2 for i in range(22)]
@@ -18,9 +18,14 @@ PROMPT = [(11 * i) % 97 + 2 for i in range(22)]
 def harness_of(
     *, prefix_caching: bool = False, scheduler: str = "chunked", num_blocks: int = 64, depth: int = 1
 ) -> EngineHarness:
-    """8 tokens a step, so that a prompt of 22 takes three."""
+    """8 tokens a step, so that a prompt of 22 takes three; steps are faster than readers, so nobody is kept out."""
     return make_harness(
-        scheduler, num_blocks=num_blocks, max_batch_tokens=8, prefix_caching=prefix_caching, depth=depth
+        scheduler,
+        num_blocks=num_blocks,
+        max_batch_tokens=8,
+        prefix_caching=prefix_caching,
+        depth=depth,
+        cost=per_token(1e-3),
     )
 
 
