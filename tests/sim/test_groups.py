@@ -155,7 +155,7 @@ async def test_kv_comes_while_the_group_serves_the_reader_first_who_runs_out_fir
     cluster_params = group_params(num_pages=num_pages, link=ModelledLink(bytes_per_s=LINK_BYTES_PER_S))
     async with open_room(cluster_params) as room:
         rng, loop = np.random.default_rng(9), asyncio.get_running_loop()
-        slow, fast = ReaderTarget(ttft_s=0.1, speed_tokens_per_s=3.0), ReaderTarget(ttft_s=0.1, speed_tokens_per_s=40.0)
+        slow, fast = ReaderTarget(ttft_s=0.1, speed_tokens_per_s=3.0), ReaderTarget(ttft_s=0.1, speed_tokens_per_s=20.0)
         readers = [slow, slow, slow, fast, fast, slow, slow, fast]
         room.ask(*(SimRequest(f"r{i}", rng.integers(300, 30_000, 160), 90, i, qoe) for i, qoe in enumerate(readers)))
         await asyncio.sleep(0.4)

@@ -95,7 +95,8 @@ def test_host_memory_makes_one_system_the_other_and_its_size_and_link_are_the_va
     runs = {name: run_system(scenario, name, seed=3) for name in ("round-robin", *variants)}
     found = {name: summarise(run.records, run.facts) for name, run in runs.items()}
     assert found["as-swap"] == found["swap-in-turns"]
-    assert found["none"] == found["swap-without"] == found["round-robin"] == found["slow"]
+    assert found["none"] == found["swap-without"] == found["round-robin"]
+    assert found["slow"]["swapped_out_bytes"] == 0, "to compute again is quicker"
     assert found["as-swap"]["preemptions"] > 0
     assert found["none"]["recomputed_tokens"] > found["as-swap"]["recomputed_tokens"]
     assert found["as-swap"]["brought_back_tokens"] > found["none"]["brought_back_tokens"] == 0
