@@ -43,9 +43,9 @@ class GoingAhead:
         """When the scheduler wants to be asked again although nothing has happened."""
 
     def decided(self, output: SchedulerOutput) -> None:
-        """Take note of a decision that is carried out."""
+        """Take note of a decision that is carried out; beside a batch in flight it is not about all who run."""
         self.next_look_s, self._rows = output.next_look_s, None
-        if output.holds:
+        if output.holds and not self._flights:
             self._rows, self._seen = output.rows.astype(np.intp), self._look()
             self._num_free = self._blocks.num_free
 

@@ -29,8 +29,9 @@ from services.worker.scheduling.lanes import decode_lane
 from services.worker.scheduling.packing import batch_sizes, greedy, most_in_time, most_that_fit
 from services.worker.scheduling.plain import plain_decode
 from services.worker.scheduling.plan import StepPlan
-from services.worker.scheduling.prediction import Readers
-from services.worker.scheduling.view import F64, I32, SchedulerOutput, SchedulerView
+from services.worker.scheduling.prediction import Readers, period_s
+from services.worker.scheduling.recompute_or_swap import again_s
+from services.worker.scheduling.view import F64, I32, Bool, SchedulerOutput, SchedulerView
 from shared.cost import CostModel
 
 MOST_COMING: Final = 128
@@ -87,30 +88,28 @@ class AndesScheduler:
         running: I32 = view.running
         rows: I32 = np.concatenate([running, view.preempted, view.waiting])
         num_blocks, capacity = blocks_taken(view, rows)
-        scoring = Scoring(view, rows, num_blocks / max(capacity, 1), self._settings)
-        choice = self._choose(view, scoring, num_blocks, capacity)
+        scoring = Scoring(view, rows, num_blocks, capacity, self._settings)
+        choice = self._choose(view, scoring, capacity)
         order, is_running = choice.order, choice.order < running.size
         kept, line = order[is_running], rows[order[~is_running]]
         num_kept = np.count_nonzero(is_running[: choice.num_served])
         plan, victims = StepPlan(view, rows[kept]), kept[num_kept:][::-1]
-        if victims.size and (head := plan.head(line)) is not None:
-            place = int(np.argmax(rows == head))
-            lacking = int(num_blocks[place]) - view.free_blocks
-            going = victims[: int(np.searchsorted(num_blocks[victims].cumsum(), lacking)) + 1]
-            if not self._settings.refines or _is_worth(scoring, choice, place, going):
-                plan.preempt_for(head, rows[victims])
+        head = plan.head(line) if victims.size else None
+        if head is not None and (not self._settings.refines or _is_worth(view, scoring, choice, rows == head, victims)):
+            plan.preempt_for(head, rows[victims])
         if self._settings.bounds_steps:
             plan.budget = _budget(view, self._settings.least_step_s)
         decode_lane(plan, view.cost, rows[kept[:num_kept]] if choice.is_slow else None)
         _compute_prompts(plan, line, rows[order])
         return plan.output(self._settings.holds_s)
 
-    def _choose(self, view: SchedulerView, scoring: Scoring, num_blocks: I32, capacity: int) -> Choice:
+    def _choose(self, view: SchedulerView, scoring: Scoring, capacity: int) -> Choice:
         """Return who is served: all while memory is enough and steps are as fast as every reader; at least one.
 
         Alone a row may use every block.
         """
-        num, most = num_blocks.size, max(view.limits.max_batch_rows * view.limits.num_lanes - view.num_in_flight, 0)
+        num_blocks, num = scoring.num_blocks, scoring.num_blocks.size
+        most = max(view.limits.max_batch_rows * view.limits.num_lanes - view.num_in_flight, 0)
         fits = num <= most and int(num_blocks.sum()) <= capacity + 1
         largest = num if fits else most_that_fit(num_blocks, capacity + 1, most)
         quickest_s = float(scoring.readers.gap_s.min(initial=np.inf))
@@ -159,28 +158,28 @@ def _compute_prompts(plan: StepPlan, line: I32, rows: I32) -> None:
         plan.rescue()
 
 
-def _is_worth(scoring: Scoring, choice: Choice, place: int, going: Places) -> bool:
+def _is_worth(view: SchedulerView, scoring: Scoring, choice: Choice, is_head: Bool, victims: Places) -> bool:
     """Return whether it gains more to let rows give way for another one than the delay costs all who are served.
 
     Source: Andes, section 4.3. Deviation: a decision has one such pair at most, for the first who wants to come in.
 
     Args:
+        view: of this moment.
         scoring: of all rows.
         choice: who is served.
-        place: of the row that comes in.
-        going: places of those that give way.
+        is_head: [n] which row comes in.
+        victims: places of those that may give way, in the order in which they go.
     """
-    gained = choice.gain[place] - choice.gain[going].sum()
-    return bool(gained > scoring.loss(choice.order[: choice.num_served], float(scoring.again_s(going).sum())))
+    lacking = int(scoring.num_blocks[is_head][0]) - view.free_blocks
+    going = victims[: int(np.searchsorted(scoring.num_blocks[victims].cumsum(), lacking)) + 1]
+    gained = choice.gain[is_head][0] - choice.gain[going].sum()
+    delay_s = float(again_s(view, scoring.known[going]).sum())
+    return bool(gained > scoring.loss(choice.order[: choice.num_served], delay_s))
 
 
 def _is_slow(view: SchedulerView) -> bool:
     """Return whether steps in which all who run decode are slower than some reader."""
-    running, cost = view.running, view.cost
-    if cost is None:
-        return False
-    period_s = cost.step_s(running.size, float(num_known(view.columns, running).sum()), 0)
-    return period_s * float(np.nanmax(view.columns.qoe_speed[running], initial=0.0)) > 1
+    return period_s(view) * float(np.nanmax(view.columns.qoe_speed[view.running], initial=0.0)) > 1
 
 
 def _budget(view: SchedulerView, least_s: float) -> SlackBudget | None:

@@ -28,15 +28,18 @@ class Scoring:
     Args:
         view: of this moment.
         rows: [n] those that run, and behind them the parked ones.
-        memory: [n] share of the blocks that each takes.
+        num_blocks: [n] that each takes.
+        capacity: blocks that there are for them.
         settings: of the policy.
     """
 
-    def __init__(self, view: SchedulerView, rows: I32, memory: F64, settings: AndesSettings) -> None:
-        self._view, self._settings, self._known = view, settings, num_known(view.columns, rows)
-        self._context = float(self._known.sum()) / max(rows.size, 1)
+    def __init__(self, view: SchedulerView, rows: I32, num_blocks: I32, capacity: int, settings: AndesSettings) -> None:
+        self._view, self._settings, self.num_blocks = view, settings, num_blocks
+        self.known = num_known(view.columns, rows)
+        """[n] tokens of each."""
+        self._context = float(self.known.sum()) / max(rows.size, 1)
         self.readers = Readers.of(view, rows)
-        resume_s = _resume_s(view, rows, self._known)
+        resume_s = _resume_s(view, rows, self.known)
         self._now_s: F64 = view.now_s - view.columns.arrival_s[rows]
         self._first_s = self._now_s + resume_s
         self._at_s = self._first_s + settings.horizon_s
@@ -44,7 +47,9 @@ class Scoring:
         self._waits = experience(self._shown, self._expected)
         late_s = self.readers.late_s(self._now_s)
         self._aged = np.minimum(np.maximum(late_s / settings.aging_s, 0.0), 1.0) + LEAST_GAIN
-        self._size = memory + resume_s / settings.horizon_s if settings.weighing is Weighing.DENSITY else None
+        self._size: F64 | None = None
+        if settings.weighing is Weighing.DENSITY:
+            self._size = num_blocks / max(capacity, 1) + resume_s / settings.horizon_s
 
     def period_s(self, num_rows: int) -> float:
         """Return how long a step takes in which so many of them decode; 0 if nobody knows."""
@@ -74,17 +79,6 @@ class Scoring:
         priority: F64 = gain + self._aged
         priority[: self._view.running.size] *= self._settings.keeps
         return priority if self._size is None else priority / self._size
-
-    def again_s(self, places: Places) -> F64:
-        """Return what it costs that these give way: they are computed again, or copied out and back if that is less."""
-        known = self._known[places].astype(np.float64)
-        cost, host = self._view.cost, self._view.host
-        if cost is None:
-            return np.zeros(known.size)
-        compute_s = known * (cost.token_s + cost.a_s * (known + 1) / 2)
-        if host is None:
-            return compute_s
-        return np.minimum(compute_s, 2 * host.block_copy_s * known / self._view.block_size)
 
     def loss(self, places: Places, delay_s: float) -> float:
         """Return what these lose together if none of them gets anything for so long."""

@@ -19,6 +19,7 @@ from typing import Final
 
 import numpy as np
 
+from services.worker.scheduling.blocks_math import num_known
 from services.worker.scheduling.view import F64, I32, SchedulerView
 
 UNREAD_TTFT_S: Final = 60.0
@@ -103,6 +104,12 @@ class Readers:
     def qoe(self, at_s: F64, more: F64 | float = 0.0) -> F64:
         """Return [n]: the experience at an instant, with so many token-seconds more than what is there."""
         return experience(self.displayed(at_s) + more, self.expected(at_s))
+
+
+def period_s(view: SchedulerView) -> float:
+    """Return how long a step takes in which all who run decode; 0 if nobody knows."""
+    running, cost = view.running, view.cost
+    return 0.0 if cost is None else cost.step_s(running.size, float(num_known(view.columns, running).sum()), 0)
 
 
 def experience(seen: F64, expected: F64) -> F64:

@@ -19,8 +19,24 @@ counts.
 
 from __future__ import annotations
 
-from services.worker.scheduling.view import NOTHING_ON_HOST, HostView, OnHost
+import numpy as np
+
+from services.worker.scheduling.view import F64, I32, NOTHING_ON_HOST, HostView, OnHost, SchedulerView
 from shared.cost import CostModel
+
+
+def again_s(view: SchedulerView, num_tokens: I32) -> F64:
+    """Return [n]: what it takes to give way and be back: to be computed again, or copied out and back if that is less.
+
+    Args:
+        view: of this moment.
+        num_tokens: [n] of KV.
+    """
+    known, cost, host = num_tokens.astype(np.float64), view.cost, view.host
+    if cost is None:
+        return np.zeros(known.size)
+    compute_s: F64 = known * (cost.token_s + cost.a_s * (known + 1) / 2)
+    return compute_s if host is None else np.minimum(compute_s, 2 * host.block_copy_s * known / view.block_size)
 
 
 class Leaving:

@@ -23,7 +23,8 @@ from services.worker.scheduling.lanes import decode_lane
 from services.worker.scheduling.packing import greedy
 from services.worker.scheduling.plain import plain_decode
 from services.worker.scheduling.plan import StepPlan
-from services.worker.scheduling.prediction import Readers
+from services.worker.scheduling.prediction import Readers, period_s
+from services.worker.scheduling.recompute_or_swap import again_s
 from services.worker.scheduling.view import F64, I32, Bool, SchedulerOutput, SchedulerView
 from shared.qoe import token_value
 from shared.types import Value
@@ -68,10 +69,10 @@ class TokenflowScheduler:
             plan.rescue()
             return plan.output(self._settings.interval_s)
         num_blocks, capacity = blocks_taken(view, rows)
-        order, count, stays = self._working_set(view, rows, num_blocks, capacity)
+        order, count = self._working_set(view, rows, num_blocks, capacity)
         is_running, outside = order < running.size, order[count:]
         plan, line = StepPlan(view, rows[order[is_running]]), rows[order[~is_running]]
-        victims = outside[(outside < running.size) & ~stays[outside]][::-1]
+        victims = outside[outside < running.size][::-1]
         if victims.size and (~is_running[:count]).any() and (head := plan.head(line)) is not None:
             plan.preempt_for(head, rows[victims])
         decode_lane(plan, view.cost)
@@ -80,14 +81,18 @@ class TokenflowScheduler:
         plan.admit(line)
         return plan.output(self._settings.interval_s)
 
-    def _working_set(self, view: SchedulerView, rows: I32, num_blocks: I32, capacity: int) -> tuple[Places, int, Bool]:
-        """Return places of rows, first those of the working set; how many these are; [n] who must not be parked."""
+    def _working_set(self, view: SchedulerView, rows: I32, num_blocks: I32, capacity: int) -> tuple[Places, int]:
+        """Return places of rows, first those of the working set, and how many these are.
+
+        Before all others come those that run and must not be parked: nobody who waits is in the set if not all of them
+        are.
+        """
         readers, settings, num_running = Readers.of(view, rows), self._settings, view.running.size
         now_s: F64 = view.now_s - view.columns.arrival_s[rows]
         unread = np.clip(np.ceil((readers.last_s - now_s) / readers.gap_s), 0.0, readers.num)
-        value = token_value(unread, readers.num) * settings.interval_s / max(_period_s(view), 1e-3)
+        value = token_value(unread, readers.num) * settings.interval_s / max(period_s(view), 1e-3)
         text_s = unread * readers.gap_s
-        stays: Bool = text_s < settings.buffer_factor * _back_s(view, rows)
+        stays: Bool = text_s < settings.buffer_factor * (again_s(view, num_known(view.columns, rows)) + period_s(view))
         stays[num_running:] = False
         first = np.lexsort((readers.gap_s, -value, unread, ~stays))
         rank = np.empty(rows.size)
@@ -98,7 +103,7 @@ class TokenflowScheduler:
         utility = value + settings.stall_weight * (np.exp(-left_s) - np.exp(-text_s))
         utility[stays] = np.inf
         _swap_neighbours(order, count, utility, num_blocks, capacity + 1)
-        return order, max(count, 1), stays
+        return order, max(count, 1)
 
 
 def _swap_neighbours(order: Places, count: int, utility: F64, num_blocks: I32, capacity: int) -> None:
@@ -120,21 +125,7 @@ def _swap_neighbours(order: Places, count: int, utility: F64, num_blocks: I32, c
             free -= more
 
 
-def _period_s(view: SchedulerView) -> float:
-    """Return how long a step of those who run takes; 0 if nobody knows."""
-    known = float(num_known(view.columns, view.running).sum())
-    return 0.0 if view.cost is None else view.cost.step_s(max(view.running.size, 1), known, 0)
-
-
-def _back_s(view: SchedulerView, rows: I32) -> F64:
-    """Return [n]: how long it takes until a row that is parked now can be back: copied there and back, or computed."""
-    known = num_known(view.columns, rows).astype(np.float64)
-    if view.host is not None:
-        return 2 * view.host.block_copy_s * known / view.block_size + _period_s(view)
-    return np.zeros(rows.size) if view.cost is None else known * view.cost.token_s + _period_s(view)
-
-
 def _is_overloaded(view: SchedulerView) -> bool:
     """Return whether those who run read faster together than steps of all of them give."""
     speed = view.columns.qoe_speed[view.running]
-    return _period_s(view) * float(np.nansum(speed)) > max(view.running.size, 1)
+    return period_s(view) * float(np.nansum(speed)) > max(view.running.size, 1)

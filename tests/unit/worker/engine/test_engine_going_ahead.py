@@ -302,6 +302,21 @@ def test_who_comes_while_a_decision_holds_is_seen_at_once() -> None:
     harness.finish()
 
 
+def test_who_waits_for_blocks_comes_in_when_a_pin_gives_them_back() -> None:
+    harness = make_harness("chunked", num_blocks=16, prefix_caching=False)
+    row = harness.add(new_sequence(0, num_prompt=24, max_tokens=2))
+    harness.add(new_sequence(1, num_prompt=4, max_tokens=40))
+    harness.step()
+    harness.pin_full_blocks("somebody", row)
+    harness.step_until_end_of(1000)
+    harness.add(new_sequence(2, num_prompt=30, max_tokens=4))
+    for _ in range(3):
+        assert harness.stepped().num_tokens.tolist() == [1]
+    harness.unpin("somebody")
+    assert sorted(harness.stepped().num_tokens.tolist()) == [1, 30]
+    harness.finish()
+
+
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("overlaps", [False, True])
 async def test_a_timer_wakes_the_loop_when_everybody_was_paused(*, overlaps: bool) -> None:

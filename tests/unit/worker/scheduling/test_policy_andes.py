@@ -10,9 +10,9 @@ import pytest
 from pydantic import ValidationError
 
 from services.worker.scheduling.registry import make_scheduler
-from services.worker.scheduling.view import SchedulerOutput, SchedulerView
+from services.worker.scheduling.view import PreemptHow, SchedulerOutput, SchedulerView
 from shared.cost import CostModel
-from tests.support.engine_views import Row, check_contract, chosen, decoding, make_view, parked, prefilling
+from tests.support.engine_views import Row, check_contract, chosen, decoding, host_view, make_view, parked, prefilling
 
 NOW_S = 100.0
 COST = CostModel(g0_s=0.01, b0_s=0.001, g1_s=0.0, b1_s=0.0, d_s=0.0, a_s=0.0)
@@ -193,3 +193,14 @@ def test_the_refiner_lets_nobody_give_way_if_the_delay_costs_more() -> None:
         output = decide(replace(view, cost=cost), refines=True, keeps=1, num_batch_sizes=1)
         assert bool(output.preempt.size) == gives_way
         assert decide(replace(view, cost=cost), keeps=1, num_batch_sizes=1).preempt.size
+
+
+def test_as_much_is_copied_away_as_who_waits_and_the_decodes_meanwhile_need() -> None:
+    """Row 3 lacks one block of four; each of three rows of full blocks takes one while the copy is under way."""
+    view = moment(
+        [decoding(20)] * 3, [parked(12)], waited_s=[4.8, 4.8, 0.1, 2], free_blocks=6, host=host_view(), max_batch_rows=8
+    )
+    output = decide(view)
+    assert output.preempt.tolist() == [2]
+    assert output.preempt_how.tolist() == [PreemptHow.SWAP]
+    assert output.preempt_kept.tolist() == [1], "of five"
