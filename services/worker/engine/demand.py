@@ -24,7 +24,7 @@ SLACK_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class KvDemand:
     """What of the demand for KV memory presses, and what does not."""
 
     num_head_blocks: int = 0
@@ -34,14 +34,14 @@ class Demand:
     num_slack_demanded_blocks: int = 0
 
 
-def take_demand(engine: Engine) -> Demand:
+def take_demand(engine: Engine) -> KvDemand:
     """Return what is asked for at the moment when the engine was last asked for a step."""
     if not engine.reorders:
-        return Demand(_num_head_blocks(engine), count_queued_for_memory(engine))
+        return KvDemand(_num_head_blocks(engine), count_queued_for_memory(engine))
     parked, slack = _parked(engine)
     late, idle = parked[~slack], parked[slack]
     asked = _num_blocks(engine, idle) - engine.table.held_blocks[idle]
-    return Demand(
+    return KvDemand(
         _head_blocks_of(engine, late),
         count_queued_for_memory(engine),
         _num_slack_blocks(engine),

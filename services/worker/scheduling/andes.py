@@ -24,7 +24,7 @@ import numpy as np
 
 from services.worker.scheduling.andes_settings import AndesSettings
 from services.worker.scheduling.blocks_math import Places, blocks_taken, num_known
-from services.worker.scheduling.gain import Scoring
+from services.worker.scheduling.gain import Gains
 from services.worker.scheduling.lanes import decode_lane
 from services.worker.scheduling.packing import batch_sizes, greedy, most_in_time, most_that_fit
 from services.worker.scheduling.plain import plain_decode
@@ -56,7 +56,7 @@ class SlackBudget:
         self._is_untouched = False
 
 
-class Choice(NamedTuple):
+class Ranking(NamedTuple):
     """Who is served, of some rows, by their places."""
 
     order: Places
@@ -88,45 +88,45 @@ class AndesScheduler:
         running: I32 = view.running
         rows: I32 = np.concatenate([running, view.preempted, view.waiting])
         num_blocks, capacity = blocks_taken(view, rows)
-        scoring = Scoring(view, rows, num_blocks, capacity, self._settings)
-        choice = self._choose(view, scoring, capacity)
-        order, is_running = choice.order, choice.order < running.size
+        gains = Gains(view, rows, num_blocks, capacity, self._settings)
+        ranking = self._choose(view, gains, capacity)
+        order, is_running = ranking.order, ranking.order < running.size
         kept, line = order[is_running], rows[order[~is_running]]
-        num_kept = np.count_nonzero(is_running[: choice.num_served])
+        num_kept = np.count_nonzero(is_running[: ranking.num_served])
         plan, victims = StepPlan(view, rows[kept]), kept[num_kept:][::-1]
         head = plan.head(line) if victims.size else None
-        if head is not None and (not self._settings.refines or _is_worth(view, scoring, choice, rows == head, victims)):
+        if head is not None and (not self._settings.refines or _is_worth(view, gains, ranking, rows == head, victims)):
             plan.preempt_for(head, rows[victims])
         if self._settings.bounds_steps:
             plan.budget = _budget(view, self._settings.least_step_s)
-        decode_lane(plan, view.cost, rows[kept[:num_kept]] if choice.is_slow else None)
+        decode_lane(plan, view.cost, rows[kept[:num_kept]] if ranking.is_slow else None)
         _compute_prompts(plan, line, rows[order])
         return plan.output(self._settings.holds_s)
 
-    def _choose(self, view: SchedulerView, scoring: Scoring, capacity: int) -> Choice:
+    def _choose(self, view: SchedulerView, gains: Gains, capacity: int) -> Ranking:
         """Return who is served: all while memory is enough and steps are as fast as every reader; at least one.
 
         Alone a row may use every block.
         """
-        num_blocks, num = scoring.num_blocks, scoring.num_blocks.size
+        num_blocks, num = gains.num_blocks, gains.num_blocks.size
         most = max(view.limits.max_batch_rows * view.limits.num_lanes - view.num_in_flight, 0)
         fits = num <= most and int(num_blocks.sum()) <= capacity + 1
         largest = num if fits else most_that_fit(num_blocks, capacity + 1, most)
-        quickest_s = float(scoring.readers.gap_s.min(initial=np.inf))
-        is_slow = scoring.period_s(largest) > quickest_s
+        quickest_s = float(gains.readers.gap_s.min(initial=np.inf))
+        is_slow = gains.period_s(largest) > quickest_s
         if fits and not is_slow:
-            gain = scoring.gain(scoring.period_s(num))
-            return Choice(np.argsort(-scoring.priority(gain), kind="stable"), num, gain, is_slow)
+            gain = gains.gain(gains.period_s(num))
+            return Ranking(np.argsort(-gains.priority(gain), kind="stable"), num, gain, is_slow)
         sizes = [largest]
         if is_slow:
-            in_time = most_in_time(scoring.period_s, quickest_s, largest)
+            in_time = most_in_time(gains.period_s, quickest_s, largest)
             sizes = batch_sizes(in_time, largest, self._settings.num_batch_sizes)
         best, most_gained = None, -1.0
         for size in sizes:
-            gain = scoring.gain(scoring.period_s(size))
-            order, count = greedy(scoring.priority(gain), num_blocks, capacity + 1, size)
+            gain = gains.gain(gains.period_s(size))
+            order, count = greedy(gains.priority(gain), num_blocks, capacity + 1, size)
             if (gained := float(gain[order[:count]].sum())) > most_gained:
-                best, most_gained = Choice(order, max(count, 1), gain, is_slow), gained
+                best, most_gained = Ranking(order, max(count, 1), gain, is_slow), gained
         assert best is not None, "there is a size to try"
         return best
 
@@ -158,23 +158,23 @@ def _compute_prompts(plan: StepPlan, line: I32, rows: I32) -> None:
         plan.rescue()
 
 
-def _is_worth(view: SchedulerView, scoring: Scoring, choice: Choice, is_head: Bool, victims: Places) -> bool:
+def _is_worth(view: SchedulerView, gains: Gains, ranking: Ranking, is_head: Bool, victims: Places) -> bool:
     """Return whether it gains more to let rows give way for another one than the delay costs all who are served.
 
     Source: Andes, section 4.3. Deviation: a decision has one such pair at most, for the first who wants to come in.
 
     Args:
         view: of this moment.
-        scoring: of all rows.
-        choice: who is served.
+        gains: of all rows.
+        ranking: who is served.
         is_head: [n] which row comes in.
         victims: places of those that may give way, in the order in which they go.
     """
-    lacking = int(scoring.num_blocks[is_head][0]) - view.free_blocks
-    going = victims[: int(np.searchsorted(scoring.num_blocks[victims].cumsum(), lacking)) + 1]
-    gained = choice.gain[is_head][0] - choice.gain[going].sum()
-    delay_s = float(again_s(view, scoring.known[going]).sum())
-    return bool(gained > scoring.loss(choice.order[: choice.num_served], delay_s))
+    lacking = int(gains.num_blocks[is_head][0]) - view.free_blocks
+    going = victims[: int(np.searchsorted(gains.num_blocks[victims].cumsum(), lacking)) + 1]
+    gained = ranking.gain[is_head][0] - ranking.gain[going].sum()
+    delay_s = float(again_s(view, gains.known[going]).sum())
+    return bool(gained > gains.loss(ranking.order[: ranking.num_served], delay_s))
 
 
 def _is_slow(view: SchedulerView) -> bool:

@@ -22,7 +22,7 @@ LEAST_GAIN: Final = 1e-6
 PERFECT: Final = 1 - 1e-9
 
 
-class Scoring:
+class Gains:
     """Of some rows, [n]: what it gains to serve each, at any pace of the steps.
 
     Args:
