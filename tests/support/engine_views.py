@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from services.worker.contract.arrays import AnyRows
 from services.worker.scheduling.registry import make_scheduler
 from services.worker.scheduling.view import (
     I32,
@@ -32,7 +33,7 @@ class StatedBlocks:
     held_tokens: I32
     cached_by_row: dict[int, CachedPrefix] = field(default_factory=dict)
 
-    def freeable(self, rows: I32) -> I32:
+    def freeable(self, rows: AnyRows) -> I32:
         return self.free_by_row[rows]
 
     def cached(self, row: int) -> CachedPrefix:

@@ -11,7 +11,8 @@ from collections.abc import Hashable
 import numpy as np
 
 from services.worker.blocks.block_pool import BlockPool
-from services.worker.contract.arrays import I32, Rows
+from services.worker.blocks.sole_holders import SoleHolders
+from services.worker.contract.arrays import I32, AnyRows, Rows
 from services.worker.contract.batch import NO_COPIES, NO_TABLE_DELTA, CopyOps, TableDelta
 
 _ONE = np.array(1, dtype=np.int32)
@@ -34,6 +35,7 @@ class BlockManager(BlockPool):
         self._block_size = np.array(block_size, dtype=np.int32)  # half as long as a scalar, in a short operation
         self.held = held
         self.block_table: I32 = np.zeros((held.size, max_blocks_per_row), dtype=np.int32)
+        self._holders = SoleHolders(num_blocks, held.size)
         # since the last `extend`, (row, index of the first in its table, blocks): those that it has come to share, ...
         self._shared: list[tuple[int, int, I32]] = []
         self._ahead: list[tuple[int, int, I32]] = []  # ... and those that `take_for` gave it
@@ -55,6 +57,7 @@ class BlockManager(BlockPool):
         next_held = held + _ONE
         if not np.count_nonzero(ends > next_held * self._block_size):  # decodes: one block for each row
             ids = self._take(rows.size)
+            self._holders.take(rows, ids)
             self.block_table[rows, held] = ids
             self.held[rows] = next_held
             return TableDelta(rows.astype(np.int32), held, ids)
@@ -63,6 +66,7 @@ class BlockManager(BlockPool):
         first = np.cumsum(more) - more
         row, index = np.repeat(rows, more), np.repeat(held - first, more) + np.arange(total, dtype=np.int32)
         ids = self._take(total)
+        self._holders.take(row, ids)
         self.block_table[row, index] = ids
         self.held[rows] += more
         return TableDelta(row.astype(np.int32), index.astype(np.int32), ids)
@@ -86,10 +90,11 @@ class BlockManager(BlockPool):
         Returns:
             [count] the free ones.
         """
-        self._refer(shared)
+        first = self._append_shared(row, shared)
         taken = self._take(count)
-        ids = np.concatenate([shared, taken])
-        self._ahead.append((row, self._append(row, ids), ids))
+        self._holders.take(row, taken)
+        self._append(row, taken)
+        self._ahead.append((row, first, np.concatenate([shared, taken])))
         return taken
 
     def share(self, row: int, ids: I32, partial: int | None, owner: Hashable) -> None:
@@ -101,13 +106,19 @@ class BlockManager(BlockPool):
             partial: held by somebody; the block that the row is given next becomes its copy.
             owner: pins the source of the copy, which must stay as it is until the copy is made.
         """
-        self._refer(ids)
-        first = self._append(row, ids)
+        first = self._append_shared(row, ids)
         if ids.size:
             self._shared.append((row, first, ids))
         if partial is not None:
             self.pin(np.array([partial], dtype=np.int32), owner)
             self._copies.append((row, first + int(ids.size), partial))
+
+    def _append_shared(self, row: int, ids: I32) -> int:
+        """Let a row refer to blocks behind those that it holds; return where in its table."""
+        is_shared = self.refcount[ids] > 0
+        self._refer(ids)
+        self._holders.share(row, int(self.held[row]), ids, is_shared, self.block_table)
+        return self._append(row, ids)
 
     def _append(self, row: int, ids: I32) -> int:
         """Put blocks behind those that a row holds; return where in its table."""
@@ -128,6 +139,7 @@ class BlockManager(BlockPool):
         """Let tables of some rows name blocks `target` [n] where they name `source` [n]; return what has changed."""
         names = np.arange(self.refcount.size, dtype=np.int32)
         names[source] = target
+        self._holders.rename(source, target)
         held = self.held[rows]
         table = self.block_table[rows, : int(held.max(initial=0))]
         is_renamed = (np.arange(table.shape[1]) < held[:, None]) & (names[table] != table)
@@ -140,26 +152,26 @@ class BlockManager(BlockPool):
         """Take all but its first blocks from a row; those that nobody else refers to or pins become free."""
         ids = self.block_table[row, num_kept : self.held[row]]
         self.held[row] = num_kept
+        self._holders.release(row, num_kept)
         self._let_go(ids)
         if self._ahead:
             kept = [(of, i, ids[: max(num_kept - i, 0)] if of == row else ids) for of, i, ids in self._ahead]
             self._ahead = [entry for entry in kept if entry[2].size]
 
-    def freeable(self, rows: I32) -> I32:
+    def freeable(self, rows: AnyRows) -> I32:
         """Return [n]: how many blocks become free when rows[i:] are released, beyond those that rows[i + 1:] free.
 
         So the sum is what all of them free together, and the sum of an end is what that end frees.
         """
-        held = self.held[rows]
+        held: I32 = self.held[rows]
         if not self._pins and int(self.held.sum()) == self.num_used:
             return held  # nothing is shared or pinned
-        table = self.block_table[rows, : int(held.max(initial=0))]
-        ids = table[np.arange(table.shape[1]) < held[:, None]]
-        first = np.full(self.refcount.size, rows.size)
-        np.minimum.at(first, ids, np.repeat(np.arange(rows.size), held))
-        alone = (np.bincount(ids, minlength=self.refcount.size) == self.refcount) & (self.pins == 0)
-        counts = np.bincount(first[alone & (first < rows.size)], minlength=rows.size)
-        return counts.astype(np.int32)
+        return self._holders.freeable(rows, held, self.block_table, self.refcount, self._pins.ids)
+
+    def learn(self, num_blocks: int) -> None:
+        """See `BlockPool`."""
+        super().learn(num_blocks)
+        self._holders.grow(num_blocks)
 
     def check_invariants(self, live_rows: I32) -> None:
         """Check the conservation laws: every usable block is free or in use, and every reference is counted.
@@ -175,6 +187,7 @@ class BlockManager(BlockPool):
         references = np.bincount(entries, minlength=self.refcount.size)
         assert (references == self.refcount).all(), "refcounts differ from the entries of the block tables"
         self.check_pool()
+        self._holders.check_invariants(live_rows, self.held, self.block_table, self.refcount)
         assert not self._shared, "the executor was not told what a row shares"
         for row, first, ids in self._ahead:
             assert self.held[row] >= first + ids.size, "the executor would be told of blocks that a row had"

@@ -21,6 +21,12 @@ class Pins:
         """Return how many owners there are."""
         return len(self._owned)
 
+    @property
+    def ids(self) -> I32:
+        """What anybody has pinned, each block once."""
+        owned = [ids for calls in self._owned.values() for ids in calls]
+        return np.unique(np.concatenate(owned)) if owned else EMPTY_I32
+
     def of(self, owner: Hashable) -> list[I32]:
         """Return what an owner has pinned, call by call."""
         return self._owned.get(owner, [])

@@ -23,7 +23,7 @@ from services.worker.blocks.manager import BlockManager
 from services.worker.blocks.prefix import PrefixIndex, RunName
 from services.worker.blocks.remote_kv import RemoteKv, RemoteSpan
 from services.worker.blocks.row_names import RowNames
-from services.worker.contract.arrays import EMPTY_I32, I32
+from services.worker.contract.arrays import EMPTY_I32, I32, AnyRows
 from services.worker.contract.kept_kv import KeptKv
 from services.worker.scheduling.view import NOTHING_CACHED, CachedPrefix
 from services.worker.sequences.table import SequenceTable, Status
@@ -73,7 +73,7 @@ class Sharing:
 
     # What policies ask
 
-    def freeable(self, rows: I32) -> I32:
+    def freeable(self, rows: AnyRows) -> I32:
         """Return [n]: blocks that become free when rows[i:] give up theirs, beyond those that rows[i + 1:] free."""
         return self._blocks.freeable(rows)
 

@@ -13,6 +13,8 @@ U16 = NDArray[np.uint16]
 U32 = NDArray[np.uint32]
 Bool = NDArray[np.bool_]
 Rows = NDArray[np.intp]
+AnyRows = Rows | I32
+"""As `Rows` they are looked up in half the time."""
 
 EMPTY_I32: I32 = np.zeros(0, dtype=np.int32)
 EMPTY_I32.flags.writeable = False

@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.contract.arrays import AnyRows
 from shared.cost import CostModel
 from shared.hot import hot_dataclass
 
@@ -143,7 +144,7 @@ NOTHING_BEHIND = HostPrefix()
 class BlockFacts(Protocol):
     """What a policy may ask about blocks. It costs more than reading a column, so ask only about rows in question."""
 
-    def freeable(self, rows: I32) -> I32:
+    def freeable(self, rows: AnyRows) -> I32:
         """Return [n]: blocks that become free when the rows[i:] give up all of theirs, beyond those of rows[i + 1:].
 
         So the sum is what all of the rows free together, and the sum of an end is what that end frees.

@@ -157,6 +157,21 @@ def test_a_named_block_keeps_its_contents_until_the_blank_ones_are_used_up() -> 
     blocks.check_invariants(ids(2, 3))
 
 
+def test_what_nobody_shares_may_stand_before_what_is_shared() -> None:
+    """Row 2 finds row 1's blocks 1 and 0, the first of which row 1 gives up."""
+    blocks = manager()
+    extend(blocks, 1, 8)
+    for block in (0, 1):
+        blocks.index.add(bytes([block]), block)
+    blocks.release(1, 1)
+    blocks.share(2, ids(1, 0), None, "step")
+    assert blocks.freeable(ids(2)).tolist() == [1]
+    assert blocks.freeable(ids(1, 2)).tolist() == [1, 1]
+    blocks.pin(ids(1), "copy")
+    assert blocks.freeable(ids(2)).tolist() == [0]
+    assert blocks.freeable(ids(1, 2)).tolist() == [1, 0]
+
+
 def test_a_shared_block_is_free_when_the_last_row_gives_it_up() -> None:
     """Row 1 shares row 0's block 0 and copies block 1; row 2 brings block 0 back from among the free ones."""
     blocks = manager()

@@ -396,6 +396,16 @@ class LimitedBlocks:
             ]
         for name, block in blocks.index._block_of.items():
             assert self.twin.labels[block] == name.decode()
+        rows = self.random.permutation(self.NUM_ROWS)[: self.random.integers(1, self.NUM_ROWS + 1)].astype(np.int32)
+        assert blocks.freeable(rows).tolist() == [
+            self.frees(rows[i:]) - self.frees(rows[i + 1 :]) for i in range(rows.size)
+        ]
+
+    def frees(self, rows: I32) -> int:
+        """Return how many blocks are free once some rows let go of theirs, beyond those that are."""
+        names = [block for row in rows.tolist() for block in self.twin.tables[row].values()]
+        blocks = self.blocks
+        return sum(names.count(block) == blocks.refcount[block] and not blocks.pins[block] for block in set(names))
 
     def batch(self, row: int, num_blocks: int) -> None:
         """Give a row blocks up to so many, and let the executor hear of all that has changed."""
@@ -425,8 +435,10 @@ class LimitedBlocks:
         for block, label in zip(self.blocks.block_table[row].tolist(), self.wanted[row], strict=False):
             if self.random.random() < 0.6 and not self.blocks.index.is_named[block]:
                 self.blocks.index.add(label.encode(), block)
-        self.blocks.release(row)
-        self.wanted[row], self.twin.tables[row] = [], {}
+        num_kept = int(self.random.integers(len(self.wanted[row]) + 1)) if self.random.random() < 0.3 else 0
+        self.blocks.release(row, num_kept)
+        self.wanted[row] = self.wanted[row][:num_kept]
+        self.twin.tables[row] = {index: self.twin.tables[row][index] for index in range(num_kept)}
 
     def share(self) -> None:
         row, other = (int(row) for row in self.random.choice(self.NUM_ROWS, size=2, replace=False))
