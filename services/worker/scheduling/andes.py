@@ -23,13 +23,13 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from services.worker.scheduling.andes_settings import AndesSettings
-from services.worker.scheduling.blocks_math import Places, blocks_taken, num_known
+from services.worker.scheduling.blocks_math import Places, blocks_taken
 from services.worker.scheduling.gain import Gains
 from services.worker.scheduling.lanes import decode_lane
 from services.worker.scheduling.packing import batch_sizes, greedy, most_in_time, most_that_fit
 from services.worker.scheduling.plain import plain_decode
 from services.worker.scheduling.plan import StepPlan
-from services.worker.scheduling.prediction import Readers, period_s
+from services.worker.scheduling.prediction import period_s
 from services.worker.scheduling.recompute_or_swap import again_s
 from services.worker.scheduling.view import F64, I32, Bool, SchedulerOutput, SchedulerView
 from shared.cost import CostModel
@@ -85,12 +85,8 @@ class AndesScheduler:
         """Choose the next step."""
         if (plain := plain_decode(view)) is not None and not _is_slow(view):
             return plain
-        running: I32 = view.running
-        rows: I32 = np.concatenate([running, view.preempted, view.waiting])
-        num_blocks, capacity = blocks_taken(view, rows)
-        gains = Gains(view, rows, num_blocks, capacity, self._settings)
-        ranking = self._choose(view, gains, capacity)
-        order, is_running = ranking.order, ranking.order < running.size
+        ranking, gains = self.rank(view)
+        rows, order, is_running = gains.rows.astype(np.int32), ranking.order, ranking.order < view.running.size
         kept, line = order[is_running], rows[order[~is_running]]
         num_kept = np.count_nonzero(is_running[: ranking.num_served])
         plan, victims = StepPlan(view, rows[kept]), kept[num_kept:][::-1]
@@ -98,17 +94,19 @@ class AndesScheduler:
         if head is not None and (not self._settings.refines or _is_worth(view, gains, ranking, rows == head, victims)):
             plan.preempt_for(head, rows[victims])
         if self._settings.bounds_steps:
-            plan.budget = _budget(view, self._settings.least_step_s)
+            plan.budget = _budget(view, gains, self._settings.least_step_s)
         decode_lane(plan, view.cost, rows[kept[:num_kept]] if ranking.is_slow else None)
         _compute_prompts(plan, line, rows[order])
         return plan.output(self._settings.holds_s)
 
-    def _choose(self, view: SchedulerView, gains: Gains, capacity: int) -> Ranking:
-        """Return who is served: all while memory is enough and steps are as fast as every reader; at least one.
+    def rank(self, view: SchedulerView) -> tuple[Ranking, Gains]:
+        """Return who of all rows is served: all while memory is enough and steps are as fast as every reader.
 
-        Alone a row may use every block.
+        It is at least one: alone a row may use every block.
         """
-        num_blocks, num = gains.num_blocks, gains.num_blocks.size
+        rows = np.concatenate([view.running, view.preempted, view.waiting]).astype(np.intp)
+        num_blocks, capacity = blocks_taken(view, rows)
+        gains, num = Gains(view, rows, num_blocks, capacity, self._settings), rows.size
         most = max(view.limits.max_batch_rows * view.limits.num_lanes - view.num_in_flight, 0)
         fits = num <= most and int(num_blocks.sum()) <= capacity + 1
         largest = num if fits else most_that_fit(num_blocks, capacity + 1, most)
@@ -116,7 +114,7 @@ class AndesScheduler:
         is_slow = gains.period_s(largest) > quickest_s
         if fits and not is_slow:
             gain = gains.gain(gains.period_s(num))
-            return Ranking(np.argsort(-gains.priority(gain), kind="stable"), num, gain, is_slow)
+            return Ranking(np.argsort(-gains.priority(gain), kind="stable"), num, gain, is_slow), gains
         sizes = [largest]
         if is_slow:
             in_time = most_in_time(gains.period_s, quickest_s, largest)
@@ -128,7 +126,7 @@ class AndesScheduler:
             if (gained := float(gain[order[:count]].sum())) > most_gained:
                 best, most_gained = Ranking(order, max(count, 1), gain, is_slow), gained
         assert best is not None, "there is a size to try"
-        return best
+        return best, gains
 
 
 def _compute_prompts(plan: StepPlan, line: I32, rows: I32) -> None:
@@ -179,16 +177,16 @@ def _is_worth(view: SchedulerView, gains: Gains, ranking: Ranking, is_head: Bool
 
 def _is_slow(view: SchedulerView) -> bool:
     """Return whether steps in which all who run decode are slower than some reader."""
-    return period_s(view) * float(np.nanmax(view.columns.qoe_speed[view.running], initial=0.0)) > 1
+    return period_s(view) * float(np.fmax.reduce(view.columns.qoe_speed[view.running], initial=0.0)) > 1
 
 
-def _budget(view: SchedulerView, least_s: float) -> SlackBudget | None:
+def _budget(view: SchedulerView, gains: Gains, least_s: float) -> SlackBudget | None:
     """Return how much of the prompts the step takes: until the first reader of those who decode runs out of text."""
-    columns, running = view.columns, view.running
-    decodes: I32 = running[num_known(columns, running) - columns.num_computed[running] == 1]
-    if view.cost is None or view.cost.token_s <= 0 or not decodes.size:
+    num_running = view.running.size
+    known, late_s = gains.known[:num_running], gains.late_s[:num_running]
+    decodes = known - view.columns.num_computed.take(view.running) == 1
+    count = int(np.count_nonzero(decodes))
+    if view.cost is None or view.cost.token_s <= 0 or not count:
         return None
-    readers = Readers.of(view, decodes)
-    slack_s = float((columns.arrival_s[decodes] + readers.last_s + readers.gap_s - view.now_s).min())
-    context = float(num_known(columns, decodes).sum())
-    return SlackBudget(view.cost, max(slack_s, least_s) - view.cost.step_s(int(decodes.size), context, 0))
+    slack_s = -float(late_s[decodes].max())
+    return SlackBudget(view.cost, max(slack_s, least_s) - view.cost.step_s(count, float(known[decodes].sum()), 0))

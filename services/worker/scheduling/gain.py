@@ -12,6 +12,7 @@ from typing import Final
 
 import numpy as np
 
+from services.worker.contract.arrays import AnyRows, Rows
 from services.worker.scheduling.andes_settings import AndesSettings, Objective, Weighing
 from services.worker.scheduling.blocks_math import Places, num_known
 from services.worker.scheduling.prediction import Readers, experience
@@ -33,20 +34,23 @@ class Gains:
         settings: of the policy.
     """
 
-    def __init__(self, view: SchedulerView, rows: I32, num_blocks: I32, capacity: int, settings: AndesSettings) -> None:
-        self._view, self._settings, self.num_blocks = view, settings, num_blocks
+    def __init__(
+        self, view: SchedulerView, rows: Rows, num_blocks: I32, capacity: int, settings: AndesSettings
+    ) -> None:
+        self._view, self._settings, self.rows, self.num_blocks = view, settings, rows, num_blocks
         self.known = num_known(view.columns, rows)
         """[n] tokens of each."""
         self._context = float(self.known.sum()) / max(rows.size, 1)
         self.readers = Readers.of(view, rows)
         resume_s = _resume_s(view, rows, self.known)
-        self._now_s: F64 = view.now_s - view.columns.arrival_s[rows]
+        self._now_s: F64 = view.now_s - view.columns.arrival_s.take(rows)
         self._first_s = self._now_s + resume_s
         self._at_s = self._first_s + settings.horizon_s
         self._expected, self._shown = self.readers.expected(self._at_s), self.readers.displayed(self._at_s)
         self._waits = experience(self._shown, self._expected)
-        late_s = self.readers.late_s(self._now_s)
-        self._aged = np.minimum(np.maximum(late_s / settings.aging_s, 0.0), 1.0) + LEAST_GAIN
+        self.late_s = self.readers.late_s(self._now_s)
+        """[n] see `Readers.late_s`."""
+        self._aged = np.minimum(np.maximum(self.late_s / settings.aging_s, 0.0), 1.0) + LEAST_GAIN
         self._size: F64 | None = None
         if settings.weighing is Weighing.DENSITY:
             self._size = num_blocks / max(capacity, 1) + resume_s / settings.horizon_s
@@ -86,15 +90,15 @@ class Gains:
         return float(np.maximum(lost[places], 0.0).sum())
 
 
-def _resume_s(view: SchedulerView, rows: I32, known: I32) -> F64:
+def _resume_s(view: SchedulerView, rows: AnyRows, known: I32) -> F64:
     """Return [n]: what it takes to compute a row's prompt, or to bring its KV back, before its next token."""
     columns, cost = view.columns, view.cost
     resume_s: F64 = np.zeros(rows.size)
     if cost is not None:
-        done = np.maximum(columns.num_computed[rows], columns.host_tokens[rows])
+        done = np.maximum(columns.num_computed.take(rows), columns.host_tokens.take(rows))
         left = (known - done).astype(np.float64)
         resume_s = left * (cost.token_s + cost.a_s * (done + (left + 1) / 2))
         resume_s[left <= 1] = 0.0
     if view.host is not None:
-        resume_s = resume_s + view.host.block_copy_s * columns.host_tokens[rows] / view.block_size
+        resume_s = resume_s + view.host.block_copy_s * columns.host_tokens.take(rows) / view.block_size
     return resume_s

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.worker.scheduling.blocks_math import num_known
+from services.worker.scheduling.blocks_math import among, num_known
 from services.worker.scheduling.plan import StepPlan
 from services.worker.scheduling.view import I32, SchedulerView
 from shared.cost import CostModel
@@ -22,16 +22,16 @@ _LEEWAY = 1e-9
 """Relative; keeps rounding from asking for one decode more."""
 
 
-def decode_lane(plan: StepPlan, cost: CostModel | None = None, among: I32 | None = None) -> None:
+def decode_lane(plan: StepPlan, cost: CostModel | None = None, some: I32 | None = None) -> None:
     """Choose this lane's share of the running rows that decode.
 
     Args:
         plan: nobody is chosen yet.
         cost: to share them by; None: lanes have equal numbers.
-        among: rows that do not sit out; None, or if none of them decodes: all.
+        some: rows that do not sit out; None, or if none of them decodes: all.
     """
     decoding = plan.decoding
-    if among is not None and (meant := np.isin(decoding, among)).any():
+    if some is not None and (meant := among(plan.view, decoding, some)).any():
         decoding = decoding[meant]
     share = lane_share(plan.view, decoding) if cost is None else lane_share_by_cost(plan.view, decoding, cost)
     plan.decode(share)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.worker.scheduling.blocks_math import Places, ceil_div, missing_blocks, num_kept, num_known
+from services.worker.scheduling.blocks_math import Places, among, ceil_div, missing_blocks, num_kept, num_known
 from services.worker.scheduling.recompute_or_swap import Leaving
 from services.worker.scheduling.view import EMPTY_ROWS, I32, NO_WAYS, U8, PreemptHow, SchedulerView
 
@@ -23,7 +23,7 @@ class KeptRunning:
     def __init__(self, view: SchedulerView, order: I32) -> None:
         columns = view.columns
         self.rows = order
-        self.computed: I32 = columns.num_computed[order]
+        self.computed: I32 = columns.num_computed.take(order)
         self.remaining: I32 = num_known(columns, order) - self.computed
         self.free_blocks = view.free_blocks
         self.coming_blocks = 0 if view.host is None else view.host.leaving_blocks
@@ -126,7 +126,7 @@ class KeptRunning:
         for other, count in zip(others[::-1].tolist(), freeable[::-1].tolist(), strict=True):
             if wanted > self._room() and not self._send(other, wanted - self._room(), count, self.computed.sum()):
                 self._drop(other)
-        self._stay_holding(~np.isin(self.holding, self.gone()[0]))
+        self._stay_holding(~among(self._view, self.holding, self.gone()[0]))
         return self.free_blocks - before
 
     def make_room(self, needs: I32, ahead: I32) -> None:
@@ -174,9 +174,8 @@ class KeptRunning:
             if not self._send(victim, max(lacking, 1), num_freed, others):
                 dropped.append(victim)
             lacking -= num_freed + 1
-        for victim in reversed(dropped):
-            self._drop(victim)
-        self._keep(~np.isin(self.rows, victims[:count]))
+        self._drop(*dropped)
+        self._keep(~among(self._view, self.rows, victims[:count]))
 
     def gone(self) -> tuple[I32, U8, I32]:
         """Return the rows that give way, and how each does, [n] `PreemptHow`; the last of the order come last.
@@ -220,7 +219,7 @@ class KeptRunning:
             if not self._send(row, max(wanted - self._room(), 1), int(freeable[place]), others):
                 break
             last = min(last, place)
-        self._stay_holding(~np.isin(self.holding, self.swapped))
+        self._stay_holding(~among(self._view, self.holding, self.swapped))
         self._keep(np.arange(size) < last)
 
     def _send(self, row: int, lacking: int, freeable: int, num_other_tokens: int) -> bool:
@@ -251,14 +250,14 @@ class KeptRunning:
         for row in self.holding[::-1].tolist():
             if wanted > self._room():
                 self._drop(row)
-        for row in self.rows[kept:][::-1].tolist():
-            self._drop(row)
-        self._stay_holding(~np.isin(self.holding, self.dropped))
+        self._drop(*self.rows[kept:].tolist())
+        self._stay_holding(~among(self._view, self.holding, self.dropped))
         self._keep(np.arange(self.rows.size) < kept)
 
-    def _drop(self, row: int) -> None:
-        self.dropped = np.append(np.int32(row), self.dropped)
-        self.free_blocks += int(self._blocks.freeable(self.dropped)[0])
+    def _drop(self, *rows: int) -> None:
+        """Drop rows, the last one first."""
+        self.dropped = np.concatenate([np.array(rows, dtype=np.int32), self.dropped])
+        self.free_blocks += int(self._blocks.freeable(self.dropped)[: len(rows)].sum())
 
     def _keep(self, stays: np.ndarray) -> None:
         self.rows, self.computed, self.remaining = self.rows[stays], self.computed[stays], self.remaining[stays]

@@ -50,7 +50,7 @@ from typing import Protocol
 
 import numpy as np
 
-from services.worker.scheduling.blocks_math import Places, ceil_div
+from services.worker.scheduling.blocks_math import Places, among, ceil_div
 from services.worker.scheduling.making_room import KeptRunning
 from services.worker.scheduling.recompute_or_swap import Bringing
 from services.worker.scheduling.view import EMPTY_ROWS, I32, NOTHING_CACHED, SchedulerOutput, SchedulerView
@@ -144,7 +144,7 @@ class StepPlan:
         """
         running, decodes = self._running, self._decoding()
         if rows.size < decodes.size:
-            decodes = decodes[np.isin(running.rows[decodes], rows)]
+            decodes = decodes[among(self.view, running.rows[decodes], rows)]
         decodes = decodes[: min(self._tokens_left, self._rows_left)]
         if not decodes.size:
             return
@@ -283,7 +283,7 @@ class StepPlan:
     def _decoding(self) -> Places:
         decodes: Places = (self._running.remaining == 1).nonzero()[0]
         if self._decodes.size:
-            decodes = decodes[~np.isin(self._running.rows[decodes], self._decodes)]
+            decodes = decodes[~among(self.view, self._running.rows[decodes], self._decodes)]
         return decodes
 
     def _parked(self, line: I32 | None) -> Iterator[int]:

@@ -19,8 +19,9 @@ from typing import Final
 
 import numpy as np
 
+from services.worker.contract.arrays import AnyRows
 from services.worker.scheduling.blocks_math import num_known
-from services.worker.scheduling.view import F64, I32, SchedulerView
+from services.worker.scheduling.view import F64, SchedulerView
 
 UNREAD_TTFT_S: Final = 60.0
 """A request that nobody reads counts as one whose reader begins to wait after a minute: it comes last, and ages."""
@@ -45,22 +46,16 @@ class Readers:
     """Between two tokens, at the reader's speed."""
 
     @classmethod
-    def of(cls, view: SchedulerView, rows: I32) -> Readers:
+    def of(cls, view: SchedulerView, rows: AnyRows) -> Readers:
         """Return what is known of the readers of some rows."""
-        columns, speed = view.columns, view.columns.qoe_speed[rows]
-        num, nobody = columns.num_output[rows].astype(np.float64), np.isnan(speed)
-        if not nobody.any():
-            return cls(
-                num, columns.qoe_last_s[rows], columns.qoe_delay_sum_s[rows], columns.qoe_ttft_s[rows], 1 / speed
-            )
-        on_time_s = UNREAD_TTFT_S + (num - 1) * UNREAD_GAP_S
-        return cls(
-            num,
-            np.where(nobody, on_time_s, columns.qoe_last_s[rows]),
-            np.where(nobody, 0.0, columns.qoe_delay_sum_s[rows]),
-            np.where(nobody, UNREAD_TTFT_S, columns.qoe_ttft_s[rows]),
-            np.where(nobody, UNREAD_GAP_S, 1 / speed),
-        )
+        columns, num = view.columns, view.columns.num_output.take(rows).astype(np.float64)
+        last_s, delay_s = columns.qoe_last_s.take(rows), columns.qoe_delay_sum_s.take(rows)
+        ttft_s, gap_s = columns.qoe_ttft_s.take(rows), 1 / columns.qoe_speed.take(rows)
+        nobody = np.isnan(gap_s)
+        if np.count_nonzero(nobody):
+            ttft_s[nobody], gap_s[nobody], delay_s[nobody] = UNREAD_TTFT_S, UNREAD_GAP_S, 0.0
+            last_s[nobody] = UNREAD_TTFT_S + (num[nobody] - 1) * UNREAD_GAP_S
+        return cls(num, last_s, delay_s, ttft_s, gap_s)
 
     def expected(self, at_s: F64) -> F64:
         """Return the token-seconds of reading that each reader expects by then."""
