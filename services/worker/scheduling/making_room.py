@@ -10,11 +10,16 @@ step out.
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from services.worker.scheduling.blocks_math import Places, among, ceil_div, missing_blocks, num_kept, num_known
 from services.worker.scheduling.recompute_or_swap import Leaving
-from services.worker.scheduling.view import EMPTY_ROWS, I32, NO_WAYS, U8, PreemptHow, SchedulerView
+from services.worker.scheduling.view import EMPTY_ROWS, I32, NO_WAYS, U8, BlockFacts, PreemptHow, SchedulerView
+
+FEW_VICTIMS: Final = 8
+"""So many are looked at first; if they are too few, so many times as many."""
 
 
 class KeptRunning:
@@ -161,13 +166,11 @@ class KeptRunning:
         if not lacks_place and wanted - self._room() <= lent + self.lent_later:
             self.take_lent(num_blocks, row)
             return
-        freeable = self._blocks.freeable(victims[::-1])[::-1]
-        freed = freeable.cumsum() + np.arange(1, victims.size + 1)
-        enough = (freed + lent >= wanted - self._room()).nonzero()[0]
-        if not enough.size:
+        freeable, enough = _freed_first(self._blocks, victims, wanted - self._room() - lent)
+        if not enough:
             return
-        count = int(enough[0]) + 1
-        self.take_lent(num_blocks - int(freed[count - 1]), row)
+        count, freed = freeable.size, int(freeable.sum()) + freeable.size
+        self.take_lent(num_blocks - freed, row)
         lacking, dropped = wanted - self._room(), list[int]()
         for victim, num_freed in zip(victims[:count].tolist(), freeable.tolist(), strict=False):
             others = self.computed.sum() - self._view.columns.num_computed[victim]
@@ -265,3 +268,18 @@ class KeptRunning:
 
     def _stay_holding(self, stays: np.ndarray) -> None:
         self.holding, self._freeable = self.holding[stays], None
+
+
+def _freed_first(blocks: BlockFacts, victims: I32, num_blocks: int) -> tuple[I32, bool]:
+    """Return what each of the first victims frees, as few as free so many together, and whether any number does.
+
+    Each also frees its headroom of one. Few are looked at first: to ask for all is dear, and few go.
+    """
+    looked_at = FEW_VICTIMS
+    while True:
+        freeable = blocks.freeable(victims[:looked_at][::-1])[::-1]
+        freed = freeable.cumsum() + np.arange(1, freeable.size + 1)
+        count = int(np.searchsorted(freed, num_blocks)) + 1
+        if count <= freeable.size or looked_at >= victims.size:
+            return freeable[:count], count <= freeable.size
+        looked_at *= FEW_VICTIMS
