@@ -297,7 +297,8 @@ def check_contract(view: SchedulerView, output: SchedulerOutput) -> None:
         missing = np.maximum(-(-next_token // view.block_size) - held[view.running], 0)
         others = int(view.blocks.freeable(np.concatenate([view.running[1:], holding])).sum())
         can_go_on = (missing <= view.free_blocks).any() or missing[0] <= view.free_blocks + others
-        copies = swapped.size or (view.host is not None and (view.host.leaving_blocks or view.host.arriving.size))
+        on_its_way = view.host is not None and (view.host.leaving_blocks or view.host.arriving.size)
+        copies = swapped.size or back.size or on_its_way
         assert rows.size or copies or not can_go_on, "somebody who runs can go on, so somebody does"
     elif not (rows.size or back.size or view.num_in_flight or (view.host is not None and view.host.arriving.size)):
         _check_nobody_starves(view, output)

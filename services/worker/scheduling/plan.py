@@ -253,7 +253,9 @@ class StepPlan:
             Whether somebody gives way by recompute, so that `admit` finds room now.
         """
         assert self.is_empty, "who is chosen already must not give way"
-        fits, lacks_place = _num_to_fit(self.view, row, is_alone=not self._running.count), self._places() <= 0
+        if (num_places := self._places()) < 0:
+            return False  # batches in flight hold so many rows that one place more is not enough
+        fits, lacks_place = _num_to_fit(self.view, row, is_alone=not self._running.count), num_places == 0
         meanwhile = 0 if self.view.host is None else int(self._running.missing(self._decoding(), 2).sum())
         lacking = fits + meanwhile - self.unpromised_blocks  # while the copies are under way decodes take some
         cached = NOTHING_CACHED if self.view.columns.host_tokens[row] else self.view.blocks.cached(row)

@@ -259,7 +259,7 @@ class Scheduler(Protocol):
         Preemption by SWAP counts as if it freed nothing yet, and takes at most as many of
         `view.host.free_blocks`. A row that is admitted begins behind what `view.blocks.cached` finds. If any running
         row fits, or can be made to by preemption, `rows` is not empty, unless copies are under way or begin that will
-        make room, or, with several lanes, batches are in flight.
+        make room or bring somebody back, or, with several lanes, batches are in flight.
 
         Before `next_look_s` it is not asked while a decision `holds`, and, where steps overlap, while all who run
         decode and nobody waits who could run: then the same rows go on, as long as blocks suffice
