@@ -1,7 +1,7 @@
 """What it saves that only the end of a row goes to the host, against whole rows: both in the simulator.
 
-    python -m benchmarks.whole_rows [--scenario burst-demo] [--kv-tokens 60000] [--duration 120] [--links 1 4 25]
-                                    [--schedulers chunked round-robin] [--host-memory 64GiB]
+    python -m benchmarks.whole_rows [--links 1 4 25] [--schedulers chunked round-robin] [--host-memory 64GiB]
+    python -m benchmarks.whole_rows --schedulers andes --own --instances 1 --upscale 0.575
 
 The twin asks the same policy, and then lets every row that goes to the host take all of its blocks along.
 """
@@ -22,9 +22,11 @@ from shared.process.log import only_from
 from sim.experiment.run import run_system
 from sim.experiment.summary import summarise
 from sim.scenarios.files import load_scenario
-from sim.scenarios.scenario import Scenario, validated
+from sim.scenarios.scenario import Overrides, Scenario, validated
 
 WHOLE = "whole-"
+SHORT = Overrides(lengths="sharegpt", kv_tokens=60000, duration_s=120.0)
+"""Of memory, for two minutes."""
 
 
 class WholeRows:
@@ -73,6 +75,8 @@ def figures(scenario: Scenario, system: str) -> list[str]:
         f"{told['ttft_s']['p99']:.2f}",
         f"{1000 * told['tpot_s']['p99']:.1f}",
         f"{told['throughput_tokens_per_s']:.0f}",
+        f"{told['qoe']['mean']:.3f}",
+        f"{told['qoe']['share_ge_0_95']:.1%}",
     ]
 
 
@@ -80,23 +84,22 @@ def main() -> None:
     """Run all and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--scenario", default="burst-demo")
-    parser.add_argument("--lengths", default="sharegpt")
-    parser.add_argument("--kv-tokens", type=int, default=60000)
-    parser.add_argument("--duration", type=float, default=120)
+    parser.add_argument("--own", action="store_true", help="its own lengths, duration and memory")
+    parser.add_argument("--instances", type=int, help="so many, and not the scenario's")
+    parser.add_argument("--upscale", type=float, help="of the rate, and not the scenario's")
     parser.add_argument("--links", type=float, nargs="+", default=[1, 4, 25], help="GB/s, each way")
     parser.add_argument("--schedulers", nargs="+", default=["chunked", "round-robin"])
     parser.add_argument("--host-memory", default="64GiB")
     chosen = parser.parse_args()
-    scenario = load_scenario(chosen.scenario).with_overrides(
-        lengths=chosen.lengths, kv_tokens=chosen.kv_tokens, duration_s=chosen.duration
-    )
+    scenario = load_scenario(chosen.scenario).with_overrides(instances=chosen.instances, upscale=chosen.upscale)
+    scenario = scenario if chosen.own else scenario.with_overrides(**SHORT)
     compared = variants(chosen.schedulers, chosen.links, chosen.host_memory)
     scenario = validated({**scenario.model_dump(), "variants": compared}, chosen.scenario)
     header = "policy, link | preemptions | to the host, GB | computed again, tokens | TTFT mean, s | P99 | TPOT P99, ms"
     with only_from("error"):
         lines = [figures(scenario, name) for name in compared]
-    title = f"{scenario.name}, {chosen.kv_tokens} tokens of KV per instance, host memory {chosen.host_memory}"
-    print_table(title, [*header.split(" | "), "tokens/s"], lines)
+    title = f"{scenario.name}, host memory {chosen.host_memory}"
+    print_table(title, [*header.split(" | "), "tokens/s", "QoE mean", ">= 0.95"], lines)
 
 
 if __name__ == "__main__":
