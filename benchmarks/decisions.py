@@ -150,7 +150,7 @@ def print_times(schedulers: list[str], num_calls: int) -> None:
 
 def print_share(name: str, upscale: float, traces: Path | None) -> None:
     """Print what part of a simulated load's time decisions are."""
-    scenario = replace(load_scenario(name), upscale=upscale)
+    scenario = load_scenario(name).with_overrides(upscale=upscale)
     workload = scenario.workload(0, traces)
     with only_from("error"), watched() as spent:
         run_workload(build_cluster(scenario, "andes", workload), workload)

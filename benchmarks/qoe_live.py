@@ -40,6 +40,7 @@ from benchmarks.peers_model import make_checkpoint
 from benchmarks.peers_servers import VllmServer
 from cli.bench.load import HttpLoad
 from cli.bench.stream import BenchRecord
+from cli.profile.driver import read_steps
 from services.worker.scheduling.blocks_math import ceil_div
 from sim.workload.workload import Workload
 from sluice_client.qoe import QoeTarget, displayed_times, final_qoe
@@ -62,6 +63,8 @@ MODEL, DTYPE, BLOCK_SIZE = "medium", "bfloat16", 16
 MEMORY, HOST_MEMORY = "2GiB", "1GiB"
 WARM_UP = (12, 100, 40, 0.2)
 """Requests, tokens of their prompts and of their answers, seconds between arrivals."""
+LAST_STEPS = 500
+"""Of a turn, which has more: those that are looked at."""
 SETTLE_S = 1.5
 """Until the newest view has the end of a load."""
 MAX_LEN = 1024
@@ -113,6 +116,8 @@ class Turn:
     """None: it does not say."""
     foreign_ratio: float
     """Share of the machine that others used."""
+    loop_ratio: float | None = None
+    """What the step loop takes between steps, of what the steps take: the median step. Decisions are a part of it."""
 
     @property
     def figures(self) -> list[float]:
@@ -143,7 +148,7 @@ class Turn:
 
 HEAD = (
     *("system", "first text, mean, s", "latest", "QoE, mean", "least", f"readers ≥ {LEAST_QOE}", "longest stall, s"),
-    *(f"readers > {STALL_S:g} s", "tokens/s", "preemptions", "tokens again", "others, %"),
+    *(f"readers > {STALL_S:g} s", "tokens/s", "preemptions", "tokens again", "loop, %", "others, %"),
 )
 _FORMATS = (".2f", ".1f", ".3f", ".3f", ".0f", ".1f", ".0f", ".0f")
 
@@ -157,11 +162,15 @@ class ServedCluster(LiveCluster):
         load, foreign_ratio = await self.send(workload)
         await asyncio.sleep(SETTLE_S)
         after = (await self.worker_reports())[0]
+        steps, _ = await read_steps(self.bus, self.subjects, after.worker_id, 0)
+        loops = [
+            step.period_s / step.duration_s - 1 for step in steps[-LAST_STEPS:] if step.period_s and step.duration_s
+        ]
         counts = (
             after.num_preemptions_total - before.num_preemptions_total,
             after.num_recomputed_tokens_total - before.num_recomputed_tokens_total,
         )
-        return Turn(title, seed, readings_of(load), *counts, foreign_ratio)
+        return Turn(title, seed, readings_of(load), *counts, foreign_ratio, statistics.median(loops))
 
 
 def readings_of(load: HttpLoad) -> list[Reading]:
@@ -261,6 +270,8 @@ def report(turns: Sequence[Turn], taken_s: float) -> None:
         for counts in ([turn.preemptions for turn in own], [turn.recomputed_tokens for turn in own]):
             known = [count for count in counts if count is not None]
             row.append(f"{statistics.median(known):.0f}" if known else "?")
+        loops = [turn.loop_ratio for turn in own if turn.loop_ratio is not None]
+        row.append(f"{100 * statistics.median(loops):.1f}" if loops else "?")
         rows.append([title, *row, f"{100 * statistics.median(turn.foreign_ratio for turn in own):.0f}"])
     print_table(f"Medians of turns ({machine()}; {taken_s:.0f} s in all)", HEAD, rows)
     for turn in turns:
