@@ -8,14 +8,14 @@ the distributions of TTFT, TPOT and QoE over requests. The same data gives the s
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from shared.errors import StartupError
-from sim.experiment.compare import ORACLE
 from sim.experiment.records import Records
 from sim.experiment.result import RunResult
 from sim.experiment.series import best_median, cdf, slo_violations, windowed_tokens_per_s, windowed_ttft_s
@@ -43,13 +43,14 @@ def check_matplotlib() -> None:
         raise StartupError("figures need matplotlib", "Install it with `pip install matplotlib`, or leave out --plot")
 
 
-def write_plots(results: _Results, folder: Path, title: str) -> list[Path]:
+def write_plots(results: _Results, folder: Path, title: str, bounds: Collection[str] = ()) -> list[Path]:
     """Write every figure into the folder, which is made if need be, and return the files.
 
     Args:
         results: runs of one workload by system, the baseline first.
         folder: where files of the same names are written over.
         title: stands above each figure.
+        bounds: systems whose memory never runs out, of which none is the best baseline.
 
     Raises:
         StartupError: matplotlib is not installed.
@@ -59,7 +60,11 @@ def write_plots(results: _Results, folder: Path, title: str) -> list[Path]:
     import matplotlib as mpl
 
     folder.mkdir(parents=True, exist_ok=True)
-    drawings: Mapping[str, Callable[[_Results], Figure]] = {"timeline": _timeline, "latency": _latency, "cdf": _cdfs}
+    drawings: Mapping[str, Callable[[_Results], Figure]] = {
+        "timeline": _timeline,
+        "latency": partial(_latency, bounds=bounds),
+        "cdf": _cdfs,
+    }
     files = []
     with mpl.rc_context(_SETTINGS):
         for name, draw in drawings.items():
@@ -99,7 +104,7 @@ def _timeline(results: _Results) -> Figure:
     return figure
 
 
-def _latency(results: _Results) -> Figure:
+def _latency(results: _Results, bounds: Collection[str]) -> Figure:
     figure, axes = _figure(2, 2, (10, 7))
     figures: list[tuple[str, Callable[[Records], F64]]] = [
         ("TTFT", lambda records: records.ttft_s),
@@ -108,7 +113,7 @@ def _latency(results: _Results) -> Figure:
     for (bars, curve), (title, values_of) in zip(axes, figures, strict=True):
         values = {name: values_of(result.records) for name, result in results.items()}
         _draw_percentiles(bars, values, title)
-        unit_s = best_median({name: each for name, each in values.items() if name != ORACLE} or values)
+        unit_s = best_median(values, bounds)
         for name, each in values.items():
             if unit_s is not None:
                 curve.plot(SLO_SCALES, 100 * slo_violations(each, unit_s * SLO_SCALES), marker=".", label=name)

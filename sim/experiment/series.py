@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -45,13 +45,17 @@ def slo_violations(values: F64, limits: F64) -> F64:
     return np.asarray(1.0 - kept)
 
 
-def best_median(values: Mapping[str, F64]) -> float | None:
+def best_median(values: Mapping[str, F64], bounds: Collection[str] = ()) -> float | None:
     """Return the least median over the systems, the unit of SLO scales; None where nobody has a value.
+
+    Args:
+        values: latencies by system.
+        bounds: systems that count only where there are no others, since their memory never runs out.
 
     Source: KunServe (arXiv 2412.18169v2), section 5.2: a scale of N allows N times the P50 of the best baseline.
     """
-    medians = [float(np.nanmedian(each)) for each in values.values() if not np.isnan(each).all()]
-    return min(medians) if medians else None
+    real = [each for name, each in values.items() if name not in bounds] or values.values()
+    return min((float(np.nanmedian(each)) for each in real if not np.isnan(each).all()), default=None)
 
 
 def _middles(count: int, window_s: float) -> F64:

@@ -191,6 +191,9 @@ def test_a_request_without_an_answer_misses_every_slo() -> None:
     assert slo_violations(values, np.array([0.5, 2.0, 100.0])).tolist() == [1.0, 0.5, 0.25]
     assert best_median({"a": values, "b": np.array([np.nan]), "c": np.array([1.5])}) == 1.5
     assert best_median({"b": np.array([np.nan])}) is None
+    bounded = {"a": values, "bound": np.array([0.5])}
+    assert best_median(bounded, ["bound"]) == 2.0
+    assert best_median({"bound": np.array([0.5])}, ["bound"]) == 0.5
 
 
 def test_json_refuses_what_is_no_number() -> None:
