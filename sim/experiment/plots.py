@@ -160,8 +160,8 @@ def _cdfs(results: _Results) -> Figure:
             place.plot(*cdf(values), label=name, lw=1)
     for place, title in zip(axes[0], ("TTFT, s", "TPOT, s", "QoE"), strict=True):
         _label(place, title, "share of requests")
-    for place in axes[0][:2]:
-        place.set_xscale("log")
+        if title != "QoE" and place.dataLim.xmax > 0:
+            place.set_xscale("log")
     axes[0][2].set_yscale("log")  # nearly all are near 1, and the worst are what is asked for
     axes[0][2].set(xlim=(0, 1.01), ylim=(SHARES[0], 1))
     axes[0][0].legend(fontsize="small")
