@@ -55,12 +55,13 @@ def run_compare(systems: Sequence[str], flags: Mapping[str, Any]) -> int:
     runs, latencies, results = _run(jobs, experiment, console)
     comparison = compare(describe(experiment), runs)
     comparison["alone"] = rounded(_alone(experiment))
+    bounds = [name for name in names if experiment.scenario.has_unlimited_memory(name)]
     if len(names) > 1:
-        comparison["slo_scales"] = rounded(missed_by_scale(list(latencies.values())))
+        comparison["slo_scales"] = rounded(missed_by_scale(list(latencies.values()), bounds))
     if experiment.json_file is not None:
         _write(experiment.json_file, to_json(comparison))
     if experiment.plot_folder is not None:
-        _plot(results, experiment)
+        _plot(results, experiment, bounds)
     click.echo(f"{_title(experiment)}\n\n{render(comparison)}")
     return DONE
 
@@ -162,11 +163,11 @@ def _needs_slo(experiment: Experiment) -> None:
         )
 
 
-def _plot(results: Mapping[str, RunResult], experiment: Experiment) -> None:
+def _plot(results: Mapping[str, RunResult], experiment: Experiment, bounds: Sequence[str]) -> None:
     assert experiment.plot_folder is not None
     seed = f", seed {experiment.seeds[0]}" if len(experiment.seeds) > 1 else ""
     try:
-        write_plots(results, experiment.plot_folder, f"{_title(experiment)}{seed}")
+        write_plots(results, experiment.plot_folder, f"{_title(experiment)}{seed}", bounds)
     except OSError as error:
         raise CommandError(
             f"{experiment.plot_folder} cannot be written: {error.strerror}", "Name another with --plot"

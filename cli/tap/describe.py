@@ -60,6 +60,8 @@ def _describe_batch(data: bytes, *, with_tokens: bool) -> dict[str, Any]:
             row["finish"] = FinishReason(int(batch.finish[index])).name.lower()
         if index in extras:
             row |= {"cached_tokens": extras[index].cached_tokens, "num_logprobs": len(extras[index].logprobs)}
+            if extras[index].num_preemptions:
+                row["num_preemptions"] = extras[index].num_preemptions
         if with_tokens:
             row["tokens"] = batch.tokens[ends[index] : ends[index + 1]].tolist()
         rows.append(row)

@@ -1,24 +1,33 @@
 """Figures of a comparison, as PNG and SVG; needs matplotlib, which the extra `plots` brings.
 
-`timeline` shows what figure 12 of KunServe (arXiv 2412.18169v2) shows: memory demand, mean TTFT and throughput over
-time. `latency` is its figure 13: percentiles of TTFT and TPOT, and SLO violations over the scale of the SLO. `cdf` has
-the distributions of TTFT, TPOT and QoE over requests. The same data gives the same bytes.
+`timeline` shows what figure 12 of KunServe (arXiv 2412.18169v2) shows, memory demand, mean TTFT and throughput over
+time, and of figures 3 and 13 of Andes (arXiv 2404.16283) who waits, with the QoE that came of it. `latency` is
+KunServe's figure 13: percentiles of TTFT and TPOT, and SLO violations over the scale of the SLO. `cdf` is figure 11 of
+Andes: the distributions of TTFT, TPOT and QoE over requests. The same data gives the same bytes.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from shared.errors import StartupError
-from sim.experiment.compare import ORACLE
 from sim.experiment.records import Records
 from sim.experiment.result import RunResult
-from sim.experiment.series import best_median, cdf, slo_violations, windowed_tokens_per_s, windowed_ttft_s
+from sim.experiment.series import (
+    SHARES,
+    best_median,
+    cdf,
+    slo_violations,
+    windowed_max,
+    windowed_mean,
+    windowed_tokens_per_s,
+)
 from sim.experiment.summary import PERCENTILES
 from sim.workload.workload import F64
 
@@ -28,8 +37,10 @@ if TYPE_CHECKING:
 
 NUM_WINDOWS: Final = 48
 """Windows over the time of the longest run."""
+NUM_PEAKS: Final = 144
+"""Of a sampled quantity, over the same time."""
 SLO_SCALES: Final = np.arange(1.0, 10.5, 0.5)
-_SETTINGS: Final[Any] = {"svg.hashsalt": "sluice", "svg.fonttype": "none", "path.simplify": True}
+_SETTINGS: Final[Any] = {"svg.hashsalt": "sluice", "svg.fonttype": "none", "path.simplify_threshold": 1.0}
 _Results = Mapping[str, RunResult]
 
 
@@ -43,13 +54,14 @@ def check_matplotlib() -> None:
         raise StartupError("figures need matplotlib", "Install it with `pip install matplotlib`, or leave out --plot")
 
 
-def write_plots(results: _Results, folder: Path, title: str) -> list[Path]:
+def write_plots(results: _Results, folder: Path, title: str, bounds: Collection[str] = ()) -> list[Path]:
     """Write every figure into the folder, which is made if need be, and return the files.
 
     Args:
         results: runs of one workload by system, the baseline first.
         folder: where files of the same names are written over.
         title: stands above each figure.
+        bounds: systems whose memory never runs out, of which none is the best baseline.
 
     Raises:
         StartupError: matplotlib is not installed.
@@ -59,7 +71,11 @@ def write_plots(results: _Results, folder: Path, title: str) -> list[Path]:
     import matplotlib as mpl
 
     folder.mkdir(parents=True, exist_ok=True)
-    drawings: Mapping[str, Callable[[_Results], Figure]] = {"timeline": _timeline, "latency": _latency, "cdf": _cdfs}
+    drawings: Mapping[str, Callable[[_Results], Figure]] = {
+        "timeline": _timeline,
+        "latency": partial(_latency, bounds=bounds),
+        "cdf": _cdfs,
+    }
     files = []
     with mpl.rc_context(_SETTINGS):
         for name, draw in drawings.items():
@@ -80,26 +96,32 @@ def _figure(num_rows: int, num_columns: int, size: tuple[float, float], *, share
 
 
 def _timeline(results: _Results) -> Figure:
-    figure, axes = _figure(3, 1, (8, 8), share_x=True)
-    memory, ttft, throughput = axes[:, 0]
+    figure, axes = _figure(5, 1, (8, 10), share_x=True)
+    memory, waiting, ttft, qoe, throughput = axes[:, 0]
     last_s = max(float(result.records.token_s.max(initial=0.0)) for result in results.values())
     window_s = (last_s or 1.0) / NUM_WINDOWS
     for name, result in results.items():
-        ttft.plot(*windowed_ttft_s(result.records, window_s), label=name, lw=1)
-        (line,) = throughput.plot(*windowed_tokens_per_s(result.records, window_s), label=name, lw=1)
+        records = result.records
+        ttft.plot(*windowed_mean(records.arrival_s, records.ttft_s, window_s), lw=1)
+        qoe.plot(*windowed_mean(records.arrival_s, records.qoe, window_s), lw=1)
+        (line,) = throughput.plot(*windowed_tokens_per_s(records, window_s), label=name, lw=1)
         if (samples := result.samples) is not None:
             look: Any = {"color": line.get_color(), "lw": 1}
-            memory.plot(samples.at_s, 100 * samples.demanded_blocks / samples.num_blocks, **look)
-            memory.plot(samples.at_s, 100 * samples.used_blocks / samples.num_blocks, ls=":", **look)
+            peaks = partial(windowed_max, samples.at_s, window_s=(last_s or 1.0) / NUM_PEAKS)
+            memory.plot(*peaks(100 * samples.demanded_blocks / samples.num_blocks), **look)
+            memory.plot(*peaks(100 * samples.used_blocks / samples.num_blocks), ls=":", **look)
+            waiting.plot(*peaks(samples.num_waiting), **look)
     memory.axhline(100, color="black", lw=0.6)
     _label(memory, "", "KV demand, % of memory\n(dotted: held)")
-    _label(ttft, "", f"mean TTFT, s\n(windows of {window_s:.3g} s)")
+    _label(waiting, "", "requests waiting\nor preempted")
+    _label(ttft, "", f"mean TTFT, s\n(arrivals of {window_s:.3g} s)")
+    _label(qoe, "", "mean QoE")
     _label(throughput, "seconds", "output tokens/s")
     throughput.legend(fontsize="small")
     return figure
 
 
-def _latency(results: _Results) -> Figure:
+def _latency(results: _Results, bounds: Collection[str]) -> Figure:
     figure, axes = _figure(2, 2, (10, 7))
     figures: list[tuple[str, Callable[[Records], F64]]] = [
         ("TTFT", lambda records: records.ttft_s),
@@ -108,7 +130,7 @@ def _latency(results: _Results) -> Figure:
     for (bars, curve), (title, values_of) in zip(axes, figures, strict=True):
         values = {name: values_of(result.records) for name, result in results.items()}
         _draw_percentiles(bars, values, title)
-        unit_s = best_median({name: each for name, each in values.items() if name != ORACLE} or values)
+        unit_s = best_median(values, bounds)
         for name, each in values.items():
             if unit_s is not None:
                 curve.plot(SLO_SCALES, 100 * slo_violations(each, unit_s * SLO_SCALES), marker=".", label=name)
@@ -135,10 +157,13 @@ def _cdfs(results: _Results) -> Figure:
         for place, values in zip(
             axes[0], (result.records.ttft_s, result.records.tpot_s, result.records.qoe), strict=True
         ):
-            place.step(*cdf(values), where="post", label=name, lw=1)
+            place.plot(*cdf(values), label=name, lw=1)
     for place, title in zip(axes[0], ("TTFT, s", "TPOT, s", "QoE"), strict=True):
         _label(place, title, "share of requests")
-    axes[0][0].set_xscale("log")
+        if title != "QoE" and place.dataLim.xmax > 0:
+            place.set_xscale("log")
+    axes[0][2].set_yscale("log")  # nearly all are near 1, and the worst are what is asked for
+    axes[0][2].set(xlim=(0, 1.01), ylim=(SHARES[0], 1))
     axes[0][0].legend(fontsize="small")
     return figure
 
@@ -147,3 +172,4 @@ def _label(axes: Axes, x_text: str, y_text: str) -> None:
     axes.set_xlabel(x_text)
     axes.set_ylabel(y_text)
     axes.grid(visible=True, lw=0.3)
+    axes.tick_params(which="both", bottom=False, left=False)  # the grid shows where they are

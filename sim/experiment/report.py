@@ -64,6 +64,8 @@ _ROWS: Final = (
     _Row("in time: both", ("slo", "both_share"), _share),
     _Row("TTFT holds until", ("slo", "ttft_held_until_s"), _seconds),
     _Row("tokens/s", ("throughput_tokens_per_s",), _count, has_factor=True),
+    _Row("99 % of the tokens by", ("tokens_until_s", "p99"), _seconds),
+    _Row("the last token at", ("tokens_until_s", "last"), _seconds),
     _Row("effective tokens/s", ("effective_tokens_per_s",), _count, has_factor=True),
     _Row("tokens/s of an answer (TDS)", ("tds_tokens_per_s",), _count, has_factor=True),
     _Row("KV peak", ("kv_peak_ratio",), _share),

@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Final
 
 import numpy as np
 
 from sim.experiment.records import Records
 from sim.workload.workload import F64
 
+SHARES: Final = np.concatenate([np.geomspace(1e-3, 1e-2, 20, endpoint=False), np.linspace(0.01, 1.0, 199)])
+"""Those of a distribution that are told: closest where few fare worst."""
 
-def windowed_ttft_s(records: Records, window_s: float) -> tuple[F64, F64]:
-    """Return (middle of each window, mean TTFT of the requests that arrived in it); NaN for windows without any."""
-    known = ~np.isnan(records.ttft_s)
-    arrival_s = records.arrival_s[known]
-    window = (arrival_s / window_s).astype(np.int64)
+
+def windowed_mean(at_s: F64, values: F64, window_s: float) -> tuple[F64, F64]:
+    """Return (middle of each window, mean of the values in it that are numbers); NaN for windows without any.
+
+    Args:
+        at_s: [n] when each value was; of a request's, when it arrived.
+        values: [n]
+        window_s: length of each window.
+    """
+    known = ~np.isnan(values)
+    window = (at_s[known] / window_s).astype(np.int64)
     counts = np.bincount(window)
-    sums = np.bincount(window, weights=records.ttft_s[known])
+    sums = np.bincount(window, weights=values[known])
     means = np.full(counts.size, np.nan)
     np.divide(sums, counts, out=means, where=counts > 0)
     return _middles(counts.size, window_s), means
+
+
+def windowed_max(at_s: F64, values: F64, window_s: float) -> tuple[F64, F64]:
+    """Return (middle of each window, greatest value in it), as `windowed_mean`."""
+    window = (at_s / window_s).astype(np.int64)
+    greatest = np.full(int(window.max(initial=-1)) + 1, np.nan)
+    np.fmax.at(greatest, window, values)
+    return _middles(greatest.size, window_s), greatest
 
 
 def windowed_tokens_per_s(records: Records, window_s: float) -> tuple[F64, F64]:
@@ -29,9 +46,9 @@ def windowed_tokens_per_s(records: Records, window_s: float) -> tuple[F64, F64]:
 
 
 def cdf(values: F64) -> tuple[F64, F64]:
-    """Return (the values that are numbers, ascending; the share of them that is no greater than each)."""
-    known = np.sort(values[~np.isnan(values)])
-    return known, np.arange(1, known.size + 1) / max(known.size, 1)
+    """Return (the values below which these shares of those that are numbers lie; `SHARES`), or nothing of nothing."""
+    known = values[~np.isnan(values)]
+    return (np.quantile(known, SHARES), SHARES) if known.size else (known, known)
 
 
 def slo_violations(values: F64, limits: F64) -> F64:
@@ -45,13 +62,17 @@ def slo_violations(values: F64, limits: F64) -> F64:
     return np.asarray(1.0 - kept)
 
 
-def best_median(values: Mapping[str, F64]) -> float | None:
+def best_median(values: Mapping[str, F64], bounds: Collection[str] = ()) -> float | None:
     """Return the least median over the systems, the unit of SLO scales; None where nobody has a value.
+
+    Args:
+        values: latencies by system.
+        bounds: systems that count only where there are no others, since their memory never runs out.
 
     Source: KunServe (arXiv 2412.18169v2), section 5.2: a scale of N allows N times the P50 of the best baseline.
     """
-    medians = [float(np.nanmedian(each)) for each in values.values() if not np.isnan(each).all()]
-    return min(medians) if medians else None
+    real = [each for name, each in values.items() if name not in bounds] or values.values()
+    return min((float(np.nanmedian(each)) for each in real if not np.isnan(each).all()), default=None)
 
 
 def _middles(count: int, window_s: float) -> F64:

@@ -5,13 +5,12 @@ Source: KunServe (arXiv 2412.18169v2), section 5.2: a scale of N allows N times 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
-from sim.experiment.compare import ORACLE
 from sim.experiment.records import Records
 from sim.experiment.series import best_median, slo_violations
 from sim.workload.workload import F64
@@ -38,20 +37,21 @@ class Latencies:
         return cls(measured.ttft_s, measured.tpot_s)
 
 
-def missed_by_scale(runs: Sequence[Mapping[str, Latencies]]) -> dict[str, Any]:
+def missed_by_scale(runs: Sequence[Mapping[str, Latencies]], bounds: Collection[str] = ()) -> dict[str, Any]:
     """Return what every scale allows, and by system the share of requests above it, each the mean over the runs.
 
     An answer of one token has no TPOT, and misses none.
 
     Args:
         runs: of each seed, by system.
+        bounds: systems whose memory never runs out, of which none is the best.
     """
     found: dict[str, Any] = {"scales": list(SCALES)}
     for key in ("ttft_s", "tpot_s"):
         units, missed = list[float](), list[dict[str, F64]]()
         for run in runs:
             values = {name: _known(key, each) for name, each in run.items()}
-            unit_s = best_median({name: each for name, each in values.items() if name != ORACLE} or values)
+            unit_s = best_median(values, bounds)
             if unit_s is None:
                 break
             units.append(unit_s)

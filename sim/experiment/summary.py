@@ -31,6 +31,7 @@ _QOE: Final[_Figures] = {
     "p10": partial(np.percentile, q=10),
     "share_ge_0_95": lambda known: np.mean(known >= GOOD_QOE),
 }
+_UNTIL: Final[_Figures] = {"p99": _RANKS["p99"], "last": np.max}
 _STALL: Final[_Figures] = {"max": np.max, "p99": _RANKS["p99"]}
 _PLACED: Final = {
     "kv_peak_ratio",
@@ -111,6 +112,7 @@ def summarise(records: Records, facts: SystemFacts, *, slo: Slo | None = None, w
             "qoe": _of_known(measured.qoe, _QOE),
             "slo": None if slo is None else _slo(measured, slo),
             "throughput_tokens_per_s": _throughput(measured, measured.num_tokens),
+            "tokens_until_s": _of_known(measured.token_s - measured.arrival_s.min(initial=np.inf), _UNTIL),
             "effective_tokens_per_s": _throughput(measured, measured.effective_tokens),
             "tds_tokens_per_s": _of_known(measured.tds_tokens_per_s, {"mean": np.mean})["mean"],
             "kv_peak_ratio": facts.kv_peak_ratio,

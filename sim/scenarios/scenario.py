@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from shared.errors import StartupError
 from shared.process.config_fields import did_you_mean
-from shared.systems import SYSTEMS, UnknownSystemError, find_system
+from shared.systems import SYSTEMS, Memory, UnknownSystemError, find_system
 from sim.catalog.instance import CatalogInstance, find_instance
 from sim.scenarios.arrivals import RECORDED, RepeatedBurstArrivals
 from sim.scenarios.load import LoadSpec
@@ -101,6 +101,10 @@ class Scenario(LoadSpec):
         except UnknownSystemError as error:
             own = f"The scenario's variants are {', '.join(self.variants)}" if self.variants else ""
             raise StartupError(str(error), own) from None
+
+    def has_unlimited_memory(self, name: str) -> bool:
+        """Return whether what is run under this name bounds the others: its memory never runs out."""
+        return find_system(self.variant(name).system).memory is Memory.UNLIMITED
 
     def instance(self) -> CatalogInstance:
         """Return the facts of one instance, with the scenario's `era_ms`, `kv_tokens` and network in their places.

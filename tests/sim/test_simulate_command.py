@@ -89,6 +89,12 @@ def test_the_same_seeds_give_the_same_bytes_in_any_process_and_with_any_number_o
     assert tree["systems"]["swap"]["preemptions"] > 0
 
 
+def test_the_best_median_is_that_of_a_system_whose_memory_has_an_end(scenario: str, tmp_path: Path) -> None:
+    tree = compared(scenario, tmp_path / "out.json", "--systems", "fcfs,andes-unlimited", "--duration", "3")
+    medians = {name: summary["ttft_s"]["p50"] for name, summary in tree["systems"].items()}
+    assert medians["andes-unlimited"] < medians["fcfs"] == tree["slo_scales"]["ttft_s"]["unit_s"]
+
+
 def test_another_seed_draws_another_load(scenario: str, tmp_path: Path) -> None:
     flags = ("--systems", "fcfs", "--duration", "2")
     one, two = (compared(scenario, tmp_path / f"{seed}.json", "--seed", seed, *flags) for seed in ("1", "2"))

@@ -10,6 +10,7 @@ import pytest
 
 from cli.main import run_command
 from shared.errors import StartupError
+from shared.systems import SYSTEMS
 from sim.experiment.run import run_system
 from sim.experiment.setup import build_cluster
 from sim.experiment.summary import Summary, summarise
@@ -73,6 +74,11 @@ def test_another_scheduler_leaves_memory_as_it_is(found: dict[str, Summary]) -> 
     assert found["unlimited-fcfs"]["preemptions"] == 0
     assert found["unlimited-fcfs"]["kv_peak_ratio"] > 1 or found["unlimited-fcfs"]["demand_over_capacity_peak"] > 1
     assert found["unlimited-fcfs"] != found["fcfs"]
+
+
+def test_what_has_memory_without_end_is_known_by_that_and_not_by_its_name(scenario: Scenario) -> None:
+    names = [name for name in (*SYSTEMS, *scenario.variants) if scenario.has_unlimited_memory(name)]
+    assert names == ["oracle", "andes-unlimited", "unlimited-fcfs"]
 
 
 def test_another_scheduler_cuts_otherwise_in_groups(found: dict[str, Summary]) -> None:

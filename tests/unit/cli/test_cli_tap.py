@@ -58,6 +58,7 @@ def test_a_token_batch_is_shown_row_by_row() -> None:
         "tokens": [11],
     }
     assert message["rows"][1]["finish"] == FinishReason.LENGTH.name.lower()
+    assert [row.get("num_preemptions") for row in message["rows"]] == [None, None, 300]
     assert [row["tokens"] for row in message["rows"]] == [[11], [2**32 - 1, 33], []]
     assert all("tokens" not in row for row in describe(BATCH.pack())["message"]["rows"])
 

@@ -13,12 +13,20 @@ from hypothesis import strategies as st
 from sim.experiment.compare import compare, gaps_closed, to_json
 from sim.experiment.plan import plan_instances
 from sim.experiment.report import render
-from sim.experiment.series import best_median, cdf, slo_violations, windowed_tokens_per_s, windowed_ttft_s
+from sim.experiment.series import (
+    SHARES,
+    best_median,
+    cdf,
+    slo_violations,
+    windowed_max,
+    windowed_mean,
+    windowed_tokens_per_s,
+)
 from sim.experiment.summary import Summary, SystemFacts, summarise
 from tests.unit.sim.test_experiment_records import record
 
 FIXED_KEYS = [
-    "requests", "completed", "refused", "ttft_s", "tpot_s", "qoe", "slo", "throughput_tokens_per_s",
+    "requests", "completed", "refused", "ttft_s", "tpot_s", "qoe", "slo", "throughput_tokens_per_s", "tokens_until_s",
     "effective_tokens_per_s", "tds_tokens_per_s", "kv_peak_ratio", "demand_over_capacity_peak", "preemptions",
     "stall_s", "stall_at_drops_s", "stall_at_restores_s", "first_drop_s", "queue_peak", "recomputed_tokens",
     "given_up_tokens", "brought_back_tokens", "swapped_out_bytes", "bubble_ratio", "drops", "restores",
@@ -173,17 +181,27 @@ def test_planning_finds_the_least_number_that_suffices(needed: int, limit: int) 
 
 def test_curves_over_time_count_every_request_and_token_once() -> None:
     records = record([[1.0, 0.5], [2.0, 1.0], []], [0.0, 9.0, 9.5])
-    middles, means = windowed_ttft_s(records, 5.0)
+    middles, means = windowed_mean(records.arrival_s, records.ttft_s, 5.0)
     assert middles.tolist() == [2.5, 7.5]
     assert means.tolist() == [1.0, 2.0]
     middles, rates = windowed_tokens_per_s(records, 5.0)
     assert (rates * 5).tolist() == [2, 0, 2]
 
 
-def test_a_distribution_ends_at_one_and_ignores_what_is_missing() -> None:
-    values, shares = cdf(np.array([3.0, np.nan, 1.0]))
-    assert values.tolist() == [1.0, 3.0]
-    assert shares.tolist() == [0.5, 1.0]
+def test_a_curve_of_peaks_keeps_every_peak_and_leaves_gaps_open() -> None:
+    middles, peaks = windowed_max(np.array([0.0, 1.0, 4.9, 10.0]), np.array([1.0, 7.0, 2.0, 3.0]), 5.0)
+    assert middles.tolist() == [2.5, 7.5, 12.5]
+    assert peaks == pytest.approx([7.0, np.nan, 3.0], nan_ok=True)
+    assert windowed_max(np.zeros(0), np.zeros(0), 5.0)[1].size == 0
+
+
+def test_a_distribution_has_its_worst_thousandth_and_ignores_what_is_missing() -> None:
+    """Of 0 … 1000 a share s lies up to 1000 s."""
+    values, shares = cdf(np.append(np.arange(1001.0)[::-1], np.nan))
+    assert values == pytest.approx(1000 * shares)
+    assert (shares[0], shares[-1]) == pytest.approx((0.001, 1.0))
+    assert (np.diff(SHARES) > 0).all()
+    assert cdf(np.array([np.nan]))[0].size == 0
 
 
 def test_a_request_without_an_answer_misses_every_slo() -> None:
@@ -191,6 +209,9 @@ def test_a_request_without_an_answer_misses_every_slo() -> None:
     assert slo_violations(values, np.array([0.5, 2.0, 100.0])).tolist() == [1.0, 0.5, 0.25]
     assert best_median({"a": values, "b": np.array([np.nan]), "c": np.array([1.5])}) == 1.5
     assert best_median({"b": np.array([np.nan])}) is None
+    bounded = {"a": values, "bound": np.array([0.5])}
+    assert best_median(bounded, ["bound"]) == 2.0
+    assert best_median({"bound": np.array([0.5])}, ["bound"]) == 0.5
 
 
 def test_json_refuses_what_is_no_number() -> None:

@@ -143,6 +143,7 @@ def test_the_summary_counts_what_it_says() -> None:
     assert summary["tpot_s"]["mean"] == 1.0
     assert summary["stall_s"] == {"max": 1.5, "p99": 1.49}
     assert summary["throughput_tokens_per_s"] == pytest.approx(6 / 6.5, rel=1e-5)
+    assert summary["tokens_until_s"] == {"p99": pytest.approx(5 + 0.95 * 1.5), "last": 6.5}
     assert summary["effective_tokens_per_s"] <= summary["throughput_tokens_per_s"]
     assert summary["tds_tokens_per_s"] == pytest.approx((1 / 0.5 + 1 / 1.0 + 1 / 1.5) / 3, rel=1e-5)
     assert summary["preemptions"] == 7

@@ -1,0 +1,41 @@
+"""A sweep changes one quantity of a load, and its figure is the same each time."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from benchmarks.qoe_sweep import changed, draw, measure, report
+from shared.errors import StartupError
+from sim.scenarios.files import load_scenario
+
+
+def test_a_value_changes_the_arrivals_alone() -> None:
+    load = load_scenario("andes-cyclic")
+    other = changed(load, "intensity", 1.5)
+    assert other.arrivals.model_dump() == {**load.arrivals.model_dump(), "intensity": 1.5}
+    assert other.model_copy(update={"arrivals": load.arrivals}) == load
+
+
+@pytest.mark.parametrize(("quantity", "value"), [("height", 1.0), ("intensity", 2.9)])
+def test_a_quantity_that_there_is_not_or_a_value_too_large_is_refused(quantity: str, value: float) -> None:
+    with pytest.raises(StartupError, match="andes-cyclic"):
+        changed(load_scenario("andes-cyclic"), quantity, value)
+
+
+@pytest.mark.slow
+def test_each_system_has_its_figures_in_the_order_of_the_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load, values = load_scenario("andes-cyclic").with_overrides(duration_s=20, lengths="64x16"), [4.0, 0.5]
+    found = measure(load, "rate_per_s", values, ["fcfs", "andes"], 1)
+    assert [each["requests"] for each in found["fcfs"]] == [each["requests"] for each in found["andes"]]
+    assert found["fcfs"][0]["requests"] > found["fcfs"][1]["requests"]
+    report("rate_per_s", values, found)
+    assert capsys.readouterr().out.count("| andes |") == 2
+    if importlib.util.find_spec("matplotlib") is not None:
+        for name in ("a.svg", "b.svg"):
+            draw("rate_per_s", values, found, tmp_path / name)
+        assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
