@@ -83,6 +83,7 @@ def render(view: ClusterView, age_s: float | None = None) -> str:
         *_held(view),
         *_throttled(view),
         *_gave_way(view),
+        *_paused(view),
         *_readers(view),
         *_moves(view),
         *stale,
@@ -175,6 +176,14 @@ def _gave_way(view: ClusterView) -> list[str]:
                 f"left the device: {report.worker_id}: {who}{back} tokens brought back, {again} computed again{lost}"
             )
     return lines
+
+
+def _paused(view: ClusterView) -> list[str]:
+    """Return how often somebody sat on memory and did not move, of each worker where anybody did."""
+    totals = [(status.report.worker_id, status.report.num_pauses_total) for status in view.workers]
+    return [
+        f"paused: {name}: {count} times a sequence kept its KV and sat out steps" for name, count in totals if count
+    ]
 
 
 def _readers(view: ClusterView) -> list[str]:

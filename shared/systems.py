@@ -87,6 +87,8 @@ SYSTEMS: dict[str, System] = {
         System("kunserve-v1", scheduler="chunked", placement="least-loaded", drops=True, exchange=KvExchange.LIVE),
         # As version 2 has it.
         System("kunserve-v2", scheduler="lookahead", placement="least-loaded", drops=True),
+        # Both: who has text gives way first, and parameters only once readers without text lack memory.
+        System("kunserve-andes", scheduler="andes", placement="least-loaded", drops=True, exchange=KvExchange.BY_PRICE),
     )
 }
 

@@ -56,6 +56,8 @@ class ClusterMetrics:
         hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache", _WORKER)
         preemptions = counter("vllm:num_preemptions", "Sequences whose KV was taken away while they ran", _WORKER)
         self._queries, self._hits, self._preemptions = Growing(queries), Growing(hits), Growing(preemptions)
+        pauses = "Times that a sequence kept its KV and was left out of steps that it could have been in"
+        self._pauses = Growing(counter("sluice:pauses", pauses, _WORKER))
         of_preempted = "Tokens whose KV gave way, by what became of it"
         self._preempted = Growing(counter("sluice:preempted_tokens", of_preempted, (*_WORKER, "what")))
 
@@ -106,6 +108,7 @@ class ClusterMetrics:
         self._queries.follow(report.num_prefix_cache_queries_total, **labels)
         self._hits.follow(report.num_prefix_cache_hits_total, **labels)
         self._preemptions.follow(report.num_preemptions_total, **labels)
+        self._pauses.follow(report.num_pauses_total, **labels)
         self._preempted.follow(report.num_recomputed_tokens_total, **labels, what="recomputed")
         self._preempted.follow(report.num_brought_back_tokens_total, **labels, what="brought_back")
         self._preempted.follow(report.num_given_up_tokens_total, **labels, what="given_up")

@@ -203,6 +203,8 @@ class WorkerReport(ProcessFacts, ControlMessage):
     param_bytes: int = 0
     kv_bytes: int = 0
     num_preemptions_total: int = 0
+    num_pauses_total: int = 0
+    """Times that a sequence kept its KV and was left out of steps that it could have been in."""
     num_recomputed_tokens_total: int = 0
     """Tokens whose KV was computed again after a preemption."""
     num_brought_back_tokens_total: int = 0

@@ -62,6 +62,8 @@ class SystemFacts:
     demand_over_capacity_peak: float | None = None
     """The same of the blocks that all sequences held or waited for."""
     preemptions: int | None = None
+    pauses: int | None = None
+    """Times that a sequence kept its KV and was left out of steps that it could have been in."""
     queue_peak: int | None = None
     """Most requests that waited or were preempted at one instant, at workers and in the dispatcher."""
     recomputed_tokens: int | None = None

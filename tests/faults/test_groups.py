@@ -112,15 +112,20 @@ async def there_and_back(
     return has_left
 
 
-@pytest.mark.parametrize("seed", range(3))
-async def test_texts_are_those_of_an_undisturbed_run_through_drops_and_restores(seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("seed", "system"), [*((seed, "kunserve") for seed in range(3)), (3, "kunserve-andes"), (4, "kunserve-andes")]
+)
+async def test_texts_are_those_of_an_undisturbed_run_through_drops_and_restores(
+    seed: int, system: str, tmp_path: Path
+) -> None:
     """Two workers; four changes at moments that the seed chooses. Row 19: a cancel while the group forms.
 
     After each change the operating system is asked which pages a worker has mapped. Each seed is sure to have met a
     prefill, a decode and a cancel in transfer with its drops: if two have not, there is one more.
     """
     rng = np.random.default_rng(seed)
-    with StageTap(2) as tap, staged(tmp_path, tap.before(shape(2, exchange_limit_s=20)), load()) as cluster:
+    pair = shape(2, system, exchange_limit_s=20)
+    with StageTap(2) as tap, staged(tmp_path, tap.before(pair), load()) as cluster:
         async with cluster.bus() as bus, cluster.unchanged(1 + int(rng.integers(3))):
             has_left, met = False, set[str]()
             for number in rounds(f"drops have met {MET} and a reader that leaves"):

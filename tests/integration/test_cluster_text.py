@@ -85,6 +85,14 @@ def crowded_cluster(folder: Path, *flags: str) -> AbstractContextManager[Cluster
     return cluster(*flags, "--workers", "1", "--threads", "1", env={"SLUICE_WORKER_MAX_BLOCKS": str(MAX_BLOCKS)})
 
 
+def dropping_cluster(folder: Path, system: str, host_memory: str) -> AbstractContextManager[Cluster]:
+    """Two workers that the planner leaves alone, each with KV for a few of the requests."""
+    sizes = ("--max-model-len", "256", "--memory", "5300KiB", "--host-memory", host_memory)
+    flags = ("--system", system, "--deterministic", "--workers", "2", "--threads", "1")
+    env = {**ENV, "SLUICE_PLANNER_DROP_HOLD_S": "3600", "SLUICE_WORKER_PAGE_BYTES": "4096"}
+    return cluster("--model", str(folder), "--served-model-name", "checkpoint", *flags, *sizes, env=env)
+
+
 def complete(running: Cluster, prompt: list[int], **how: Any) -> str:
     return str(choices_of(running, prompt, **how)[0]["text"])
 
@@ -100,21 +108,35 @@ def choices_of(running: Cluster, prompt: list[int], **how: Any) -> list[dict[str
     return choices
 
 
-def check_under_pressure(
-    running: Cluster, work: Sequence[Callable[[], T]], texts: list[T], counted: str = "num_preemptions_total"
-) -> None:
+def check_under_pressure(running: Cluster, work: Sequence[Callable[[], T]], texts: list[T], *counted: str) -> None:
     """Ask for everything at once until a sequence was preempted meanwhile; the texts are the same each time.
 
     Args:
-        counted: number of the reports that tells of it.
+        counted: further numbers of the reports that have grown by then.
     """
-    assert running.total("num_preemptions_total") == 0
-    for _ in rounds("a sequence is preempted", MAX_ROUNDS):
+    names = ("num_preemptions_total", *counted)
+    before = [running.total(name) for name in names]
+    for _ in rounds(f"{names} grow", MAX_ROUNDS):
         with ThreadPoolExecutor(len(work)) as pool:
             assert list(pool.map(lambda ask: ask(), work)) == texts
         running.wait_until_idle()
-        if running.total(counted):
+        if all(running.total(name) > count for name, count in zip(names, before, strict=True)):
             return
+
+
+def is_done_meanwhile(running: Cluster, work: Sequence[Callable[[], T]], texts: list[T], command: str) -> bool:
+    """Ask for everything at once, and return whether a command was done before the last answer; the texts are the same.
+
+    Nobody is killed before the first answer.
+    """
+    with ThreadPoolExecutor(len(work)) as pool:
+        asked, is_done = [pool.submit(ask) for ask in work], False
+        while not is_done and not all(each.done() for each in asked):  # they may hold too much just now
+            if not command.startswith("chaos") or any(each.done() for each in asked):
+                is_done = sluice(*command.split(), "--nats-url", running.nats_url).returncode == 0
+        assert [each.result() for each in asked] == texts
+    running.wait_until_idle()
+    return is_done
 
 
 @pytest.mark.timeout(180)
@@ -165,32 +187,55 @@ def test_deterministic_text_does_not_depend_on_the_batch(
 
 
 @pytest.mark.timeout(240)
-def test_text_is_the_same_by_way_of_the_host_and_through_groups_that_form_break_and_dissolve() -> None:
-    """Two workers that the planner leaves alone, each with KV for a few of the requests; meanwhile groups by hand.
-
-    One of them is killed while it is in a group, and comes back.
-    """
+@pytest.mark.parametrize(
+    ("host_memory", "counted"),
+    [("0", "num_recomputed_tokens_total"), ("8MiB", "num_brought_back_tokens_total")],
+    ids=["computed again", "brought back from the host"],
+)
+def test_deterministic_text_in_a_group_does_not_depend_on_which_readers_give_way(
+    host_memory: str, counted: str
+) -> None:
+    """The group forms at rest, so that whoever gives way does so there; it dissolves under load."""
     shape, rng = CheckpointShape(seed=5, weight_std=0.03, num_layers=4), random.Random(1)
     folder, _ = stored_checkpoint(shape)
-    sizes = ("--max-model-len", "256", "--memory", "5300KiB", "--host-memory", "8MiB")
-    system = ("--system", "kunserve", "--deterministic", "--workers", "2", "--threads", "1")
-    env = {**ENV, "SLUICE_PLANNER_DROP_HOLD_S": "3600", "SLUICE_WORKER_PAGE_BYTES": "4096"}
-    with cluster("--model", str(folder), "--served-model-name", "checkpoint", *system, *sizes, env=env) as running:
+    speeds = cycle((3.0, 8.0, 19.0))
+    with dropping_cluster(folder, "kunserve-andes", host_memory) as running:
+        work = [
+            partial(
+                complete,
+                running,
+                draw_prompt(rng, shape, length),
+                temperature=1.0,
+                seed=number,
+                qoe={"ttft_s": 0.5, "speed_tokens_per_s": next(speeds)},
+            )
+            for number, length in enumerate(2 * LENGTHS)
+        ]
+        alone = [ask() for ask in work]
+        assert sluice("drop", "--nats-url", running.nats_url).returncode == 0
+        running.wait_for_reports()
+        check_under_pressure(running, work, alone, counted)
+        assert {report["num_stages"] for report in running.reports()} == {2}
+        for _ in rounds("the group dissolves meanwhile", MAX_ROUNDS):
+            if is_done_meanwhile(running, work, alone, "restore"):
+                break
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("system", ["kunserve", "kunserve-andes"])
+def test_text_is_the_same_by_way_of_the_host_and_through_groups_that_form_break_and_dissolve(system: str) -> None:
+    """Groups by hand, one of whose workers is killed while it is in one, and comes back."""
+    shape, rng = CheckpointShape(seed=5, weight_std=0.03, num_layers=4), random.Random(1)
+    folder, _ = stored_checkpoint(shape)
+    with dropping_cluster(folder, system, "8MiB") as running:
         work = [
             partial(complete, running, draw_prompt(rng, shape, length), temperature=1.0, seed=number)
             for number, length in enumerate(2 * LENGTHS)
         ]
         alone = [ask() for ask in work]
-        to_do, num_back = ["drop", "kill", "drop", "restore", "drop", "restore"], 0
+        to_do, num_back = ["drop", "chaos kill worker-1", "drop", "restore", "drop", "restore"], 0
         for _ in rounds("groups form, break and dissolve, and KV is brought back from the host", 3 * MAX_ROUNDS):
-            with ThreadPoolExecutor(len(work)) as pool:
-                asked, is_done = [pool.submit(ask) for ask in work], False
-                while not is_done and not all(each.done() for each in asked):  # they may hold too much just now
-                    words = ("chaos", "kill", "worker-1") if to_do[0] == "kill" else (to_do[0],)
-                    if to_do[0] != "kill" or any(each.done() for each in asked):
-                        is_done = sluice(*words, "--nats-url", running.nats_url).returncode == 0
-                assert [each.result() for each in asked] == alone
-            running.wait_until_idle()
+            is_done = is_done_meanwhile(running, work, alone, to_do[0])
             num_back = max(num_back, running.total("num_brought_back_tokens_total"))
             to_do = to_do[is_done:]
             if not to_do:

@@ -20,7 +20,7 @@ from tests.support.fake_worker import make_status
 from tests.support.statuses import make_elastic_report, make_elastic_view
 from tests.support.waiting import until
 
-HOST_SERIES = ("sluice:host_blocks", "sluice:preempted_tokens_total")
+MEMORY_SERIES = ("sluice:host_blocks", "sluice:preempted_tokens_total", "sluice:pauses_total")
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -168,17 +168,18 @@ async def test_what_is_on_its_way_to_a_worker_is_told_until_it_is_there(served: 
     assert pages == [{"left_bytes": 750, "moved_bytes": 250, "bytes_per_second": 50.0, "waiting_requests": 3}, {}]
 
 
-async def test_what_became_of_kv_that_gave_way_is_told(served: Running) -> None:
+async def test_what_became_of_kv_that_gave_way_or_lay_still_is_told(served: Running) -> None:
     """A worker that brought back 500 tokens starts anew and brings back 40: 540 in all."""
     pages: list[dict[str, float]] = []
     for back in (500, 40):
         totals: dict[str, Any] = {"num_recomputed_tokens_total": 70, "num_brought_back_tokens_total": back}
+        totals["num_pauses_total"] = 7
         blocks: dict[str, Any] = {"num_host_blocks": 96, "num_used_host_blocks": 9}
         await served.view(make_status(**blocks, **totals, num_given_up_tokens_total=16))
-        samples = [each for each in await served.samples() if each.name in HOST_SERIES]
+        samples = [each for each in await served.samples() if each.name in MEMORY_SERIES]
         assert all(each.labels["worker"] == "w0" for each in samples)
-        pages.append({each.labels.get("what") or each.labels["state"]: each.value for each in samples})
-    assert pages[0] == {"used": 9, "all": 96, "recomputed": 70, "brought_back": 500, "given_up": 16}
+        pages.append({each.labels.get("what") or each.labels.get("state", "pauses"): each.value for each in samples})
+    assert pages[0] == {"used": 9, "all": 96, "recomputed": 70, "brought_back": 500, "given_up": 16, "pauses": 7}
     assert pages[1] == {**pages[0], "brought_back": 540}
 
 

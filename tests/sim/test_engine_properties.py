@@ -100,6 +100,7 @@ def lived(runs: Iterable[Chaos], **adds: int) -> Counter[str]:
         counts.update(
             {
                 "preempted": totals.num_preemptions,
+                "paused": totals.num_pauses,
                 "swapped out": totals.num_swap_outs,
                 "came back": totals.num_swap_ins,
                 "brought": totals.num_brought_back_tokens,
@@ -220,9 +221,20 @@ def test_who_serves_readers_first_reaches_every_way_of_giving_way_by_itself(sche
     """Without whims: what is decided is the policy's own."""
     counts = lived(chaotic_run(scheduler, 2, seed, num_host_blocks=12, whims=0.0) for seed in range(6))
     assert counts["preempted"] - counts["swapped out"] > 50, "computed again"
-    wanted = ("swapped out", "came back", "brought", "given up", "lent", "found", "fork", "copies", "went again")
+    wanted = (
+        "swapped out",
+        "came back",
+        "brought",
+        "given up",
+        "lent",
+        "found",
+        "fork",
+        "copies",
+        "went again",
+        "paused",
+    )
     assert set(wanted) <= set(+counts)
     stages = lived(chaotic_run(scheduler, 3, seed, num_lanes=3, whims=0.0) for seed in range(2))
-    assert {"preempted", "stages apart"} <= set(+stages)
+    assert {"preempted", "paused", "stages apart"} <= set(+stages)
     ahead = lived((overlapping_run(scheduler, seed=seed) for seed in range(4)), adds=4)
-    assert {"ahead", "surplus"} <= set(+ahead)
+    assert {"ahead", "surplus", "paused"} <= set(+ahead)

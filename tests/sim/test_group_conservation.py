@@ -27,6 +27,8 @@ from tests.support.page_twins import PageWatch
 
 pytestmark = pytest.mark.slow
 NUM_SEEDS = 20
+NUM_ANDES = 8
+"""Seeds that are lived through by readers first, too."""
 PAGE_BYTES = 4096
 
 
@@ -55,19 +57,24 @@ def odd_facts(rng: np.random.Generator, num_blocks: int) -> ElasticFacts:
     )
 
 
-def scenario_of(seed: int) -> FaultScenario:
+def scenario_of(seed: int, system: str | None = None) -> FaultScenario:
+    """Return what the seed stands for, of its own system or another one."""
     scenario, rng = draw_group_scenario(seed), np.random.default_rng([seed, 9])
     facts = odd_facts(rng, scenario.workers[0].num_blocks)
     num_copies = int(rng.choice([0, 0, 1, len(scenario.workers)]))
     workers = tuple(
-        replace(params, elastic=facts.model_copy(update={"has_host_copy": index < num_copies}))
+        replace(
+            params,
+            system=system or params.system,
+            elastic=facts.model_copy(update={"has_host_copy": index < num_copies}),
+        )
         for index, params in enumerate(scenario.workers)
     )
     return replace(scenario, workers=workers)
 
 
 @cache
-def live_through(seed: int) -> Counter[str]:
+def live_through(seed: int, system: str | None = None) -> Counter[str]:
     """Each seed runs once, whichever test asks first; return what workers' memories went through."""
     watch, layers = PageWatch(), LayerWatch()
 
@@ -79,7 +86,7 @@ def live_through(seed: int) -> Counter[str]:
                 check_engine(node.worker.service.engine)
 
     try:
-        report = run_scenario(scenario_of(seed), watch=look)
+        report = run_scenario(scenario_of(seed, system), watch=look)
     finally:
         watch.close()
     assert not report.violations, "\n".join(report.violations)
@@ -91,6 +98,17 @@ def live_through(seed: int) -> Counter[str]:
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_parameters_and_kv_and_free_pages_are_the_budget_at_every_instant(seed: int) -> None:
     live_through(seed)
+
+
+@pytest.mark.parametrize("seed", range(NUM_ANDES))
+def test_they_are_where_readers_come_first(seed: int) -> None:
+    live_through(seed, "kunserve-andes")
+
+
+def test_readers_first_went_through_changes_while_rows_gave_way() -> None:
+    total = sum((live_through(seed, "kunserve-andes") for seed in range(NUM_ANDES)), Counter[str]())
+    wanted = ("dropped", "restored", "led", "preempted", "swapped out", "swapped in", "commit done")
+    assert not [what for what in wanted if not total[what]], total
 
 
 def test_memories_went_through_every_kind_of_change() -> None:

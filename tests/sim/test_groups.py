@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -32,8 +34,11 @@ from tests.support.group_room import (
     room_test,
 )
 from tests.support.hand_planner import states
+from tests.support.sim_clusters import COST
 
 LINK_BYTES_PER_S = 1e6
+SLOW = replace(COST, d_s=700 * COST.d_s)
+"""Steps of as many decodes as a group's memory holds take longer than a token of the fastest reader."""
 
 
 async def ask_eight(room: Room, lengths: Iterable[int], num_output: int) -> None:
@@ -79,6 +84,42 @@ async def test_texts_are_the_same_through_drops_and_restores_at_any_moment(room:
         room.ask(*asked[30 + 7 * step : 37 + 7 * step])
     await room.check()
     assert sum(room.cluster.dispatcher.sessions.recovery.num_lost.values()) > 0, "sequences were released"
+
+
+async def serve_in_group(room: Room, forms: Iterable[list[SimRequest]]) -> Counter[str]:
+    """Form a group twice, and ask it for something each time; return what its leader has counted meanwhile."""
+    leader, found = room.engine(), Counter[str]()
+    for asked in forms:
+        assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
+        assert leader.limits.num_lanes == 2
+        before = asdict(leader.totals)
+        room.ask(*asked)
+        for _ in range(160):
+            await asyncio.sleep(0.05)
+            found["lent"] += leader.table.num_lent_blocks
+        found.update({name: count - before[name] for name, count in asdict(leader.totals).items()})
+        assert states(await room.driver.restore(BOTH)) == ["done"] * 2
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("host_bytes", [0, 2**28], ids=["computed again", "to the host"])
+@pytest.mark.parametrize("seed", range(4))
+async def test_texts_are_the_same_whoever_gives_way_or_pauses_in_a_group(seed: int, host_bytes: int) -> None:
+    """Readers first, in two lanes, and with readers faster than steps."""
+    made, rng = group_params(system="andes", num_pages=700), np.random.default_rng(seed)
+    workers = (replace(worker, cost=SLOW, host_memory_bytes=host_bytes) for worker in made.workers)
+    readers = [ReaderTarget(ttft_s=0.5, speed_tokens_per_s=speed) for speed in (3.0, 8.0, 19.0)]
+    asked = [replace(each, qoe=readers[int(rng.integers(3))]) for each in draw_requests(seed, 100)]
+    async with open_room(replace(made, workers=tuple(workers))) as room:
+        room.ask(*asked[:60])
+        await asyncio.sleep(float(rng.exponential(0.4)))
+        found = await serve_in_group(room, (asked[60:80], asked[80:]))
+        await room.check()
+    ways = {"num_swap_outs", "num_swap_ins", "num_brought_back_tokens", "lent"}
+    reached = {"num_preemptions", "num_pauses", "num_recomputed_tokens"} | (ways if host_bytes else set())
+    assert {name for name in reached | ways if found[name]} == reached
 
 
 @pytest.mark.slow

@@ -39,7 +39,6 @@ BY_ITSELF: Final = {
     "SLUICE_WORKER_OVERLAP": "true",
 }
 """Dropped by hand only, and restored by the planner as soon as it can be; steps overlap in between."""
-FLAGS: Final = {"worker": (*SYSTEM, "--memory", "22MiB"), "planner": SYSTEM, "dispatcher": SYSTEM}
 ANSWER_S: Final = 30.0
 NOT_NOW: Final = ("no fresh view of the cluster", "a plan is being carried out")
 """Words of a planner that has not judged: somebody was late."""
@@ -49,14 +48,23 @@ VIEW_S: Final = 1.5
 """In which a change of roles shows in the view: some of the monitor's periods."""
 
 
+def flags_of(system: str) -> dict[str, tuple[str, ...]]:
+    """Return the flags of every service of a cluster of small workers, whose system drops."""
+    flags = ("--system", system)
+    return {"worker": (*flags, "--memory", "22MiB"), "planner": flags, "dispatcher": flags}
+
+
+FLAGS: Final = flags_of("kunserve")
+
+
 def group_env(**settings: float) -> dict[str, str]:
     """Return the environment with other settings of the workers."""
     return {**ENV, **{f"SLUICE_WORKER_{name.upper()}": str(value) for name, value in settings.items()}}
 
 
-def shape(num_workers: int, **settings: float) -> Shape:
+def shape(num_workers: int, system: str = "kunserve", **settings: float) -> Shape:
     """Return a cluster of workers that drop, with other settings of theirs."""
-    return Shape(num_workers=num_workers, env=group_env(**settings), flags=FLAGS)
+    return Shape(num_workers=num_workers, env=group_env(**settings), flags=flags_of(system))
 
 
 async def change(

@@ -179,9 +179,9 @@ def prompt_of(name: int) -> list[int]:
     return tokens_of(min(name, 4), 20 + 9 * name)
 
 
-def add_request(engine: Engine, name: int, prompt: list[int], num_tokens: int) -> None:
-    """Let an engine serve a request, which samples if its number is odd."""
-    new = new_sequence(name, prompt=prompt, max_tokens=num_tokens, seed=name)
+def add_request(engine: Engine, name: int, prompt: list[int], num_tokens: int, **values: Any) -> None:
+    """Let an engine serve a request, which samples if its number is odd; `values` are those of `new_sequence`."""
+    new = new_sequence(name, prompt=prompt, max_tokens=num_tokens, seed=name, **values)
     if name % 2:
         object.__setattr__(new, "sampling", new.sampling.model_copy(update={"temperature": 0.8, "top_p": 0.9}))
     assert isinstance(engine.registry.add(new), int)

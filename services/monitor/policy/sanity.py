@@ -53,6 +53,7 @@ _TOTALS = (
     "pid",
     "num_steps",
     "num_preemptions_total",
+    "num_pauses_total",
     "num_recomputed_tokens_total",
     "num_brought_back_tokens_total",
     "num_given_up_tokens_total",

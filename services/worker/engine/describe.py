@@ -18,6 +18,7 @@ def describe(engine: Engine, now_s: float) -> list[dict[str, object]]:
     table = engine.table
     known = sorted(engine.registry.row_of.items(), key=lambda item: item[1])
     rows = np.array([row for _, row in known], dtype=np.int32)
+    is_paused = (table.status == Status.RUNNING) & (table.hold == 0) & (table.paused_after == table.last_step)
     qoe, slack_s = qoe_by_now(engine, rows, now_s).tolist(), qoe_columns.slack_s(table, rows, now_s).tolist()
     return [
         {
@@ -31,6 +32,8 @@ def describe(engine: Engine, now_s: float) -> list[dict[str, object]]:
             "num_host_tokens": int(table.host_tokens[row]),
             "tier": Tier(int(table.tier[row])).label,
             "num_preemptions": int(table.num_preemptions[row]),
+            # it holds KV and could be in a step, and was left out of the newest that were chosen
+            "is_paused": bool(is_paused[row]),
             "token_age_s": round(now_s - float(table.last_token_s[row]), 3),
             # of its reader: for how long there is text, and the experience by now
             "slack_s": None if isnan(qoe[i]) else round(slack_s[i], 3),

@@ -142,6 +142,7 @@ class Engine:
             rows, num_tokens = self._commit(output)
             self.ahead.decided(output)
             if rows.size:
+                self._transitions.leave_out_all_but(rows, self.limits.num_lanes)
                 return self._launch(rows, num_tokens)
             moved = np.concatenate([output.preempt, output.resume])
             if (self.table.hold[moved] & Hold.SWAPPING).all():
@@ -320,8 +321,7 @@ class Engine:
         table = self.table
         start = table.num_computed[rows] if is_retry else self.flights.begins(rows)
         end = start + num_tokens
-        if self.limits.num_lanes > 1:
-            table.last_step[rows] = self._next_step_id
+        table.last_step[rows] = self._next_step_id
         admits, drops = self._transitions.take_news()
         delta, copies = self.blocks.extend(rows, end), self.blocks.take_copies()
         owner = ("copies", self._next_step_id)

@@ -14,6 +14,11 @@ class Totals:
     num_failed_steps: int = 0
     num_preemptions: int = 0
     """Sequences that gave way, by recompute or by swap."""
+    num_pauses: int = 0
+    """Times that a sequence that had been in a step kept its KV and was left out of the next that the scheduler chose,
+    though nothing held it back; however many it was left out of until it went on. Whether it decodes or its prompt was
+    begun is the same: it holds memory, and does not move. Where decodes take turns in lanes: left out of a step with
+    one of them that had been in a step since."""
     num_recomputed_tokens: int = 0
     """Tokens whose KV was computed again after a preemption, because it was not found in the cache: what it cost."""
     num_given_up_tokens: int = 0

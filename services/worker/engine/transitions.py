@@ -96,6 +96,27 @@ class Transitions:
             table.preempt(row)
             self.registry.note_preempted(row)
 
+    def leave_out_all_but(self, rows: Rows, num_lanes: int) -> None:
+        """Count who pauses: runs, and could be in the next step, but is not.
+
+        Args:
+            rows: of that step; all those that it admits run by now.
+            num_lanes: steps in flight together, in which decodes take turns.
+        """
+        table, running = self.table, self.table.running.view
+        if rows.size == running.size:
+            return
+        is_left = table.hold == 0
+        is_left[rows] = False
+        left = running[is_left[running]]
+        left = left[table.last_step[left] > table.paused_after[left]]
+        if num_lanes > 1 and left.size:
+            went_on = rows[(table.num_known[rows] - table.num_computed[rows] == 1)]
+            went_on = went_on[table.last_step[went_on] > table.paused_after[went_on]]
+            left = left[table.last_step[left] < table.last_step[went_on].max(initial=-1)]
+        table.paused_after[left] = table.last_step[left]
+        self.totals.num_pauses += left.size
+
     def bring_back(self, row: int) -> None:
         """Make a parked row a running one and copy it KV from the host: its own, or what it finds there."""
         assert self.swapping is not None, "there is no host memory to bring anything back from"

@@ -80,7 +80,7 @@ class Columns:
     qoe_delay_sum_s: F64
     """`D` of the O(1) QoE form: sum of the display delays so far, seconds."""
     last_step: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """The newest step that the row was in, -1 before its first; may be left out where there is only one lane."""
+    """The newest step that the row was in, -1 before its first; policies ask only where there are several lanes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,8 @@ class SequenceTable:
         self.max_output = np.zeros(num_rows, dtype=np.int32)
         self.last_token = np.zeros(num_rows, dtype=np.int32)  # the last known token: a decode's input
         self.order = np.zeros(num_rows, dtype=np.int64)  # order of `add`: breaks ties of arrival
-        self.last_step = np.full(num_rows, -1, dtype=np.int64)  # the newest step with the row; kept with several lanes
+        self.last_step = np.full(num_rows, -1, dtype=np.int64)  # the newest step with the row
+        self.paused_after = np.full(num_rows, -1, dtype=np.int64)  # who was in no step since then takes no new pause
         self.arrival_s = np.zeros(num_rows, dtype=np.float64)
         self.expires_s = np.full(num_rows, np.inf)
         self.last_token_s = np.zeros(num_rows, dtype=np.float64)
@@ -146,6 +147,7 @@ class SequenceTable:
         self.running.remove(np.array([row]))
         self.status[row] = Status.PREEMPTED
         self.num_preemptions[row] += 1
+        self.paused_after[row] = self.last_step[row]
         self.preempted.insert(row, self.arrival_s, self.order)
         self.num_parked_blocks += self._num_blocks(row)
 

@@ -218,6 +218,7 @@ class Reporter:
             "num_preempted": stats.num_preempted,
             "num_steps": stats.totals.num_steps,
             "num_preemptions_total": stats.totals.num_preemptions,
+            "num_pauses_total": stats.totals.num_pauses,
             "num_recomputed_tokens_total": stats.totals.num_recomputed_tokens,
             "num_brought_back_tokens_total": stats.totals.num_brought_back_tokens,
             "num_given_up_tokens_total": stats.totals.num_given_up_tokens,

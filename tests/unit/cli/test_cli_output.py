@@ -185,6 +185,8 @@ def test_the_status_table_shows_host_memory_where_a_worker_has_some() -> None:
     assert again.endswith("left the device: w1: 0 tokens brought back, 3 computed again")
     gave = render(make_view(make_status("w1", num_preemptions_total=2)))
     assert gave.endswith("left the device: w1: 2 preemptions, 0 tokens brought back, 0 computed again")
+    paused = render(make_view(make_status("w0"), make_status("w1", num_pauses_total=7))).splitlines()
+    assert paused[-1] == "paused: w1: 7 times a sequence kept its KV and sat out steps"
 
 
 def test_the_status_table_says_what_readers_have_where_some_read() -> None:

@@ -28,9 +28,9 @@ from tests.unit.sim.test_experiment_records import record
 FIXED_KEYS = [
     "requests", "completed", "refused", "ttft_s", "tpot_s", "qoe", "slo", "throughput_tokens_per_s", "tokens_until_s",
     "effective_tokens_per_s", "tds_tokens_per_s", "kv_peak_ratio", "demand_over_capacity_peak", "preemptions",
-    "stall_s", "stall_at_drops_s", "stall_at_restores_s", "first_drop_s", "queue_peak", "recomputed_tokens",
-    "given_up_tokens", "brought_back_tokens", "swapped_out_bytes", "bubble_ratio", "drops", "restores",
-    "grouped_ratio", "migrations", "gpus_peak", "gpu_seconds",
+    "stall_s", "stall_at_drops_s", "stall_at_restores_s", "first_drop_s", "pauses", "queue_peak",
+    "recomputed_tokens", "given_up_tokens", "brought_back_tokens", "swapped_out_bytes", "bubble_ratio", "drops",
+    "restores", "grouped_ratio", "migrations", "gpus_peak", "gpu_seconds",
 ]  # fmt: skip
 
 

@@ -24,7 +24,8 @@ from shared.systems import (
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 
 UNLIMITED = ["oracle", "andes-unlimited"]
-KUNSERVE = ["kunserve", "kunserve-v1", "kunserve-v2"]
+VERSIONS = ["kunserve", "kunserve-v1", "kunserve-v2"]
+KUNSERVE = [*VERSIONS, "kunserve-andes"]
 
 
 def settings(system: str, **changes: Any) -> WorkerSettings:
@@ -47,6 +48,7 @@ def test_names_are_built_or_planned_but_not_both() -> None:
         "kunserve",
         "kunserve-v1",
         "kunserve-v2",
+        "kunserve-andes",
     }
     assert not set(SYSTEMS) & set(PLANNED_SYSTEMS)
     assert all(name == system.name for name, system in SYSTEMS.items())
@@ -80,8 +82,12 @@ def test_kunserve_differs_from_what_it_is_compared_with_in_dropping_and_in_what_
 
 
 def test_the_papers_versions_have_one_mode_of_exchange_each_and_kunserve_chooses() -> None:
-    assert [SYSTEMS[name].exchange for name in KUNSERVE] == ["by-price", "live", "coordinated"]
+    assert [SYSTEMS[name].exchange for name in VERSIONS] == ["by-price", "live", "coordinated"]
     assert replace(SYSTEMS["kunserve"], name="kunserve-v2", exchange=KvExchange.COORDINATED) == SYSTEMS["kunserve-v2"]
+
+
+def test_readers_first_in_groups_is_kunserve_by_the_scheduler_of_andes() -> None:
+    assert replace(SYSTEMS["kunserve"], name="kunserve-andes", scheduler="andes") == SYSTEMS["kunserve-andes"]
 
 
 def test_the_oracle_differs_from_what_it_is_compared_with_in_memory_alone() -> None:
