@@ -5,7 +5,7 @@ their readers have text. A row with *slack* asks for nothing: its reader has tex
 KV takes to be there again, or nobody reads it. If it runs, others may have its blocks.
 
     parked, in order    slack · slack · late · slack · late        the head of the line is the first that is late
-    blocks              free │ of rows with slack │ of others      short: the head finds too few in the first two
+    blocks              free │ of rows with slack │ of others      short: those who are late do not fit the first two
 """
 
 from __future__ import annotations
@@ -52,19 +52,31 @@ def take_demand(engine: Engine) -> KvDemand:
 def count_queued_for_memory(engine: Engine) -> int:
     """Return `EngineStats.num_queued_for_memory`; cheap enough for every step."""
     table = engine.table
-    num_running, num_parked = len(table.running), len(table.waiting) + len(table.preempted)
-    if not num_parked:
+    num_running, num_queued = len(table.running), len(table.waiting) + len(table.preempted)
+    if not num_queued:
         return 0
-    num_free, head = engine.blocks.num_free, _num_head_blocks(engine)
+    num_free = engine.blocks.num_free - num_running
     if engine.reorders:
-        parked, slack = _parked(engine)
-        late = parked[~slack]
-        num_parked, head = late.size, _head_blocks_of(engine, late)
-        if num_parked and head + num_running > num_free:
-            num_free += _num_slack_blocks(engine)
-    if not num_parked or head + num_running <= num_free:
+        num_queued = _num_late(engine, num_free)
+    elif _num_head_blocks(engine) <= num_free:
         return 0
-    return min(num_parked, max(engine.config.max_batch_rows * engine.config.num_lanes - num_running, 0))
+    return min(num_queued, max(engine.config.max_batch_rows * engine.config.num_lanes - num_running, 0))
+
+
+def _num_late(engine: Engine, num_free: int) -> int:
+    """Return how many parked rows without slack do not fit together, were all blocks theirs that rows with slack hold.
+
+    Args:
+        engine: its policy reorders.
+        num_free: blocks that are free beside one for each row that runs.
+    """
+    parked, slack = _parked(engine)
+    late = parked[~slack]
+    asked = np.maximum(_num_blocks(engine, late) - engine.table.held_blocks[late], 0).cumsum()
+    num_free += engine.sharing.num_kept_blocks
+    if not late.size or asked[-1] <= num_free:
+        return 0
+    return int(late.size - np.searchsorted(asked, num_free + _num_slack_blocks(engine), side="right"))
 
 
 def _parked(engine: Engine) -> tuple[I32, Bool]:

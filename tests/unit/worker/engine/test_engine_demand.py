@@ -66,13 +66,14 @@ def test_only_rows_without_slack_ask_for_memory_and_those_with_slack_lend_theirs
     lent = sum(num_blocks for place, num_blocks, has_slack, _ in found if place == "runs" and has_slack)
     head = late[0][1] - late[0][3] if late else 0
     num_running = sum(place == "runs" for place, *_ in found)
-    is_short = bool(late) and head + num_running > engine.blocks.num_free + lent
+    there = engine.blocks.num_free + lent - num_running
+    fits = [sum(size - held for _, size, _, held in late[: i + 1]) <= there for i in range(len(late))]
+    places = engine.config.max_batch_rows - num_running
     demand = take_demand(engine)
     assert demand.num_head_blocks == head
     assert demand.num_slack_blocks == lent
     assert demand.num_queued == count_queued_for_memory(engine)
-    assert (demand.num_queued > 0) == is_short
-    assert not is_short or demand.num_queued <= len(late)
+    assert demand.num_queued == min(fits.count(False), places)
     stats = take_stats(engine)
     asked = sum(num_blocks - held for _, num_blocks, has_slack, held in line if has_slack)
     assert stats.num_slack_demanded_blocks == min(asked, stats.num_demanded_blocks)
