@@ -195,8 +195,20 @@ def new_engine(num_lanes: int, num_blocks: int = 24, **changes: Any) -> Engine:
     return make_engine(num_blocks=num_blocks, config=replace(config, **changes))
 
 
-async def run_engine(engine: Engine, executor: Executor, on_step: OnStep = lambda _batch, _output: None) -> Texts:
-    """Serve what an engine holds to its end, and return the texts by stream; the executor stays open."""
+async def run_engine(
+    engine: Engine,
+    executor: Executor,
+    on_step: OnStep = lambda _batch, _output: None,
+    now: Callable[[], float] | None = None,
+) -> Texts:
+    """Serve what an engine holds to its end, and return the texts by stream; the executor stays open.
+
+    Args:
+        engine: holds sequences.
+        executor: of it.
+        on_step: called with each step that is done.
+        now: clock of the engine; None: the loop's.
+    """
     texts: Texts = {}
 
     def say(events: StepEvents) -> None:
@@ -204,7 +216,7 @@ async def run_engine(engine: Engine, executor: Executor, on_step: OnStep = lambd
             if token >= 0:
                 texts.setdefault(stream, []).append(token)
 
-    loop = StepLoop(engine, executor, say, asyncio.get_running_loop().time, StepGate(), on_step=on_step)
+    loop = StepLoop(engine, executor, say, now or asyncio.get_running_loop().time, StepGate(), on_step=on_step)
     task = asyncio.create_task(loop.run())
     async with asyncio.timeout(30):
         while engine.table.num_sequences and not task.done():

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 import pytest
 
+from services.worker.contract.batch import Batch
 from services.worker.contract.executor import Executor
 from services.worker.engine.engine import Engine
 from shared.types import ReaderTarget
@@ -24,6 +23,9 @@ NUM_BLOCKS = 20
 SLOW_READS = per_token(1e-3, read_s=5e-3)
 """As the policy believes, steps of as many decodes as memory holds are slower than readers, those of a few are not."""
 
+STEP_S = 0.05
+"""As the engine's clock has it."""
+
 
 def make(scheduler: str, executor: Executor, num_blocks: int) -> Engine:
     """Return an engine of a few rows, with the host memory that its executor has."""
@@ -33,13 +35,16 @@ def make(scheduler: str, executor: Executor, num_blocks: int) -> Engine:
 
 
 async def serve(engine: Engine, executor: Executor, seed: int) -> Texts:
-    """Return the texts of requests of up to 150 tokens, whose readers are of all kinds."""
-    rng, now_s = np.random.default_rng(seed), asyncio.get_running_loop().time()
+    """Return the texts of requests of up to 150 tokens, whose readers are of all kinds.
+
+    The clock counts steps, so that who gives way does not depend on how fast they are.
+    """
+    rng, done = np.random.default_rng(seed), list[Batch]()
     for name in range(NUM):
         reader = ReaderTarget(ttft_s=float(rng.uniform(0.01, 1.0)), speed_tokens_per_s=float(rng.uniform(2, 20)))
         prompt = tokens_of(100 * seed + name, int(rng.integers(4, 110)))
-        add_request(engine, name, prompt, int(rng.integers(8, 40)), qoe=reader, arrival_s=now_s)
-    return await run_engine(engine, executor)
+        add_request(engine, name, prompt, int(rng.integers(8, 40)), qoe=reader, arrival_s=0.0)
+    return await run_engine(engine, executor, lambda batch, _: done.append(batch), lambda: STEP_S * len(done))
 
 
 @pytest.mark.parametrize("host_memory", [0, MIB], ids=["computed again", "to the host"])
