@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from services.worker.scheduling.registry import SCHEDULERS
@@ -32,6 +32,9 @@ PLAIN = sorted(set(SCHEDULERS) - {"lookahead"})
 @pytest.mark.slow
 @settings(deadline=None, max_examples=400)
 @given(st.sampled_from(PLAIN), SEEDS, st.integers(1, 5), st.booleans())
+@example("tokenflow", 27836, 1, False).via("nobody has a place, whoever gives way")
+@example("andes", 3056, 1, True).via("all give way to rows whose KV comes back")
+@example("round-robin", 2610, 4, False).via("the share lacks blocks, and who gives way helps others")
 def test_every_answer_keeps_the_contract_and_its_share(scheduler: str, seed: int, num_lanes: int, swaps: bool) -> None:
     random = np.random.default_rng(seed)
     view = random_view(random, swaps=swaps)
