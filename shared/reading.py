@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
@@ -211,8 +211,11 @@ class InputFile:
         except ValueError as error:
             raise self.error(f"is {error}") from None
 
-    def lines(self) -> Iterator[str]:
-        """Read it as text by lines, their ends as they are, a BOM left out; raises as `read_text`, when it shows."""
+    def lines(self) -> Generator[str]:
+        """Read it as text by lines, their ends as they are, a BOM left out; raises as `read_text`, when it shows.
+
+        Close it when you may stop before the end: what holds an error would hold the open file as well.
+        """
         left = self.max_bytes
         try:
             with self._open() as file, TextIOWrapper(file, "utf-8-sig", newline="") as text:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -62,11 +63,12 @@ def read_samples(path: Path) -> list[DatasetSample]:
 
 def _lines(file: InputFile) -> list[Any]:
     found = []
-    for number, line in enumerate(file.lines(), start=1):
-        try:
-            found += [parse_json(line)] if line.strip() else []
-        except ValueError as error:
-            raise file.error(f"is wrong in line {number}: it is {error}") from None
+    with closing(file.lines()) as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                found += [parse_json(line)] if line.strip() else []
+            except ValueError as error:
+                raise file.error(f"is wrong in line {number}: it is {error}") from None
     return found
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -91,21 +92,27 @@ def read_trace(path: Path) -> Trace:
 
 def _read_rows(path: Path) -> list[tuple[float, int, int, str]]:
     file = InputFile(path, MAX_TRACE_BYTES, "the trace", "Name a .csv file")
-    rows: list[tuple[float, int, int, str]] = []
     try:
-        reader = csv.DictReader(file.lines(), restval="")
-        missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
-        if missing:
-            hint = f"Its first line must name the columns {', '.join(COLUMNS)}"
-            raise StartupError(f"{path} is no trace: it has no column {' or '.join(missing)}", hint)
-        for row in reader:
-            if len(rows) == MAX_REQUESTS:
-                raise file.error(f"has more than {MAX_REQUESTS} requests")
-            rows.append(_row(path, reader.line_num, row))
+        with closing(file.lines()) as lines:
+            rows = _parsed(file, lines)
     except csv.Error as error:
         raise file.error(f"is no CSV file: {error}") from error
     if not rows:
         raise StartupError(f"the trace {path} holds no request", "It needs a line for each request below its header")
+    return rows
+
+
+def _parsed(file: InputFile, lines: Iterable[str]) -> list[tuple[float, int, int, str]]:
+    rows: list[tuple[float, int, int, str]] = []
+    reader = csv.DictReader(lines, restval="")
+    missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
+    if missing:
+        hint = f"Its first line must name the columns {', '.join(COLUMNS)}"
+        raise StartupError(f"{file.path} is no trace: it has no column {' or '.join(missing)}", hint)
+    for row in reader:
+        if len(rows) == MAX_REQUESTS:
+            raise file.error(f"has more than {MAX_REQUESTS} requests")
+        rows.append(_row(file.path, reader.line_num, row))
     return rows
 
 

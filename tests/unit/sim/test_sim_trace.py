@@ -77,8 +77,10 @@ def test_a_window_that_starts_within_a_second_leaves_the_source_s_resolution() -
 def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "bad.csv"
     path.write_text(text)
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(StartupError) as caught:
         read_trace(path)
+    assert len(list(Path("/proc/self/fd").iterdir())) == num_open, "closed, though the error is held"
     assert message in str(caught.value)
     assert str(path) in str(caught.value)
 
