@@ -42,6 +42,11 @@ class Tier(IntEnum):
         """The name that clients use."""
         return self.name.lower()
 
+    @property
+    def is_best_effort(self) -> bool:
+        """Nobody waits for it (BROS's second class): it has what real-time work, all other tiers, leaves."""
+        return self is Tier.FLEX
+
 
 def make_key() -> str:
     """Return a new key; nobody can guess it, and nobody can read it out of its digest."""

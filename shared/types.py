@@ -1,4 +1,4 @@
-"""Values that several services speak about: sampling, the reader's target, classes of requests, reasons to finish.
+"""Values that several services speak about: sampling, the reader's target, limits of latency, reasons to finish.
 
 Frozen and validated (pydantic), because they arrive from outside; a service that needs them in a hot loop copies the
 numbers into its own columns once.
@@ -6,7 +6,7 @@ numbers into its own columns once.
 
 from __future__ import annotations
 
-from enum import IntEnum, StrEnum
+from enum import IntEnum
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -34,13 +34,6 @@ class FinishReason(IntEnum):
     ERROR = 4  # the sequence failed twice in a step of its own; the other sequences went on
     SUPERSEDED = 5  # a newer attempt of the request took the sequence over, for another dispatcher
     RELEASED = 6  # its worker has no place for it any more: it goes on at another one
-
-
-class RequestClass(StrEnum):
-    """BROS's two classes. A request that names no tier is real-time."""
-
-    REAL_TIME = "real_time"
-    BEST_EFFORT = "best_effort"
 
 
 class ReaderTarget(Value):

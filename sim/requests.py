@@ -17,7 +17,7 @@ from shared.api_keys import Tier
 from shared.ids import RequestId
 from shared.messages.request import pack_token_ids
 from shared.stream_extras import TokenLogprob
-from shared.types import FinishReason, ReaderTarget, RequestClass, SamplingParams
+from shared.types import FinishReason, ReaderTarget, SamplingParams
 
 DAY_S = 24 * 3600.0
 
@@ -33,7 +33,6 @@ class SimRequest:
     """Tokens of the answer; a simulated answer always ends by its length, or by its reader."""
     seed: int = 0
     qoe: ReaderTarget | None = None
-    request_class: RequestClass = RequestClass.REAL_TIME
     stop_after: int | None = None
     """Tokens after which the reader wants no more, as when a stop string is found."""
     logprobs: int | None = None
@@ -131,7 +130,6 @@ def _new_request(answer: SimAnswer, index: int) -> NewRequest:
         ),
         arrival_s=answer.arrival_s,
         limit_s=request.limit_s,
-        request_class=request.request_class,
         tier=request.tier,
         tenant=request.tenant,
         max_tenant_queued=request.max_tenant_queued,

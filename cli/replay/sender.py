@@ -12,7 +12,7 @@ import numpy as np
 from cli.bench.load import HttpLoad
 from cli.bench.server import BenchServer
 from cli.bench.workload import Planned
-from sim.scenarios.load import BEST_EFFORT
+from shared.api_keys import Tier
 from sim.workload.workload import Workload
 
 FIRST_TOKEN_ID = 3
@@ -47,8 +47,9 @@ def _own_fields(workload: Workload, index: int) -> dict[str, Any]:
     if not np.isnan(workload.qoe_speed[index]):
         target = (float(workload.qoe_ttft_s[index]), float(workload.qoe_speed[index]))
         fields["qoe"] = dict(zip(("ttft_s", "speed_tokens_per_s"), target, strict=True))
-    if workload.request_class[index] == BEST_EFFORT:
-        fields["service_tier"] = "flex"
+    tier = Tier(int(workload.tier[index]))
+    if tier is not Tier.DEFAULT:
+        fields["service_tier"] = tier.label
     return fields
 
 

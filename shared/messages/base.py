@@ -6,7 +6,7 @@ from typing import Annotated, Final
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Major version of the control protocol; a message of another major version is refused."""
 MAX_EPOCH: Final = 2**63 - 1
 """Largest number of a planner's epoch that a message carries. By steps of `MAX_EPOCH_STEP` it takes 2^43 orders to

@@ -15,10 +15,10 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
+from shared.api_keys import Tier
 from shared.ids import RequestId, WorkerId
 from shared.messages.base import ControlMessage, MessagePart
 from shared.messages.errand import Errand
-from shared.types import RequestClass
 
 MAX_LISTED: Final = 512
 """Requests of one answer."""
@@ -36,7 +36,7 @@ class QueuedPart(MessagePart):
 
     request_id: RequestId
     attempt: int
-    request_class: RequestClass
+    tier: Tier = Tier.DEFAULT
     age_s: float
     """Seconds since it came."""
     num_blocks: int

@@ -16,7 +16,7 @@ from pydantic import Field
 from shared.api_keys import Tier
 from shared.ids import DispatcherId, Incarnation, RequestId, StreamId
 from shared.messages.base import ControlMessage
-from shared.types import MAX_PREEMPTIONS, LatencyLimits, ReaderTarget, RequestClass, SamplingParams
+from shared.types import MAX_PREEMPTIONS, LatencyLimits, ReaderTarget, SamplingParams
 
 MAX_PROMPT_TOKENS = 1_000_000
 """Longest prompt that a worker is sent."""
@@ -51,7 +51,6 @@ class Submit(ControlMessage):
     generated: Annotated[bytes, Field(max_length=4 * MAX_PROMPT_TOKENS)] = b""
     """Token ids that earlier attempts produced and the dispatcher has; generation goes on after them."""
     sampling: SamplingParams
-    request_class: RequestClass = RequestClass.REAL_TIME
     tier: Tier = Tier.DEFAULT
     """The one that is really used."""
     slo: LatencyLimits | None = None

@@ -18,9 +18,10 @@ import numpy as np
 
 from services.dispatcher.service import DispatcherService
 from services.dispatcher.session.request import FailureCode, NewRequest, RequestFailedError
+from shared.api_keys import Tier
 from shared.ids import RequestId
 from shared.messages.request import MAX_PROMPT_TOKENS, pack_token_ids
-from shared.types import ReaderTarget, RequestClass, SamplingParams
+from shared.types import ReaderTarget, SamplingParams
 from sim.cluster import SimCluster
 from sim.experiment.records import Recorder
 from sim.experiment.result import RunResult
@@ -34,7 +35,6 @@ from sim.workload.workload import Workload
 
 SETTLE_S = 1.0
 """Virtual seconds after the last end, in which everything that belongs to requests must be gone."""
-_CLASSES = (RequestClass.REAL_TIME, RequestClass.BEST_EFFORT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +156,6 @@ def _request(workload: Workload, index: int, worker: SimWorkerParams, arrival_s:
         sampling=SamplingParams(max_tokens=int(workload.num_output[index]), seed=index, ignore_eos=True),
         arrival_s=arrival_s,
         limit_s=DAY_S,
-        request_class=_CLASSES[workload.request_class[index]],
+        tier=Tier(int(workload.tier[index])),
         qoe=ReaderTarget(ttft_s=float(workload.qoe_ttft_s[index]), speed_tokens_per_s=speed) if has_reader else None,
     )

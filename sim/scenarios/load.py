@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Final, Self
+from typing import Annotated, Self
 
 import numpy as np
 from pydantic import Field, model_validator
 
+from shared.api_keys import Tier
 from shared.errors import StartupError
 from shared.types import Value
 from sim.scenarios.arrivals import RECORDED, Arrivals, TraceArrivals
@@ -17,9 +18,6 @@ from sim.scenarios.streams import Streams
 from sim.workload.lengths import find_lengths, fit_context
 from sim.workload.trace import Trace, dealt
 from sim.workload.workload import F64, I32, U8, Workload
-
-REAL_TIME: Final = 0
-BEST_EFFORT: Final = 1
 
 
 class LoadSpec(Value):
@@ -66,17 +64,17 @@ class LoadSpec(Value):
         until_s = math.inf if self.duration_s is None else self.duration_s
         arrival_s = self.arrivals.times(trace, self.upscale, until_s, streams)
         num_prompt, num_output = self._lengths(arrival_s.size, trace, streams.lengths)
-        request_class = np.full(arrival_s.size, REAL_TIME, dtype=np.uint8)
+        tier = np.full(arrival_s.size, Tier.DEFAULT, dtype=np.uint8)
         if self.best_effort is not None:
             extra_s, *extra = self.best_effort.draw(until_s, streams.best_effort)
             arrival_s = np.concatenate([arrival_s, extra_s])
             num_prompt, num_output = np.concatenate([num_prompt, extra[0]]), np.concatenate([num_output, extra[1]])
-            request_class = np.append(request_class, np.full(extra_s.size, BEST_EFFORT, dtype=np.uint8))
+            tier = np.append(tier, np.full(extra_s.size, Tier.FLEX, dtype=np.uint8))
         if not arrival_s.size:
             raise StartupError(f"no request arrives in scenario {self.name}", "Raise --upscale or --duration")
         order = np.argsort(arrival_s, kind="stable")
         num_prompt, num_output = fit_context(num_prompt[order], num_output[order], self.max_request_tokens)
-        ttft_s, speed = self._readers(num_prompt, request_class[order], streams.readers)
+        ttft_s, speed = self._readers(num_prompt, tier[order], streams.readers)
         return Workload(
             name=self._describe(trace),
             arrival_s=arrival_s[order],
@@ -84,7 +82,7 @@ class LoadSpec(Value):
             num_output=num_output,
             qoe_ttft_s=ttft_s,
             qoe_speed=speed,
-            request_class=request_class[order],
+            tier=tier[order],
             seed=seed,
         )
 
@@ -97,11 +95,11 @@ class LoadSpec(Value):
         num_prompt, num_output = (np.maximum(np.rint(column * self.lengths_scale), 1) for column in lengths)
         return num_prompt.astype(np.int32), num_output.astype(np.int32)
 
-    def _readers(self, num_prompt: I32, request_class: U8, random: np.random.Generator) -> tuple[F64, F64]:
+    def _readers(self, num_prompt: I32, tier: U8, random: np.random.Generator) -> tuple[F64, F64]:
         """Return what each request's reader expects; NaN where nobody reads."""
         ttft_s, speed = np.full(num_prompt.size, np.nan), np.full(num_prompt.size, np.nan)
         if self.reader is not None:
-            read = request_class == REAL_TIME
+            read = tier != Tier.FLEX
             ttft_s[read], speed[read] = self.reader.draw(num_prompt[read], random)
         return ttft_s, speed
 

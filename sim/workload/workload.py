@@ -28,8 +28,8 @@ class Workload:
     """Time to first token that the reader expects; NaN when no reader follows."""
     qoe_speed: F64
     """Tokens per second at which the reader reads; NaN when no reader follows."""
-    request_class: U8
-    """`RequestClass`: 0 real-time, 1 best-effort."""
+    tier: U8
+    """`shared.api_keys.Tier` of each."""
     seed: int
     """Prompts are drawn from it."""
 

@@ -15,7 +15,7 @@ import pytest
 from services.dispatcher.access.grants import Grant
 from services.dispatcher.limits.tenants import Permit, Tenants, UsageLimit
 from shared.messages.request import RefusalReason
-from shared.types import FinishReason, RequestClass
+from shared.types import FinishReason
 from tests.support.dispatchers import COMPLETIONS, Running, Serve, write_keys
 from tests.support.fake_worker import Running as RunningRequest
 from tests.support.fake_worker import make_status
@@ -358,8 +358,7 @@ async def test_a_tier_above_the_keys_is_served_as_the_keys_and_the_answer_says_s
     async with limited(f'tier = "{tier}"') as running:
         status, _, body = await ask(running, service_tier=asked)
         assert (status, body["service_tier"]) == (200, given)
-        best_effort = running.worker.submits[-1].request_class is RequestClass.BEST_EFFORT
-        assert best_effort == (given == "flex")
+        assert running.worker.submits[-1].tier.label == given
         _, _, events = await ask(running, service_tier=asked, stream=True)
         assert f'"service_tier":"{given}"' in events
 

@@ -120,7 +120,7 @@ async def outcome(served: Running, path: str, fields: dict[str, Any]) -> tuple[o
     submit = served.worker.submits[-1]
     sampling = submit.sampling.model_copy(update={"seed": 0})  # one is drawn for each request
     answer = {name: value for name, value in body.items() if name not in {"id", "created"}}
-    return answer, submit.prompt, sampling, submit.request_class, submit.qoe, submit.cache_salt
+    return answer, submit.prompt, sampling, submit.tier, submit.qoe, submit.cache_salt
 
 
 @pytest.mark.parametrize(("path", "name"), [(path, name) for path, table in NEUTRAL.items() for name in table])

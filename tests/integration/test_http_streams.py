@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from shared.api_keys import Tier
 from shared.messages.report import WorkerPhase
 from shared.messages.request import RefusalReason, Submit
-from shared.types import FinishReason, ReaderTarget, RequestClass
+from shared.types import FinishReason, ReaderTarget
 from tests.support.dispatchers import (
     CHAT,
     COMPLETIONS,
@@ -129,7 +130,7 @@ async def test_the_parameters_reach_the_worker_as_they_were_given(served: Runnin
         "logit_bias": ((5, -100.0), (7, 1.5)),
         "logprobs": 3,
     }
-    assert submit.request_class is RequestClass.BEST_EFFORT
+    assert submit.tier is Tier.FLEX
     assert submit.qoe == ReaderTarget(ttft_s=0.5, speed_tokens_per_s=3.3)
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from services.worker.scheduling.registry import SCHEDULERS, make_scheduler
-from shared.types import FinishReason, ReaderTarget, RequestClass
+from shared.api_keys import Tier
+from shared.types import FinishReason, ReaderTarget
 from sim.cluster import SimCluster
 from sim.experiment.result import RunResult
 from sim.experiment.run import run_workload
@@ -86,10 +87,10 @@ def crowd(seed: int, settings: dict[str, Any], num_host_blocks: int) -> EngineHa
     harness = make_harness(
         make_scheduler("andes", **settings), num_blocks=24, num_host_blocks=num_host_blocks, cost=per_token(0.05)
     )
-    harness.add(new_sequence(0, num_prompt=60, max_tokens=30, request_class=RequestClass.BEST_EFFORT))
+    harness.add(new_sequence(0, num_prompt=60, max_tokens=30, tier=Tier.FLEX))
     for _ in range(MOST_STEPS):
         while len(harness.live()) < 12:
-            qoe, request_class = draw_reader(random)
+            qoe, tier = draw_reader(random)
             harness.add(
                 new_sequence(
                     len(harness.stories),
@@ -97,7 +98,7 @@ def crowd(seed: int, settings: dict[str, Any], num_host_blocks: int) -> EngineHa
                     max_tokens=int(random.integers(2, 30)),
                     arrival_s=harness.now_s,
                     qoe=qoe or ReaderTarget(),
-                    request_class=request_class,
+                    tier=tier,
                 )
             )
         harness.step()

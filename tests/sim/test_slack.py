@@ -7,7 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from shared.types import ReaderTarget, RequestClass
+from shared.api_keys import Tier
+from shared.types import ReaderTarget
 from sim.cluster import SimCluster
 from sim.requests import SimRequest
 from tests.support.group_room import group_params
@@ -29,11 +30,11 @@ async def serve(system: str, count: int, **reader: float) -> tuple[int, int, int
         events, rng = await hear_events(cluster.broker.connect("watch")), np.random.default_rng(0)
         await asyncio.sleep(1.0)
         target = ReaderTarget(**reader) if reader else None
-        kind = RequestClass.REAL_TIME if reader else RequestClass.BEST_EFFORT
+        tier = Tier.DEFAULT if reader else Tier.FLEX
         prompts = [rng.integers(300, 30_000, 32) for _ in range(count)]
         await ask_all(
             cluster,
-            [SimRequest(f"r{i}", prompt, 250, qoe=target, request_class=kind) for i, prompt in enumerate(prompts)],
+            [SimRequest(f"r{i}", prompt, 250, qoe=target, tier=tier) for i, prompt in enumerate(prompts)],
         )
         preemptions = sum(worker.service.engine.totals.num_preemptions for worker in cluster.workers)
         throttled = len(reasons(events, "worker_throttled"))

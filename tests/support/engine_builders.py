@@ -13,9 +13,10 @@ from services.worker.engine.engine import Engine
 from services.worker.scheduling.registry import SCHEDULERS, make_scheduler
 from services.worker.scheduling.view import Scheduler
 from services.worker.sequences.config import EngineConfig, NewSequence
+from shared.api_keys import Tier
 from shared.cost import CostModel
 from shared.ids import RequestId, StreamId
-from shared.types import ReaderTarget, RequestClass, SamplingParams
+from shared.types import ReaderTarget, SamplingParams
 
 FOREVER = 1e12
 FIRST_COME = sorted(set(SCHEDULERS) - {"andes", "lqsf", "tokenflow"})
@@ -84,7 +85,7 @@ def new_sequence(
     arrival_s: float | None = None,
     expires_s: float = FOREVER,
     qoe: ReaderTarget | None = None,
-    request_class: RequestClass = RequestClass.REAL_TIME,
+    tier: Tier = Tier.DEFAULT,
     fork_of: int | str | None = None,
     salt: str = "",
 ) -> NewSequence:
@@ -102,7 +103,7 @@ def new_sequence(
         ),
         arrival_s=float(name) if arrival_s is None else arrival_s,
         expires_s=expires_s,
-        request_class=request_class,
+        tier=tier,
         qoe=qoe,
         fork_of=None if fork_of is None else RequestId(f"r{fork_of}"),
         cache_salt=salt,

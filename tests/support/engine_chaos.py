@@ -11,7 +11,8 @@ import numpy as np
 from services.worker.scheduling.view import I32, U8, PreemptHow, Scheduler, SchedulerOutput, SchedulerView
 from services.worker.sequences.config import AddRefusal, NewSequence
 from services.worker.sequences.table import Hold, Status
-from shared.types import FinishReason, ReaderTarget, RequestClass
+from shared.api_keys import Tier
+from shared.types import FinishReason, ReaderTarget
 from tests.support.engine_builders import FOREVER, new_sequence
 from tests.support.engine_harness import EngineHarness, Story, make_harness
 
@@ -93,13 +94,13 @@ class UnrulyScheduler:
         return cached.num_tokens, held + (cached.num_shared_blocks if counts_shared else 0)
 
 
-def draw_reader(random: np.random.Generator) -> tuple[ReaderTarget | None, RequestClass]:
+def draw_reader(random: np.random.Generator) -> tuple[ReaderTarget | None, Tier]:
     """Return somebody of any patience and speed, the reader that is assumed where none is told, or nobody."""
     kind = random.random()
     if kind < 0.5:
-        return None, RequestClass.BEST_EFFORT if kind < 0.25 else RequestClass.REAL_TIME
+        return None, Tier.FLEX if kind < 0.25 else Tier.DEFAULT
     ttft_s, speed = 10.0 ** random.uniform([-2, -1], [2, 4])
-    return ReaderTarget(ttft_s=ttft_s, speed_tokens_per_s=speed), RequestClass.REAL_TIME
+    return ReaderTarget(ttft_s=ttft_s, speed_tokens_per_s=speed), Tier.DEFAULT
 
 
 class Chaos:
@@ -169,7 +170,7 @@ class Chaos:
         self.num_added += 1
         alike = parent if is_true_fork else None
         generated = random.integers(0, 50, size=random.integers(1, 20)).tolist() if random.random() < 0.2 else []
-        qoe, request_class = draw_reader(self._readers) if alike is None else (alike.qoe, alike.request_class)
+        qoe, tier = draw_reader(self._readers) if alike is None else (alike.qoe, alike.tier)
         new = new_sequence(
             name,
             prompt=self.prompt() if alike is None else alike.prompt.tolist(),
@@ -184,7 +185,7 @@ class Chaos:
             expires_s=self.harness.now_s + float(random.random()) * 3 if random.random() < 0.1 else FOREVER,
             fork_of=parent.request_id[1:] if parent is not None else "gone" if random.random() < 0.1 else None,
             qoe=qoe,
-            request_class=request_class,
+            tier=tier,
             salt=str(random.choice(["", "", "tenant"])) if alike is None else alike.cache_salt,
         )
         outcome = self.harness.offer(new)

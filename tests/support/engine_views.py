@@ -128,7 +128,6 @@ def _columns(values: I32, host_tokens: I32) -> Columns:
         expires_s=np.full(len(values), np.inf),
         last_token_s=np.arange(len(values), dtype=np.float64),
         num_preemptions=np.zeros(len(values), dtype=np.int32),
-        request_class=np.zeros(len(values), dtype=np.uint8),
         tier=np.ones(len(values), dtype=np.uint8),
         slo_ttft_s=np.full(len(values), np.inf),
         slo_tpot_s=np.full(len(values), np.inf),

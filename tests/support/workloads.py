@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.api_keys import Tier
 from sim.workload.workload import Workload
 
 
@@ -30,6 +31,6 @@ def plain_workload(
         num_output=np.broadcast_to(np.asarray(num_output, dtype=np.int32), size).copy(),
         qoe_ttft_s=np.full(size, ttft_s if has_reader else np.nan),
         qoe_speed=np.full(size, speed if has_reader else np.nan),
-        request_class=np.zeros(size, dtype=np.uint8),
+        tier=np.full(size, Tier.DEFAULT, dtype=np.uint8),
         seed=seed,
     )

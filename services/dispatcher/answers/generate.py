@@ -259,7 +259,6 @@ def _of_prompt(front: Front, call: CheckedCall, prompt: Prompt, first_index: int
             sampling=sampling,
             arrival_s=call.arrival_s,
             limit_s=front.settings.request_limit_s,
-            request_class=params.request_class,
             tier=params.tier,
             tenant=call.grant.tenant.name,
             max_tenant_queued=call.grant.tenant.limits.max_queued,

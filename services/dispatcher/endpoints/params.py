@@ -11,7 +11,7 @@ from services.dispatcher.endpoints.sampling import MAX_INT, Sampling, parse_samp
 from services.dispatcher.http.errors import invalid, unsupported
 from services.dispatcher.text.generation_config import SamplingDefaults
 from shared.api_keys import Tier
-from shared.types import LatencyLimits, ReaderTarget, RequestClass
+from shared.types import LatencyLimits, ReaderTarget
 
 MAX_STOPS: Final = 4
 MAX_STOP_CHARS: Final = 512
@@ -68,11 +68,6 @@ class Params:
     def service_tier(self) -> str:
         """The tier's name, as the answer has it."""
         return self.tier.label
-
-    @property
-    def request_class(self) -> RequestClass:
-        """What the tier means to a worker."""
-        return RequestClass.BEST_EFFORT if self.tier is Tier.FLEX else RequestClass.REAL_TIME
 
 
 def parse_params(fields: Fields, rules: ParamRules, logprobs: int | None) -> Params:

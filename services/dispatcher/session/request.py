@@ -9,7 +9,7 @@ from typing import Protocol
 
 from shared.api_keys import Tier
 from shared.ids import DispatcherId, Incarnation, RequestId
-from shared.types import FinishReason, LatencyLimits, ReaderTarget, RequestClass, SamplingParams
+from shared.types import FinishReason, LatencyLimits, ReaderTarget, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,13 @@ class NewRequest:
     """When it came, on the event loop's clock."""
     limit_s: float
     """Seconds from then after which it ends with an error."""
-    request_class: RequestClass = RequestClass.REAL_TIME
     qoe: ReaderTarget | None = None
     slo: LatencyLimits | None = None
     """What it is to keep; None: nobody has said."""
     cache_salt: str = ""
     """See `Submit.cache_salt`."""
     tier: Tier = Tier.DEFAULT
-    """Its place in the queue: more urgent ones first."""
+    """More urgent ones go first; FLEX is best effort."""
     tenant: str = ""
     """Whose it is."""
     max_tenant_queued: int | None = None

@@ -31,7 +31,6 @@ def next_submit(session: Session, sender: Sender, now_s: float, fork_of: Request
         prompt=request.prompt,
         generated=pack_token_ids(session.tokens),
         sampling=request.sampling,
-        request_class=request.request_class,
         tier=request.tier,
         slo=request.slo,
         qoe=request.qoe,

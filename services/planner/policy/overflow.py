@@ -19,7 +19,6 @@ from services.planner.policy.rebalance import GroupLoad, QueuedRequest, Requeue,
 from shared.ids import WorkerId
 from shared.messages.queue import QueuedPart
 from shared.messages.report import ClusterView, WorkerReport
-from shared.types import RequestClass
 
 MAX_SOURCES = 32
 """Workers that are asked in one round, those with the longest queues."""
@@ -80,13 +79,7 @@ def plan_moves(
 
 def _load(report: WorkerReport, queue: Sequence[QueuedPart], batch_per_worker: int) -> GroupLoad:
     requests = tuple(
-        QueuedRequest(
-            part.request_id,
-            int(part.request_class is RequestClass.REAL_TIME),
-            part.age_s,
-            part.num_blocks * report.block_size,
-        )
-        for part in queue
+        QueuedRequest(part.request_id, part.tier, part.age_s, part.num_blocks * report.block_size) for part in queue
     )
     free = max(_free_blocks(report), 0) * report.block_size
     max_batch = max(report.num_stages, 1) * batch_per_worker

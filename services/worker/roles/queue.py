@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from services.worker.engine.engine import Engine
 from services.worker.sequences.table import Hold, Status
+from shared.api_keys import Tier
 from shared.ids import WorkerId
 from shared.messages.queue import ListQueued, MoveQueued, QueuedPart, QueueList, QueueMoved
 from shared.process.log import get_logger
-from shared.types import RequestClass
 
 _log = get_logger()
 
@@ -39,12 +39,11 @@ class WaitingQueue:
         parts = []
         for row in rows:
             request_id, attempt = table.sequence(row).key
-            is_best_effort = bool(table.request_class[row])
             parts.append(
                 QueuedPart(
                     request_id=request_id,
                     attempt=attempt,
-                    request_class=RequestClass.BEST_EFFORT if is_best_effort else RequestClass.REAL_TIME,
+                    tier=Tier(int(table.tier[row])),
                     age_s=max(self._now() - float(table.arrival_s[row]), 0.0),
                     num_blocks=-(-int(table.num_known[row] + 1) // size),
                 )

@@ -63,10 +63,8 @@ class Columns:
     """When the row's newest token came, on this worker's clock; its arrival before there is one."""
     num_preemptions: I32
     """How often the request was preempted, here or at other workers."""
-    request_class: U8
-    """0 real-time, 1 best-effort."""
     tier: U8
-    """`shared.api_keys.Tier`; higher is more urgent."""
+    """`shared.api_keys.Tier`; higher is more urgent, 0 (FLEX) is best effort."""
     slo_ttft_s: F64
     """Longest time to the first token, seconds from arrival; infinite: nobody has said."""
     slo_tpot_s: F64

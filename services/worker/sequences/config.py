@@ -10,7 +10,7 @@ import numpy as np
 from services.worker.contract.arrays import U32
 from shared.api_keys import Tier
 from shared.ids import RequestId, StreamId
-from shared.types import LatencyLimits, ReaderTarget, RequestClass, SamplingParams
+from shared.types import LatencyLimits, ReaderTarget, SamplingParams
 
 EMPTY_U32: U32 = np.zeros(0, dtype=np.uint32)
 EMPTY_U32.flags.writeable = False
@@ -81,7 +81,6 @@ class NewSequence:
     """From then on the sequence is dropped, on this worker's clock; it ends with `FinishReason.CANCELLED`."""
     generated: U32 = field(default_factory=lambda: EMPTY_U32)
     """[num_generated] outputs of earlier attempts; `max_tokens` and the positions count them."""
-    request_class: RequestClass = RequestClass.REAL_TIME
     tier: Tier = Tier.DEFAULT
     slo: LatencyLimits | None = None
     """What the request is to keep; None: nobody has said."""

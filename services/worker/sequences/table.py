@@ -13,7 +13,7 @@ from services.worker.scheduling.view import Columns
 from services.worker.sequences.config import NewSequence
 from services.worker.sequences.rows import RowQueue
 from services.worker.sequences.sequence import Sequence
-from shared.types import LatencyLimits, ReaderTarget, RequestClass
+from shared.types import LatencyLimits, ReaderTarget
 
 MOST_SPEED: Final = 20.0
 """Tokens per second, 900 words a minute; who asks for more does not read, and is the default reader for policies:
@@ -73,7 +73,6 @@ class SequenceTable:
         self.expires_s = np.full(num_rows, np.inf)
         self.last_token_s = np.zeros(num_rows, dtype=np.float64)
         self.num_preemptions = np.zeros(num_rows, dtype=np.int32)
-        self.request_class = np.zeros(num_rows, dtype=np.uint8)
         self.tier = np.zeros(num_rows, dtype=np.uint8)
         self.slo_ttft_s = np.full(num_rows, np.inf)
         self.slo_tpot_s = np.full(num_rows, np.inf)
@@ -124,7 +123,7 @@ class SequenceTable:
         self.arrival_s[row], self.expires_s[row] = new.arrival_s, new.expires_s
         self.last_token_s[row] = new.arrival_s if new.last_token_s is None else new.last_token_s
         self.num_preemptions[row] = new.num_preemptions
-        self.request_class[row], self.tier[row] = new.request_class is RequestClass.BEST_EFFORT, new.tier
+        self.tier[row] = new.tier
         slo = new.slo or NO_LIMITS
         self.slo_ttft_s[row], self.slo_tpot_s[row] = slo.ttft_s or np.inf, slo.tpot_s or np.inf
         self.channel[row], self.stream[row], self.attempt[row] = new.channel, new.stream, new.attempt
@@ -197,7 +196,7 @@ class SequenceTable:
 
         Nobody follows best effort. Else who has said nothing, or waits for the whole answer, is the default reader.
         """
-        if new.request_class is RequestClass.BEST_EFFORT:
+        if new.tier.is_best_effort:
             ttft_s = speed = last_s = delay_sum_s = np.nan
         else:
             reader = new.qoe or DEFAULT_READER

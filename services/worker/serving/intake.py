@@ -157,7 +157,6 @@ class Intake:
             sampling=submit.sampling,
             arrival_s=now_s - submit.age_s,
             expires_s=now_s + submit.remaining_s,
-            request_class=submit.request_class,
             tier=submit.tier,
             slo=submit.slo,
             qoe=submit.qoe,

@@ -23,7 +23,7 @@ from shared.messages.report import WorkerStatus
 from shared.messages.request import Submit, pack_token_ids
 from shared.stream_extras import StreamExtra, TokenLogprob, pack_extras
 from shared.token_batch import TokenBatch
-from shared.types import FinishReason, LatencyLimits, ReaderTarget, RequestClass, SamplingParams
+from shared.types import FinishReason, LatencyLimits, ReaderTarget, SamplingParams
 from shared.wire import WireError, encode, encode_json
 
 FOLDER = Path(__file__).parent
@@ -77,7 +77,6 @@ _SUBMIT = Submit(
         min_tokens=12,
         logprobs=4,
     ),
-    request_class=RequestClass.BEST_EFFORT,
     tier=Tier.FLEX,
     slo=LatencyLimits(ttft_s=0.5, tpot_s=0.125),
     qoe=ReaderTarget(ttft_s=1.5, speed_tokens_per_s=6.25),

@@ -11,7 +11,6 @@ from services.planner.policy.overflow import MAX_SOURCES, find_overflow, plan_mo
 from shared.ids import RequestId, WorkerId
 from shared.messages.queue import QueuedPart
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerStatus
-from shared.types import RequestClass
 from tests.support.drop_builders import make_elastic
 from tests.support.kinds import some
 from tests.support.statuses import make_status, make_view
@@ -37,7 +36,6 @@ def queue(name: str, count: int, num_blocks: int = 5) -> tuple[QueuedPart, ...]:
         QueuedPart(
             request_id=RequestId(f"{name}-{i}"),
             attempt=1,
-            request_class=RequestClass.REAL_TIME,
             age_s=9.0 - i,
             num_blocks=num_blocks,
         )

@@ -208,7 +208,8 @@ def test_numbers_that_are_not_finite_are_refused(field: str, value: float) -> No
         ("sampling", None),
         ("sampling", []),
         ("qoe", {"ttft_s": 0}),
-        ("request_class", "urgent"),
+        ("tier", "urgent"),
+        ("tier", 3),
         ("request_id", ["r"]),
     ],
 )

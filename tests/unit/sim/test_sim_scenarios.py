@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shared.api_keys import Tier
 from shared.errors import StartupError
 from shared.systems import PLANNED_SYSTEMS, SYSTEMS
 from sim.scenarios.files import load_scenario, scenario_names
-from sim.scenarios.load import BEST_EFFORT, REAL_TIME
 from sim.scenarios.parts import SloSpec
 from sim.scenarios.scenario import Scenario, validated
 from sim.workload.workload import Workload
@@ -38,7 +38,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _columns(workload: Workload) -> list[bytes]:
-    names = ("arrival_s", "num_prompt", "num_output", "qoe_ttft_s", "qoe_speed", "request_class")
+    names = ("arrival_s", "num_prompt", "num_output", "qoe_ttft_s", "qoe_speed", "tier")
     return [getattr(workload, name).tobytes() for name in names]
 
 
@@ -100,13 +100,13 @@ def test_a_factor_multiplies_a_drawn_load() -> None:
 def test_best_effort_work_comes_beside_and_has_no_reader() -> None:
     """Batches of 32 every 30 s for 600 s: 20 batches, of uniform lengths, at their instants."""
     workload = load_scenario("bros-13b").workload(1)
-    batch = workload.request_class == BEST_EFFORT
+    batch = workload.tier == Tier.FLEX
     assert batch.sum() == 640
     assert np.unique(workload.arrival_s[batch]).tolist() == list(range(0, 600, 30))
     assert 512 <= workload.num_prompt[batch].min() <= workload.num_prompt[batch].max() <= 1024
     assert np.isnan(workload.qoe_speed[batch]).all()
     assert np.isnan(workload.qoe_ttft_s[batch]).all()
-    people = workload.request_class == REAL_TIME
+    people = workload.tier == Tier.DEFAULT
     assert workload.qoe_speed[people].tolist() == [4.8] * int(people.sum())
     assert people.sum() == pytest.approx(3600, abs=300)
 
@@ -116,7 +116,7 @@ def test_best_effort_work_leaves_the_other_requests_alone() -> None:
     scenario = load_scenario("bros-13b")
     alone = scenario.model_copy(update={"best_effort": None}).workload(5)
     mixed = scenario.workload(5)
-    people = mixed.request_class == REAL_TIME
+    people = mixed.tier == Tier.DEFAULT
     assert mixed.arrival_s[people].tolist() == alone.arrival_s.tolist()
     assert mixed.num_prompt[people].tolist() == alone.num_prompt.tolist()
 

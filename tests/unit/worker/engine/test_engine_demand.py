@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from services.worker.engine.demand import SLACK_S, count_queued_for_memory, take_demand
 from services.worker.engine.engine import Engine
 from services.worker.engine.stats import take_stats
+from shared.api_keys import Tier
 from shared.cost import CostModel
-from shared.types import ReaderTarget, RequestClass
+from shared.types import ReaderTarget
 from tests.support.engine_builders import make_engine, new_sequence
 
 COST = CostModel(g0_s=0.0, b0_s=0.05, g1_s=0.0, b1_s=0.05, d_s=0.0, a_s=0.0)
@@ -34,7 +35,7 @@ def placed(engine: Engine, rows: list[tuple[str, int, float, bool]]) -> list[tup
     for name, (place, num_prompt, text_s, is_read) in enumerate(rows):
         new = new_sequence(name, prompt=[name + 2] * num_prompt, arrival_s=0.0, qoe=ReaderTarget(ttft_s=1))
         if not is_read:
-            new = replace(new, request_class=RequestClass.BEST_EFFORT)
+            new = replace(new, tier=Tier.FLEX)
         row = engine.registry.add(new)
         assert isinstance(row, int)
         num_blocks = -(-num_prompt // BLOCK_SIZE)

@@ -10,8 +10,9 @@ import pytest
 
 from services.worker.engine.describe import describe
 from services.worker.engine.readers import look_at_readers
+from shared.api_keys import Tier
 from shared.messages.report import SLACK_EDGES_S
-from shared.types import ReaderTarget, RequestClass
+from shared.types import ReaderTarget
 from sluice_client.qoe import QoeTarget, displayed_times, qoe_at
 from tests.support.engine_builders import new_sequence
 from tests.support.engine_harness import EngineHarness, make_harness
@@ -27,7 +28,7 @@ def read_by_some() -> tuple[EngineHarness, dict[int, list[float]]]:
         target = ReaderTarget(ttft_s=0.5 + name / 4, speed_tokens_per_s=SPEEDS[name % 3])
         arrival_s = -4.0 if name == 3 else -float(rng.uniform(0, 3))
         new = new_sequence(name, max_tokens=40, arrival_s=arrival_s, qoe=target)
-        harness.add(replace(new, request_class=RequestClass.BEST_EFFORT) if name == 3 else new)
+        harness.add(replace(new, tier=Tier.FLEX) if name == 3 else new)
     for _ in range(30):
         before = {name: len(harness.stories[1000 + name].text) for name in came}
         harness.now_s += float(rng.exponential(0.1))
@@ -48,7 +49,7 @@ def test_the_dump_says_of_each_sequence_what_its_reader_has_and_how_old_its_last
         name = int(str(row["request_id"])[1:])
         new, at = harness.stories[1000 + name].new, came[name]
         assert row["token_age_s"] == pytest.approx(now_s - new.arrival_s - (at[-1] if at else 0.0), abs=1e-3)
-        assert row["tier"] == "default"
+        assert row["tier"] == ("flex" if name == 3 else "default")
         if name == 3:
             assert (row["qoe"], row["slack_s"]) == (None, None)
             continue
@@ -78,7 +79,7 @@ def test_a_report_has_the_same_of_all_together() -> None:
 def test_where_nobody_reads_nothing_is_said_of_readers() -> None:
     harness = make_harness()
     assert look_at_readers(harness.engine, 0.0).qoe is None
-    harness.add(replace(new_sequence(0), request_class=RequestClass.BEST_EFFORT))
+    harness.add(replace(new_sequence(0), tier=Tier.FLEX))
     harness.submit()
     said = look_at_readers(harness.engine, 5.0)
     assert (said.qoe, sum(said.slack_rows), sum(said.slack_blocks)) == (None, 0, 0)

@@ -13,7 +13,7 @@ from services.worker.scheduling.view import Columns
 from services.worker.sequences.config import AddRefusal, NewSequence
 from shared.api_keys import Tier
 from shared.ids import StreamId
-from shared.types import FinishReason, LatencyLimits, ReaderTarget, RequestClass
+from shared.types import FinishReason, LatencyLimits, ReaderTarget
 from tests.support.engine_builders import FOREVER, make_engine, new_sequence
 from tests.support.engine_harness import STEP_S, make_harness
 
@@ -172,7 +172,7 @@ def test_the_qoe_columns_follow_the_definition() -> None:
     harness.add(
         new_sequence(0, max_tokens=30, arrival_s=-0.02, qoe=ReaderTarget(ttft_s=ttft_s, speed_tokens_per_s=speed))
     )
-    harness.add(replace(new_sequence(1, max_tokens=30), request_class=RequestClass.BEST_EFFORT, qoe=ReaderTarget()))
+    harness.add(replace(new_sequence(1, max_tokens=30), tier=Tier.FLEX, qoe=ReaderTarget()))
     harness.add(new_sequence(2, max_tokens=30))
     random, table = np.random.default_rng(3), harness.engine.table
     displayed: list[float] = []
@@ -194,7 +194,7 @@ def test_what_is_known_of_a_request_is_in_its_columns_and_no_column_but_the_read
     limits = LatencyLimits(ttft_s=0.4, tpot_s=0.2)
     harness.add(replace(new_sequence(0, max_tokens=9), tier=Tier.PRIORITY, slo=limits, num_preemptions=2))
     batch = new_sequence(1, max_tokens=9, expires_s=50.0)
-    harness.add(replace(batch, tier=Tier.FLEX, request_class=RequestClass.BEST_EFFORT))
+    harness.add(replace(batch, tier=Tier.FLEX))
     harness.add(replace(new_sequence(2, max_tokens=9, generated=[4]), slo=LatencyLimits(tpot_s=3.0), last_token_s=-1.5))
     columns = harness.engine.table.columns
     assert columns.tier[:3].tolist() == [Tier.PRIORITY, Tier.FLEX, Tier.DEFAULT]
