@@ -29,6 +29,8 @@ from services.worker.contract.arrays import I32, AnyRows
 from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.engine.engine import Engine
 from services.worker.scheduling.andes import AndesScheduler
+from services.worker.scheduling.andes_settings import AndesSettings
+from services.worker.scheduling.ranking import rank
 from services.worker.scheduling.registry import make_scheduler
 from services.worker.scheduling.view import NOTHING_CACHED, CachedPrefix, SchedulerView
 from services.worker.sequences.events import StepEvents
@@ -140,11 +142,12 @@ def taken_us(call: Callable[[], object], num_calls: int) -> str:
 
 def print_times(schedulers: list[str], num_calls: int) -> None:
     """Print how long decisions take."""
-    lines, ranking = list[list[str]](), AndesScheduler()
+    lines = list[list[str]]()
     for num_running, num_waiting in SIZES:
         view = moment(np.random.default_rng(0), num_running, num_waiting)
         times = [taken_us(partial(make_scheduler(name).schedule, view), num_calls) for name in schedulers]
-        lines.append([f"{num_running} + {num_waiting}", taken_us(partial(ranking.rank, view), num_calls), *times])
+        ranking = taken_us(partial(rank, view, AndesSettings()), num_calls)
+        lines.append([f"{num_running} + {num_waiting}", ranking, *times])
     print_table(f"{machine()}; us of thread time, P50 / P99", ["run + wait", "ranking", *schedulers], lines)
 
 

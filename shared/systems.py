@@ -79,6 +79,8 @@ SYSTEMS: dict[str, System] = {
         System("andes", scheduler="andes", placement="least-loaded"),
         System("andes-unlimited", scheduler="andes", placement="least-loaded", memory=Memory.UNLIMITED),
         System("lqsf", scheduler="lqsf", placement="least-loaded"),
+        # Readers as in `andes` and requests with limits, and best effort in what these leave.
+        System("sluice", scheduler="sluice", placement="least-loaded"),
         # TokenFlow, which parks in host memory: by how much text readers have unread.
         System("tokenflow", scheduler="tokenflow", placement="least-loaded", swaps=True),
         # KunServe: `fcfs-chunked`, but for replicated parameters that give way to KV under pressure.
@@ -99,7 +101,6 @@ PLANNED_SYSTEMS: tuple[str, ...] = (
     "worst-fit",
     "load-balance",
     "mell",
-    "sluice",
 )
 """Named in the design, not built yet; asking for one is refused by name."""
 

@@ -225,7 +225,7 @@ def random_view(random: np.random.Generator, *, swaps: bool = False) -> Schedule
         for i, (known, _, computed, _) in enumerate(preempted)
         if swaps and known > computed + 1 and random.random() < 0.5
     }
-    return make_view(
+    view = make_view(
         running=running,
         preempted=preempted,
         waiting=waiting,
@@ -239,6 +239,15 @@ def random_view(random: np.random.Generator, *, swaps: bool = False) -> Schedule
         on_host=on_host,
         cost=per_token(0.01),
     )
+    return _with_tiers(view, random) if random.random() < 0.5 else view
+
+
+def _with_tiers(view: SchedulerView, random: np.random.Generator) -> SchedulerView:
+    """Return it with requests of any tier, some of which have limits."""
+    num = view.columns.num_prompt.size
+    limits = np.where(random.random((2, num)) < 0.3, random.random((2, num)), np.inf)
+    tiers = random.integers(0, 3, num).astype(np.uint8)
+    return replace(view, columns=replace(view.columns, tier=tiers, slo_ttft_s=limits[0], slo_tpot_s=limits[1]))
 
 
 def _random_host(num_running: int, random: np.random.Generator) -> HostView:

@@ -11,7 +11,7 @@ prompt is computed first. A step of decodes is the same again for a while (`hold
 Source: Andes (arXiv 2404.16283), section 4: the knapsack of token-level scheduling, greedy packing, selective
 triggering and the overhead-aware refiner. Deviations: instead of the refiner rows that run count more (`keeps`), which
 is its cheap form (`refines` is the paper's); what triggers is the memory that all would need, and not a share of it in
-use; a step is bounded by the readers' slack (`SlackBudget`), which decides more than who is preempted (measured:
+use; a step is bounded by the readers' slack (`StepBudget`), which decides more than who is preempted (measured:
 `docs/results/andes.md`).
 """
 
@@ -23,50 +23,20 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from services.worker.scheduling.andes_settings import AndesSettings
-from services.worker.scheduling.blocks_math import Places, blocks_taken
+from services.worker.scheduling.best_effort import Remainder
+from services.worker.scheduling.blocks_math import Places, among, missing_blocks, num_known
 from services.worker.scheduling.gain import Gains
-from services.worker.scheduling.lanes import decode_lane
-from services.worker.scheduling.packing import batch_sizes, greedy, most_in_time, most_that_fit
+from services.worker.scheduling.lanes import decode_lane, lane_decodes
 from services.worker.scheduling.plain import plain_decode
 from services.worker.scheduling.plan import StepPlan
 from services.worker.scheduling.prediction import period_s
+from services.worker.scheduling.ranking import Ranking, rank
 from services.worker.scheduling.recompute_or_swap import again_s
-from services.worker.scheduling.view import F64, I32, Bool, SchedulerOutput, SchedulerView
-from shared.cost import CostModel
+from services.worker.scheduling.step_budget import LONGEST_STEP_S, StepBudget
+from services.worker.scheduling.view import EMPTY_ROWS, I32, Bool, SchedulerOutput, SchedulerView
 
 MOST_COMING: Final = 128
 """Rows that may come in with one step, the first of the line."""
-
-
-class SlackBudget:
-    """Takes prompts as long as the step ends before a reader who decodes runs out of text."""
-
-    def __init__(self, cost: CostModel, limit_s: float) -> None:
-        self._cost = cost
-        self._left_s = limit_s
-        self._is_untouched = True
-
-    def most(self, begin: int) -> int:
-        """See `Budget`."""
-        return max(self._cost.largest(begin, self._left_s), int(self._is_untouched))
-
-    def take(self, begin: int, num_tokens: int, *, is_cut: bool) -> None:
-        """See `Budget`."""
-        self._left_s -= self._cost.chunk_s(begin, num_tokens)
-        self._is_untouched = False
-
-
-class Ranking(NamedTuple):
-    """Who is served, of some rows, by their places."""
-
-    order: Places
-    """[n] who comes first first."""
-    num_served: int
-    """The first of them."""
-    gain: F64
-    """[n] what it gains to serve each."""
-    is_slow: bool
-    """Steps with as many as memory holds are slower than some reader: who is not served sits out."""
 
 
 class AndesScheduler:
@@ -85,63 +55,101 @@ class AndesScheduler:
         """Choose the next step."""
         if (plain := plain_decode(view)) is not None and not _is_slow(view):
             return plain
-        ranking, gains = self.rank(view)
+        left = self._left(view)
+        ranking, gains = rank(view, self._settings, left)
         rows, order, is_running = gains.rows.astype(np.int32), ranking.order, ranking.order < view.running.size
         kept, line = order[is_running], rows[order[~is_running]]
         num_kept = np.count_nonzero(is_running[: ranking.num_served])
         plan, victims = StepPlan(view, rows[kept]), kept[num_kept:][::-1]
-        head = plan.head(line) if victims.size else None
+        served = rows[kept[:num_kept]] if ranking.is_slow else None
+        if left is not None:
+            num_first = np.count_nonzero(is_running[: ranking.num_first])
+            plan.keep_for(rows[kept[:num_first]], rows[kept[num_first:]][::-1])
+            line = line[: ranking.num_first - num_first]
+        head = plan.head(line) if victims.size and not plan.preempts else None
         if head is not None and (not self._settings.refines or _is_worth(view, gains, ranking, rows == head, victims)):
             plan.preempt_for(head, rows[victims])
-        if self._settings.bounds_steps:
-            plan.budget = _budget(view, gains, self._settings.least_step_s)
-        decode_lane(plan, view.cost, rows[kept[:num_kept]] if ranking.is_slow else None)
-        _compute_prompts(plan, line, rows[order])
+        plan.budget = budget = self._budget(view, gains)
+        if left is None:
+            decode_lane(plan, view.cost, served)
+            _compute_prompts(plan, np.fromiter(plan.begun, dtype=np.int32), line, rows[order])
+        else:
+            last = _Last(left, ranking.num_in_time, budget)
+            _serve_in_turn(plan, last, lane_decodes(plan, view.cost, served), rows[order])
+        if not plan.resumes:  # who gave way now could hold what those share
+            plan.rescue()
         return plan.output(self._settings.holds_s)
 
-    def rank(self, view: SchedulerView) -> tuple[Ranking, Gains]:
-        """Return who of all rows is served: all while memory is enough and steps are as fast as every reader.
+    def _left(self, view: SchedulerView) -> Remainder | None:
+        """Return what is left for those who come last; None: nobody does."""
+        return None
 
-        It is at least one: alone a row may use every block.
-        """
-        rows = np.concatenate([view.running, view.preempted, view.waiting]).astype(np.intp)
-        num_blocks, capacity = blocks_taken(view, rows)
-        gains, num = Gains(view, rows, num_blocks, capacity, self._settings), rows.size
-        most = max(view.limits.max_batch_rows * view.limits.num_lanes - view.num_in_flight, 0)
-        fits = num <= most and int(num_blocks.sum()) <= capacity + 1
-        largest = num if fits else most_that_fit(num_blocks, capacity + 1, most)
-        quickest_s = float(gains.readers.gap_s.min(initial=np.inf))
-        is_slow = gains.period_s(largest) > quickest_s
-        if fits and not is_slow:
-            gain = gains.gain(gains.period_s(num))
-            return Ranking(np.argsort(-gains.priority(gain), kind="stable"), num, gain, is_slow), gains
-        sizes = [largest]
-        if is_slow:
-            in_time = most_in_time(gains.period_s, quickest_s, largest)
-            sizes = batch_sizes(in_time, largest, self._settings.num_batch_sizes)
-        best, most_gained = None, -1.0
-        for size in sizes:
-            gain = gains.gain(gains.period_s(size))
-            order, count = greedy(gains.priority(gain), num_blocks, capacity + 1, size)
-            if (gained := float(gain[order[:count]].sum())) > most_gained:
-                best, most_gained = Ranking(order, max(count, 1), gain, is_slow), gained
-        assert best is not None, "there is a size to try"
-        return best, gains
+    def _budget(self, view: SchedulerView, gains: Gains) -> StepBudget | None:
+        """Return how much of the prompts the step takes: until the first reader of those who decode has no text."""
+        if not self._settings.bounds_steps or view.cost is None or view.cost.token_s <= 0:
+            return None
+        num_running = view.running.size
+        known = gains.known[:num_running]
+        decodes = known - view.columns.num_computed.take(view.running) == 1
+        read = decodes & ~np.isnan(view.columns.qoe_speed.take(view.running))
+        slack_s = -float(gains.late_s[:num_running][read].max(initial=-LONGEST_STEP_S))
+        spent_s = view.cost.step_s(int(np.count_nonzero(decodes)), float(known[decodes].sum()), 0)
+        return StepBudget(view.cost, spent_s, max(slack_s, self._settings.least_step_s))
 
 
-def _compute_prompts(plan: StepPlan, line: I32, rows: I32) -> None:
+class _Last(NamedTuple):
+    """What bounds those who come last."""
+
+    left: Remainder
+    num_in_time: int
+    """Decodes of a step, those of the others included."""
+    budget: StepBudget | None
+
+
+def _serve_in_turn(plan: StepPlan, last: _Last, decodes: I32, rows: I32) -> None:
+    """Choose decodes and prompts, and of those who come last what still fits beside the others'.
+
+    Args:
+        plan: nobody is chosen yet.
+        last: who comes last, and what they may have.
+        decodes: those of the step.
+        rows: [n] all rows, who comes first first.
+    """
+    view, left, is_last = plan.view, last.left, last.left.last
+    begun: I32 = np.fromiter(plan.begun, dtype=np.int32)
+    line = rows[among(view, rows, np.concatenate([view.preempted, view.waiting]))]
+    line, last_line = line[~is_last[line]], line[is_last[line]]
+    plan.decode(decodes[~is_last[decodes]])
+    lacking = int(missing_blocks(view, line, num_known(view.columns, line)).sum()) - plan.unpromised_blocks
+    is_full = _compute_prompts(plan, begun[~is_last[begun]], line, rows)
+    lacking += plan.unpromised_blocks  # but for those who come in
+    plan.decode(decodes[is_last[decodes]][: max(last.num_in_time - plan.num_decodes, 0)])
+    plan.leave_free(left.num_kept_free + max(lacking, 0))
+    if last.budget is not None:
+        last.budget.limit_s = min(last.budget.limit_s, left.step_s)
+    _compute_prompts(plan, begun[is_last[begun]], EMPTY_ROWS if is_full else last_line, rows)
+    if plan.is_empty:  # who is served lacks blocks; others may go on without any
+        plan.decode(plan.decoding)
+    if plan.is_empty and not (view.running.size or view.num_in_flight or plan.resumes):
+        plan.leave_free(0)
+        plan.admit(last_line)
+
+
+def _compute_prompts(plan: StepPlan, begun: I32, line: I32, rows: I32) -> bool:
     """Choose prompts that were begun, and rows that come in, by priority; nobody comes in after who does not fit.
 
     Args:
         plan: decodes are chosen.
+        begun: prompts that were begun.
         line: the rows that may come in, who comes first first.
         rows: [n] all of them, and those that run, who comes first first.
+
+    Returns:
+        Whether somebody does not fit.
     """
-    begun, line = np.fromiter(plan.begun, dtype=np.int32), line[:MOST_COMING]
+    line = line[:MOST_COMING]
     if not begun.size:
-        plan.rescue()
-        plan.admit(line)
-        return
+        return plan.admit(line) is not None
     place = dict(zip(rows.tolist(), range(rows.size), strict=True))  # but for those with a chunk in flight
     coming = set(line.tolist())
     is_full = False
@@ -152,8 +160,7 @@ def _compute_prompts(plan: StepPlan, line: I32, rows: I32) -> None:
             plan.prefill(some)
         elif not is_full:
             is_full = plan.admit(some) is not None
-    if not plan.resumes:  # who gave way now could hold what those share
-        plan.rescue()
+    return is_full
 
 
 def _is_worth(view: SchedulerView, gains: Gains, ranking: Ranking, is_head: Bool, victims: Places) -> bool:
@@ -178,15 +185,3 @@ def _is_worth(view: SchedulerView, gains: Gains, ranking: Ranking, is_head: Bool
 def _is_slow(view: SchedulerView) -> bool:
     """Return whether steps in which all who run decode are slower than some reader."""
     return period_s(view) * float(np.fmax.reduce(view.columns.qoe_speed[view.running], initial=0.0)) > 1
-
-
-def _budget(view: SchedulerView, gains: Gains, least_s: float) -> SlackBudget | None:
-    """Return how much of the prompts the step takes: until the first reader of those who decode runs out of text."""
-    num_running = view.running.size
-    known, late_s = gains.known[:num_running], gains.late_s[:num_running]
-    decodes = known - view.columns.num_computed.take(view.running) == 1
-    count = int(np.count_nonzero(decodes))
-    if view.cost is None or view.cost.token_s <= 0 or not count:
-        return None
-    slack_s = -float(late_s[decodes].max())
-    return SlackBudget(view.cost, max(slack_s, least_s) - view.cost.step_s(count, float(known[decodes].sum()), 0))

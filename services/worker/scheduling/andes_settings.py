@@ -45,5 +45,7 @@ class AndesSettings(Value):
     aging_s: Annotated[float, Field(gt=0)] = 600.0
     """Who has been without text for so long counts as if serving it gained all that there is: else who is late already,
     and so gains little, might wait for ever."""
+    keeps_limits: bool = False
+    """Serving who can keep its limit (`slo`) so, and only so, gains all that there is."""
     objective: Objective = Objective.AVERAGE
     weighing: Weighing = Weighing.DENSITY

@@ -23,7 +23,14 @@ _LEEWAY = 1e-9
 
 
 def decode_lane(plan: StepPlan, cost: CostModel | None = None, some: I32 | None = None) -> None:
-    """Choose this lane's share of the running rows that decode.
+    """Choose this lane's share of the running rows that decode. Nobody is chosen yet; see `lane_decodes`."""
+    plan.decode(lane_decodes(plan, cost, some))
+    if not plan.num_decodes:  # they lack blocks; others may go on without any
+        plan.decode(plan.decoding)
+
+
+def lane_decodes(plan: StepPlan, cost: CostModel | None = None, some: I32 | None = None) -> I32:
+    """Return this lane's share of the running rows that decode.
 
     Args:
         plan: nobody is chosen yet.
@@ -33,10 +40,7 @@ def decode_lane(plan: StepPlan, cost: CostModel | None = None, some: I32 | None 
     decoding = plan.decoding
     if some is not None and (meant := among(plan.view, decoding, some)).any():
         decoding = decoding[meant]
-    share = lane_share(plan.view, decoding) if cost is None else lane_share_by_cost(plan.view, decoding, cost)
-    plan.decode(share)
-    if not plan.num_decodes and share.size < decoding.size:  # they lack blocks; others may go on without any
-        plan.decode(plan.decoding)
+    return lane_share(plan.view, decoding) if cost is None else lane_share_by_cost(plan.view, decoding, cost)
 
 
 def lane_share(view: SchedulerView, decodes: I32) -> I32:

@@ -49,6 +49,8 @@ class KeptRunning:
         """Rows that run when their KV is back from the host."""
         self.come: set[int] = set()
         """Parked rows that come in."""
+        self.kept_free = 0
+        """Blocks that nobody who comes in may have, nor what parked rows hold; 0: he may have those."""
         self._come_blocks = 0  # promised to them
         self._given_blocks = 0  # of what is promised to anybody
         self._view = view
@@ -93,7 +95,7 @@ class KeptRunning:
         """
         view = self._view
         prefills = (self.remaining > 1).nonzero()[0]
-        promised = int(self.rows.size) + self._come_blocks - self._given_blocks
+        promised = self.kept_free + int(self.rows.size) + self._come_blocks - self._given_blocks
         for others in (self.arriving, view.in_flight):
             if others.size:
                 promised += int(others.size + missing_blocks(view, others, num_known(view.columns, others)).sum())
@@ -125,7 +127,7 @@ class KeptRunning:
         """
         before, wanted = self.free_blocks, self.free_blocks + num_blocks
         others = self.holding[self.holding != row]
-        if not others.size or not 0 < wanted - self._room() <= self._lent_but(row):
+        if self.kept_free or not others.size or not 0 < wanted - self._room() <= self._lent_but(row):
             return 0
         freeable = self._blocks.freeable(np.concatenate([others, self.dropped]))[: others.size]
         for other, count in zip(others[::-1].tolist(), freeable[::-1].tolist(), strict=True):

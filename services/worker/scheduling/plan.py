@@ -46,15 +46,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 from math import inf
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
-from services.worker.scheduling.blocks_math import Places, among, ceil_div
+from services.worker.scheduling.blocks_math import Places, among, ceil_div, missing_blocks, num_known
+from services.worker.scheduling.chosen import Chosen
 from services.worker.scheduling.making_room import KeptRunning
 from services.worker.scheduling.recompute_or_swap import Bringing
 from services.worker.scheduling.view import EMPTY_ROWS, I32, NOTHING_CACHED, SchedulerOutput, SchedulerView
 
+NOBODY: Final = -1
+"""No row."""
 MAX_PASSED_OVER = 64
 """Rows beyond those that a step could take that are looked at, in case some of the first are passed over."""
 
@@ -84,21 +87,16 @@ class StepPlan:
         """Of prompts; None: only the limits of the step. The policy sets it before it chooses any."""
         self._running = KeptRunning(view, view.running if order is None else order)
         self._max_running = view.limits.max_batch_rows * view.limits.num_lanes if max_running is None else max_running
-        self._decodes: I32 = EMPTY_ROWS
-        self._chunk_rows: list[int] = []
-        self._chunk_tokens: list[int] = []
-        self._resume: list[int] = []
+        self._chosen = Chosen(view.limits.max_batch_tokens, view.limits.max_batch_rows)
         self._bringing = Bringing(view.host, view.block_size, view.cost)
         self._counts_shared = False  # of what somebody who comes in needs: another holder must not give it up
         self._coming_names: set[bytes] = set()  # of blocks that rows admitted by this step compute
         self._may_change = False  # somebody is left out for a reason that passes by itself
-        self._tokens_left = view.limits.max_batch_tokens
-        self._rows_left = view.limits.max_batch_rows
 
     @property
     def is_empty(self) -> bool:
         """Nobody is chosen yet."""
-        return not (self._decodes.size or self._chunk_rows)
+        return self._chosen.is_empty
 
     @property
     def preempts(self) -> bool:
@@ -108,12 +106,12 @@ class StepPlan:
     @property
     def resumes(self) -> bool:
         """Somebody's KV is brought back from the host."""
-        return bool(self._resume)
+        return bool(self._chosen.resume)
 
     @property
     def num_decodes(self) -> int:
         """Decodes that are chosen."""
-        return int(self._decodes.size)
+        return int(self._chosen.decodes.size)
 
     @property
     def decoding(self) -> I32:
@@ -130,12 +128,16 @@ class StepPlan:
         places = (running.remaining > 1).nonzero()[0]
         rows = chain(view.extensible.tolist(), running.rows[places].tolist())
         begins = chain(view.extensible_begins.tolist(), running.computed[places].tolist())
-        return {row: begin for row, begin in zip(rows, begins, strict=True) if row not in self._chunk_rows}
+        return {row: begin for row, begin in zip(rows, begins, strict=True) if row not in self._chosen.prompts}
 
     @property
     def unpromised_blocks(self) -> int:
         """Free blocks beside those that the running rows, and those that come in, are still to get."""
         return self._running.free_blocks - self._running.promised_blocks()
+
+    def leave_free(self, num_blocks: int) -> None:
+        """From now on nobody comes in unless so many blocks stay free, or takes any of parked rows; 0: as before."""
+        self._running.kept_free = num_blocks
 
     def decode(self, rows: I32) -> None:
         """Choose some rows of `decoding`, in the plan's order.
@@ -145,13 +147,11 @@ class StepPlan:
         running, decodes = self._running, self._decoding()
         if rows.size < decodes.size:
             decodes = decodes[among(self.view, running.rows[decodes], rows)]
-        decodes = decodes[: min(self._tokens_left, self._rows_left)]
+        decodes = decodes[: self._chosen.places]
         if not decodes.size:
             return
         missing = running.missing(decodes, 1)
-        total = int(missing.sum())
-        looks_ahead = self.view.host is not None and not self._resume
-        ahead = running.missing(decodes, 2) if looks_ahead else missing
+        ahead = missing if self.view.host is None or self.resumes else running.missing(decodes, 2)
         if int(ahead.sum()) > running.free_blocks:
             if self.is_empty:
                 needs = np.zeros((2, running.rows.size), dtype=np.int32)
@@ -160,12 +160,10 @@ class StepPlan:
             stays = decodes < running.rows.size
             decodes, missing = decodes[stays], missing[stays]
             goes_on = (missing == 0) | (missing.cumsum() <= running.free_blocks)
-            decodes, total = decodes[goes_on], int(missing[goes_on].sum())
+            decodes, missing = decodes[goes_on], missing[goes_on]
             self._may_change = True
-        self._decodes = np.concatenate([self._decodes, running.rows[decodes]])
-        running.free_blocks -= total
-        self._tokens_left -= int(decodes.size)
-        self._rows_left -= int(decodes.size)
+        self._chosen.decode(running.rows[decodes])
+        running.free_blocks -= int(missing.sum())
 
     def prefill(self, rows: I32 | None = None) -> None:
         """Choose prompts that were begun, each with what the limits, the budget and the blocks allow.
@@ -175,7 +173,7 @@ class StepPlan:
         """
         begun = self.begun
         for row in begun if rows is None else rows.tolist():
-            if row in begun and self._tokens_left and self._rows_left:
+            if row in begun and self._chosen.places:
                 self._continue_prefill(row, begun[row])
 
     def rescue(self) -> None:
@@ -185,7 +183,7 @@ class StepPlan:
             return
         if running.coming_blocks or running.arriving.size:  # a copy's end brings blocks, or a row that can give way
             return
-        needs, chunk = np.zeros_like(running.rows), min(int(running.remaining[0]), self._tokens_left)
+        needs, chunk = np.zeros_like(running.rows), min(int(running.remaining[0]), self._chosen.tokens_left)
         missing = int(running.missing(np.zeros(1, dtype=np.intp), chunk)[0])
         freeable = int(running.freeable()[1:].sum()) + running.lent_blocks()
         needs[0] = min(missing, running.free_blocks + freeable)  # less than all is progress too
@@ -206,7 +204,7 @@ class StepPlan:
         columns, running, room = self.view.columns, self._running, self.unpromised_blocks
         for row in self._parked(line):
             on_host = int(columns.host_tokens[row])
-            if self._places() <= 0 or not (on_host or self._tokens_left):
+            if self._places() <= 0 or not (on_host or self._chosen.tokens_left):
                 return None
             cached = NOTHING_CACHED if on_host else self.view.blocks.cached(row)
             if cached.is_coming or cached.next_block in self._coming_names:
@@ -226,7 +224,7 @@ class StepPlan:
                 if need > room:
                     return row
             if copied:
-                self._resume.append(row)
+                self._chosen.resume.append(row)
                 running.give(copied - held - shared)
             else:
                 self._choose(row, chunk, cached.num_tokens, held + shared)
@@ -263,29 +261,37 @@ class StepPlan:
             self._running.preempt(victims, lacking, row, lacks_place=lacks_place)
         return bool(self._running.dropped.size)
 
+    def keep_for(self, rows: I32, victims: I32) -> None:
+        """Let some of the victims give way if running rows lack blocks for what is known of them; nobody is chosen yet.
+
+        Args:
+            rows: running ones that keep theirs.
+            victims: others, in the order in which they are to go.
+        """
+        assert self.is_empty, "who is chosen already must not give way"
+        running = self._running
+        lacking = int(missing_blocks(self.view, rows, num_known(self.view.columns, rows)).sum())
+        if victims.size and lacking > running.free_blocks + running.coming_blocks:
+            running.preempt(victims, lacking - running.free_blocks, NOBODY, lacks_place=False)
+
     def output(self, holds_s: float = 0.0) -> SchedulerOutput:
         """Return the decision. If nobody can run or come back, nobody drops KV either: it would be for nothing.
 
         Args:
             holds_s: for how long the policy would decide the same again, were it only decodes and nothing happened.
         """
-        if self.is_empty and not self._resume:
+        if self.is_empty and not self.resumes:
             self._running.dropped = EMPTY_ROWS
         preempt, how, kept = self._running.gone()
-        rows = self._decodes
-        if self._chunk_rows:
-            rows = np.concatenate([rows, np.array(self._chunk_rows, dtype=np.int32)])
-        num_tokens = np.ones(rows.size, dtype=np.int32)
-        num_tokens[self._decodes.size :] = self._chunk_tokens
-        resume = np.array(self._resume, dtype=np.int32) if self._resume else EMPTY_ROWS
-        reason, look_s = _reason(self, len(self._chunk_rows)), self.view.now_s + holds_s if holds_s else inf
-        holds = holds_s > 0 and reason == "decode" and not (self._resume or self._may_change or self.begun)
+        rows, num_tokens, resume = self._chosen.arrays()
+        reason, look_s = self._chosen.reason(preempts=self.preempts), self.view.now_s + holds_s if holds_s else inf
+        holds = holds_s > 0 and reason == "decode" and not (self.resumes or self._may_change or self.begun)
         return SchedulerOutput(rows, num_tokens, preempt, how, kept, reason, resume, look_s, holds)
 
     def _decoding(self) -> Places:
         decodes: Places = (self._running.remaining == 1).nonzero()[0]
-        if self._decodes.size:
-            decodes = decodes[~among(self.view, self._running.rows[decodes], self._decodes)]
+        if self.num_decodes:
+            decodes = decodes[~among(self.view, self._running.rows[decodes], self._chosen.decodes)]
         return decodes
 
     def _parked(self, line: I32 | None) -> Iterator[int]:
@@ -297,7 +303,7 @@ class StepPlan:
 
     def _places(self) -> int:
         """Return how many more rows may come in."""
-        return min(self._rows_left, self._max_running - self._running.count)
+        return min(self._chosen.rows_left, self._max_running - self._running.count)
 
     def _continue_prefill(self, row: int, computed: int) -> None:
         held = int(self.view.columns.held_blocks[row])
@@ -308,15 +314,12 @@ class StepPlan:
 
     def _cut(self, begin: int, left: int) -> int:
         """Return how many of the tokens that a prompt has left the step takes, if it has the blocks; 0: none."""
-        chunk = min(left, self._tokens_left)
+        chunk = min(left, self._chosen.tokens_left)
         return chunk if self.budget is None else min(self.budget.most(begin), chunk)
 
     def _choose(self, row: int, num_tokens: int, begin: int, held: int) -> None:
-        self._chunk_rows.append(row)
-        self._chunk_tokens.append(num_tokens)
+        self._chosen.compute(row, num_tokens)
         self._running.give(max(ceil_div(begin + num_tokens, self.view.block_size) - held, 0))
-        self._tokens_left -= num_tokens
-        self._rows_left -= 1
         if self.budget is not None:
             self.budget.take(begin, num_tokens, is_cut=begin + num_tokens < _num_known(self.view, row))
 
@@ -332,13 +335,3 @@ def _num_to_fit(view: SchedulerView, row: int, *, is_alone: bool) -> int:
     """
     known = _num_known(view, row) + int(not is_alone)
     return ceil_div(known, view.block_size) - int(view.columns.held_blocks[row])
-
-
-def _reason(plan: StepPlan, num_chunks: int) -> str:
-    if plan.preempts:
-        return "kv-full"
-    if plan.is_empty:
-        return "resume" if plan.resumes else "nothing"
-    if not plan.num_decodes:
-        return "prefill"
-    return "mixed" if num_chunks else "decode"

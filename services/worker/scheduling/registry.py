@@ -12,6 +12,7 @@ from services.worker.scheduling.chunked import ChunkedScheduler
 from services.worker.scheduling.fcfs import FcfsScheduler
 from services.worker.scheduling.lookahead import LookaheadScheduler
 from services.worker.scheduling.round_robin import RoundRobinScheduler
+from services.worker.scheduling.sluice import SluiceScheduler
 from services.worker.scheduling.tokenflow import TokenflowScheduler
 from services.worker.scheduling.view import Scheduler
 
@@ -22,6 +23,7 @@ SCHEDULERS: dict[str, Callable[..., Scheduler]] = {
     "lookahead": LookaheadScheduler,
     "andes": AndesScheduler,
     "lqsf": partial(AndesScheduler, weighing=Weighing.GAIN),
+    "sluice": SluiceScheduler,
     "tokenflow": TokenflowScheduler,
 }
 

@@ -44,6 +44,7 @@ def test_names_are_built_or_planned_but_not_both() -> None:
         "andes",
         "andes-unlimited",
         "lqsf",
+        "sluice",
         "tokenflow",
         "kunserve",
         "kunserve-v1",
@@ -165,7 +166,7 @@ async def test_a_worker_has_the_host_memory_that_it_is_given(system: str, kind: 
     assert (host.num_blocks, host.block_kv_bytes) == (2**18 // 8192, 8192)
     assert host.block_copy_s > 0
     assert kind is ExecutorKind.TORCH or host.block_copy_s == pytest.approx(8192 / 25e9)
-    assert loaded.model.cost.token_s > 0
+    assert kind is ExecutorKind.TORCH or loaded.model.cost.token_s > 0  # there it is timed
     if loaded.device is not None:
         await loaded.device.close()
     await loaded.executor.close()

@@ -1,0 +1,35 @@
+"""One urgency for all: readers by what they gain, limits that can be kept, and best effort in what these leave.
+
+    readers, by what they gain (`andes.py`; a limit that can be kept is a whole experience) ──► memory, tokens, time
+        what is left, less a reserve for those to come (`best_effort.py`) ──► best effort, as it came
+
+Source: the project's own design; BROS ("Efficient LLM serving on hybrid real-time and best-effort requests", sections
+4 and 5) has two classes in one batch, and its order by residual time is that of limits here. Deviations: its residuals
+are per iteration, limits here are part of what a request gains; its blocks that two requests share are not here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.worker.scheduling.andes import AndesScheduler
+from services.worker.scheduling.best_effort import BestEffort, Remainder
+from services.worker.scheduling.sluice_settings import SluiceSettings
+from services.worker.scheduling.view import SchedulerView
+
+
+class SluiceScheduler(AndesScheduler):
+    """Keeps what arrives, and who of best effort is the oldest.
+
+    Args:
+        **settings: of `SluiceSettings`.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self._settings = SluiceSettings(**settings)
+        self._best_effort = BestEffort(self._settings)
+
+    def _left(self, view: SchedulerView) -> Remainder | None:
+        """Return what is left for best effort; None: there is none."""
+        return self._best_effort.left(view)
