@@ -21,7 +21,7 @@ Examples:
   sluice bench --endpoint completions --vocab 4096         exact lengths: random token ids below 4096
   sluice bench --readers 4.8                               readers of 4.8 tokens per second: see QoE
   sluice bench --request-rate 2 --best-effort 32           beside it 32 requests of best effort, always
-  sluice bench --request-rate 2 --best-effort 8,docs.jsonl the same, 8 at a time, of a data set
+  sluice bench --best-effort 8,documents.jsonl             8 at a time, of a data set
 
 \b
 Data sets: synthetic; a .csv trace (arrival_s, input_tokens, output_tokens); a .json list of conversations as
