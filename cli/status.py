@@ -7,6 +7,7 @@ import math
 
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
 from cli.http import MAX_VIEW_BYTES, ask, check_url, refusal_hint
+from shared.api_keys import Tier
 from shared.messages.report import (
     ClusterView,
     Liveness,
@@ -15,6 +16,7 @@ from shared.messages.report import (
     WorkerPhase,
     WorkerReport,
     WorkerStatus,
+    counts_by_tier,
 )
 from shared.reading import parse_json
 from shared.sizes import describe_bytes
@@ -78,6 +80,7 @@ def render(view: ClusterView, age_s: float | None = None) -> str:
     is_stale = age_s is not None and age_s > STALE_AFTER_S
     stale = [f"stale: the monitor wrote this {age_s:.0f} s ago"] if is_stale else []
     words = [
+        *_tiers(view),
         *_waiting(view),
         *_left_out(view),
         *_held(view),
@@ -144,6 +147,23 @@ def _layers(report: WorkerReport) -> str:
 
 def _held(view: ClusterView) -> list[str]:
     return [f"held: {status.report.worker_id}: {status.report.held}" for status in view.workers if status.report.held]
+
+
+def _tiers(view: ClusterView) -> list[str]:
+    """Return what each tier has at the workers; nothing while all is of the default one."""
+    reports = [status.report for status in view.workers if status.liveness is Liveness.ALIVE]
+    if not any(report.tiers for report in reports):
+        return []
+    lines, num_blocks = [], sum(report.num_blocks for report in reports)
+    for tier in reversed(Tier):
+        found = [each for report in reports for each in counts_by_tier(report) if each.tier == tier.label]
+        running, waiting, used = (
+            sum(getattr(each, f"num_{name}") for each in found) for name in ("running", "waiting", "used_blocks")
+        )
+        if running or waiting:
+            blocks = f"{used} KV blocks ({_share(used, num_blocks)})"
+            lines.append(f"{tier.label}: {running} running, {waiting} waiting at workers, {blocks}")
+    return lines
 
 
 def _waiting(view: ClusterView) -> list[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from services.dispatcher.session.sessions import Sessions
-from shared.messages.report import WorkerReport
+from shared.api_keys import Tier
+from shared.messages.report import WorkerReport, counts_by_tier
 from shared.process.metrics import Counter, Metrics
 from shared.transport.bus import Bus
 
@@ -40,6 +42,9 @@ class ClusterMetrics:
         gauge, counter, model = metrics.gauge, metrics.counter, ("model_name",)
         self._running = gauge("vllm:num_requests_running", "Sequences that run on workers", model)
         self._waiting = gauge("vllm:num_requests_waiting", "Requests that wait, here or at workers", model)
+        self._tier_requests = gauge("sluice:tier_requests", "Sequences of each tier", (*model, "tier", "state"))
+        of_tier = "KV blocks that sequences of each tier hold; a block that several hold counts for each"
+        self._tier_blocks = gauge("sluice:tier_kv_blocks", of_tier, (*model, "tier"))
         self._kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks in use", _WORKER)
         of_host = "KV blocks of host memory: those that are needed, and all"
         self._host_blocks = gauge("sluice:host_blocks", of_host, (*_WORKER, "state"))
@@ -87,10 +92,23 @@ class ClusterMetrics:
             gauge.clear()  # of a worker that is gone nothing is said
         for report in reports:
             self._read_worker(report)
+        self._read_tiers(sessions, reports)
         self._open.set(len(sessions.table), model_name=model)
         self._queued.set(sessions.num_queued, model_name=model)
         self._unread.set(sum(session.num_unread(now_s) for session in sessions.table), model_name=model)
         self._read_bus(sessions, bus)
+
+    def _read_tiers(self, sessions: Sessions, reports: Sequence[WorkerReport]) -> None:
+        """Say of every tier what it has, so that a series that a board shows never ends."""
+        counts = [each for report in reports for each in counts_by_tier(report)]
+        queued = {each.tier: each.num_requests for each in sessions.waiting()}
+        for tier in (tier.label for tier in Tier):
+            own = [each for each in counts if each.tier == tier]
+            labels = {"model_name": self._model, "tier": tier}
+            self._tier_requests.set(sum(each.num_running for each in own), state="running", **labels)
+            self._tier_requests.set(sum(each.num_waiting for each in own), state="waiting", **labels)
+            self._tier_requests.set(queued.get(tier, 0), state="queued", **labels)
+            self._tier_blocks.set(sum(each.num_used_blocks for each in own), **labels)
 
     def _read_worker(self, report: WorkerReport) -> None:
         labels = {"model_name": self._model, "worker": report.worker_id}

@@ -58,6 +58,11 @@ class RequestRecord:
     tpot_s: float | None
     is_late: bool | None
     """Whether the first token came after the time that the reader asked for; None if no reader follows it."""
+    is_ttft_kept: bool | None
+    """Whether every choice kept the TTFT that the request asks for (`slo`); None if it asks for none, was not admitted,
+    or left before that was known. An answer that failed kept nothing."""
+    is_tpot_kept: bool | None
+    """The same of the TPOT."""
     e2e_s: float
     qoe: float | None
     stall_s: float | None
@@ -82,11 +87,12 @@ class DispatcherMetrics:
         self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of admitted requests", model)
         self._generation_tokens = counter("vllm:generation_tokens", "Tokens of answers", model)
         self._requests = counter("sluice:requests", "Requests by endpoint and result", (*model, "endpoint", "finish"))
+        self._tier = counter("sluice:tier_tokens", "Tokens by tier", (*model, "tier", "kind"))
         self._tenant = counter("sluice:tenant_tokens", "Tokens by tenant", (*model, "tenant", "kind"))
         self._recoveries = counter("sluice:recoveries", "Times that a request went on at another worker", model)
-        self._misses = counter(
-            "sluice:deadline_miss", "Streams that began after their reader's ttft_s", (*model, "tier")
-        )
+        deadline = (*model, "tier", "limit")
+        self._kept = counter("sluice:deadline_kept", "Requests that kept a limit on their times", deadline)
+        self._misses = counter("sluice:deadline_miss", "Requests that missed a limit on their times", deadline)
         self._prompt_tokens.inc(0, model_name=self._model)
         self._generation_tokens.inc(0, model_name=self._model)
 
@@ -155,8 +161,7 @@ class DispatcherMetrics:
             self._success.inc(model_name=model, finished_reason="abort")
         if record.num_recoveries:
             self._recoveries.inc(record.num_recoveries, model_name=model)
-        if record.is_late:
-            self._misses.inc(model_name=model, tier=record.tier)
+        self._count_deadlines(record)
         if record.qoe is not None:
             self._qoe.observe(record.qoe, model_name=model)
         if record.stall_s is not None:
@@ -166,12 +171,21 @@ class DispatcherMetrics:
             if value is not None:
                 times.observe(value, model_name=model)
 
+    def _count_deadlines(self, record: RequestRecord) -> None:
+        is_begun_in_time = None if record.is_late is None else not record.is_late
+        kept = {"reader": is_begun_in_time, "ttft": record.is_ttft_kept, "tpot": record.is_tpot_kept}
+        for limit, is_kept in kept.items():
+            if is_kept is not None:
+                counter = self._kept if is_kept else self._misses
+                counter.inc(model_name=self._model, tier=record.tier, limit=limit)
+
     def _count_tokens(self, record: RequestRecord) -> None:
         for counter, kind, count in (
             (self._prompt_tokens, "prompt", record.num_prompt_tokens),
             (self._generation_tokens, "generation", record.num_output_tokens),
         ):
             counter.inc(count, model_name=self._model)
+            self._tier.inc(count, model_name=self._model, tier=record.tier, kind=kind)
             if record.tenant and count:
                 self._tenant.inc(count, model_name=self._model, tenant=record.tenant, kind=kind)
 

@@ -7,6 +7,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
+from shared.api_keys import Tier
 from shared.ids import DispatcherId, Incarnation, WorkerId
 from shared.messages.base import ControlMessage, MessagePart
 
@@ -117,6 +118,18 @@ class ProcessFacts(MessagePart):
     """The whole budget (`--memory`)."""
 
 
+class TierCounts(MessagePart):
+    """What one tier has at a worker."""
+
+    tier: Annotated[str, Field(max_length=16)]
+    """Name of a `shared.api_keys.Tier`."""
+    num_running: Annotated[int, Field(ge=0)]
+    num_waiting: Annotated[int, Field(ge=0)]
+    """Preempted ones too."""
+    num_used_blocks: Annotated[int, Field(ge=0)]
+    """KV blocks that its sequences hold; one that several hold counts for each."""
+
+
 class WorkerReport(ProcessFacts, ControlMessage):
     """State of one worker; published by period and at once on a change."""
 
@@ -187,6 +200,9 @@ class WorkerReport(ProcessFacts, ControlMessage):
     Empty: it makes steps."""
     num_waiting: int = 0
     num_preempted: int = 0
+    tiers: Annotated[tuple[TierCounts, ...], Field(max_length=8)] = ()
+    """Of each tier of which a sequence is here, the most urgent first; empty while all are of the default tier
+    (`counts_by_tier`)."""
     max_sequences: int = 0
     """Sequences that the worker takes at most, running and waiting."""
     max_waiting: int = 0
@@ -218,6 +234,20 @@ class WorkerReport(ProcessFacts, ControlMessage):
     """Prompt tokens looked up in the prefix cache; vLLM's `prefix_cache_queries`."""
     num_prefix_cache_hits_total: int = 0
     """Of these, the ones whose KV was there already; vLLM's `prefix_cache_hits`."""
+
+
+def counts_by_tier(report: WorkerReport) -> tuple[TierCounts, ...]:
+    """Return what each tier has at the worker, also where the report leaves it out because there is one only."""
+    if report.tiers:
+        return report.tiers
+    parked = report.num_waiting + report.num_preempted
+    counts = TierCounts(
+        tier=Tier.DEFAULT.label,
+        num_running=report.num_running,
+        num_waiting=parked,
+        num_used_blocks=report.num_used_blocks,
+    )
+    return (counts,)
 
 
 class Liveness(StrEnum):

@@ -477,11 +477,11 @@ async def test_the_access_line_says_whose_request_it_was_and_how_it_went(
 
     monkeypatch.setattr("services.dispatcher.http.records._log", Log())
     async with limited("requests_per_min = 1") as running:
-        await ask(running, stream=True, service_tier="flex")
+        await ask(running, stream=True, service_tier="scale")
         await ask(running)
         await ask(running, "b", stop="A")
     first, second, third = lines
-    assert (first["event"], first["tenant"], first["tier"], first["finish"]) == ("request", "a", "flex", "stop")
+    assert (first["event"], first["tenant"], first["tier"], first["finish"]) == ("request", "a", "default", "stop")
     assert (first["attempts"], first["num_prompt_tokens"], first["num_output_tokens"]) == (1, NUM_PROMPT, 2)
     assert first["is_late"] is False
     for name in ("queue_s", "prefill_s", "ttft_s", "decode_s", "tpot_s", "e2e_s", "qoe"):

@@ -119,7 +119,7 @@ async def test_the_parameters_reach_the_worker_as_they_were_given(served: Runnin
         logit_bias={"7": 1.5, "5": -100},
         logprobs=True,
         top_logprobs=3,
-        service_tier="flex",
+        service_tier="scale",
         qoe={"ttft_s": 0.5, "speed_tokens_per_s": 3.3},
     )
     submit = served.worker.submits[-1]
@@ -130,7 +130,7 @@ async def test_the_parameters_reach_the_worker_as_they_were_given(served: Runnin
         "logit_bias": ((5, -100.0), (7, 1.5)),
         "logprobs": 3,
     }
-    assert submit.tier is Tier.FLEX
+    assert submit.tier is Tier.DEFAULT
     assert submit.qoe == ReaderTarget(ttft_s=0.5, speed_tokens_per_s=3.3)
 
 

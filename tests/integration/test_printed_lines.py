@@ -73,6 +73,7 @@ PUT_IN: Final = (
     (r" --nats-url nats://[\d.:]+", ""),
     (r"\{\{?name\}\}?", "worker-1"),
     (r"\bDIR\b", "made"),
+    (r'"model": "llama"', '"model": "tiny"'),
     (r"^(sluice (chat|status|bench|replay)\b(?!.*--url))", r"\1 --url $URL"),
     (r"^(sluice chat\b)", r"\1 --no-pace"),
     (r"^(sluice bench\b)(?!.*--dataset)", r"\1 --num-prompts 3 --input-len 20"),

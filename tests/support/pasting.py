@@ -55,6 +55,7 @@ class Place:
         (self.folder / "llama").symlink_to(stored_checkpoint(CheckpointShape(num_layers=4, max_positions=512))[0])
         for name in ("arrivals.csv", "trace.csv"):
             (self.folder / name).write_text(ARRIVALS)
+        (self.folder / "documents.jsonl").write_text('{"prompt": "What is this?", "max_tokens": 4}\n' * 3)
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLUICE_", "NATS_"))}
         paths = [str(programs), str(Path(sys.executable).parent), kept["PATH"]]
         code = {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}", "TRACE": str(self.folder / "trace")}

@@ -58,7 +58,7 @@ class Params:
     tier: Tier
     """The one that is really used."""
     qoe: ReaderTarget | None
-    """None if no reader follows the answer (not streamed)."""
+    """None if no reader follows the answer: it is not streamed, or best effort."""
     slo: LatencyLimits | None
     """None if the request says nothing of it."""
     salt: str
@@ -82,7 +82,7 @@ def parse_params(fields: Fields, rules: ParamRules, logprobs: int | None) -> Par
         ApiError: the first one that is not allowed.
     """
     _check_labels(fields)
-    stream = fields.boolean("stream")
+    stream, tier = fields.boolean("stream"), _tier(fields, rules.max_tier)
     params = Params(
         stream=stream,
         include_usage=_include_usage(fields, stream=stream),
@@ -90,8 +90,8 @@ def parse_params(fields: Fields, rules: ParamRules, logprobs: int | None) -> Par
         max_tokens=_max_tokens(fields),
         sampling=parse_sampling(fields, rules.vocab_size, rules.defaults, logprobs),
         stops=_stops(fields.values.get("stop")),
-        tier=_tier(fields, rules.max_tier),
-        qoe=_qoe(fields, stream=stream),
+        tier=tier,
+        qoe=_qoe(fields, is_read=stream and not tier.is_best_effort),
         slo=_slo(fields),
         salt=parse_salt(fields),
     )
@@ -176,14 +176,14 @@ def _tier(fields: Fields, most: Tier) -> Tier:
     return min(SERVICE_TIERS[name], most)
 
 
-def _qoe(fields: Fields, *, stream: bool) -> ReaderTarget | None:
+def _qoe(fields: Fields, *, is_read: bool) -> ReaderTarget | None:
     given = fields.mapping("qoe")
     default = ReaderTarget()
     if given is None:
-        return default if stream else None
+        return default if is_read else None
     ttft_s = given.number("ttft_s", 0, 3600, above=True)
     speed = given.number("speed_tokens_per_s", 0, 10_000, above=True)
-    if not stream:
+    if not is_read:
         return None
     return ReaderTarget(
         ttft_s=default.ttft_s if ttft_s is None else ttft_s,

@@ -13,11 +13,14 @@ from services.dispatcher.metrics import WHOLE, RequestRecord
 from services.dispatcher.session.request import FailureCode
 from services.dispatcher.session.session import Session
 from shared.process.log import get_logger
+from shared.types import LatencyLimits
 
 _log = get_logger()
 
 _WANTED: Final = (FailureCode.CANCELLED.value, FailureCode.SUPERSEDED.value)
 """Ends that the client wanted: in records, the same as leaving."""
+_LEFT: Final = ("cancelled", "slow_reader")
+"""Ends that are the client's doing."""
 
 
 def make_record(front: Front, call: CheckedCall, choices: Sequence[Choice]) -> RequestRecord:
@@ -38,7 +41,7 @@ def make_record(front: Front, call: CheckedCall, choices: Sequence[Choice]) -> R
     first_s = min((s.first_token_s for s in sessions if s.first_token_s is not None), default=None)
     last_s = max((s.last_token_s for s in sessions if s.first_token_s is not None), default=None)
     ttft_s = _between(call.arrival_s, first_s)
-    target = call.params.qoe
+    target, slo = call.params.qoe, call.params.slo or LatencyLimits()
     return RequestRecord(
         request_id=call.request_id,
         public_id=call.public_id,
@@ -60,6 +63,8 @@ def make_record(front: Front, call: CheckedCall, choices: Sequence[Choice]) -> R
         ttft_s=ttft_s,
         decode_s=_between(first_s, last_s),
         tpot_s=_mean([_tpot_s(session) for session in sessions]),
+        is_ttft_kept=_is_kept(slo.ttft_s, [_ttft_s(call, each) for each in sessions], finish),
+        is_tpot_kept=_is_kept(slo.tpot_s, [_tpot_s(each) for each in sessions], finish),
         is_late=None if ttft_s is None or target is None else ttft_s > target.ttft_s,
         e2e_s=front.now() - call.arrival_s,
         qoe=_mean([session.qoe for session in sessions]) if finish in WHOLE else None,
@@ -69,6 +74,27 @@ def make_record(front: Front, call: CheckedCall, choices: Sequence[Choice]) -> R
 
 def _between(start_s: float | None, end_s: float | None) -> float | None:
     return None if start_s is None or end_s is None else end_s - start_s
+
+
+def _is_kept(limit_s: float | None, times_s: Sequence[float | None], finish: str) -> bool | None:
+    """Return `RequestRecord.is_ttft_kept`, or that of the TPOT.
+
+    Args:
+        limit_s: seconds; None: there is none.
+        times_s: of each choice that was admitted, as far as it is known.
+        finish: see `RequestRecord.finish`.
+    """
+    if limit_s is None or not times_s:
+        return None
+    if any(time_s is not None and time_s > limit_s for time_s in times_s):
+        return False
+    if finish in WHOLE:
+        return True
+    return None if finish in _LEFT and None in times_s else finish in _LEFT
+
+
+def _ttft_s(call: CheckedCall, session: Session) -> float | None:
+    return _between(call.arrival_s, session.first_token_s)
 
 
 def _tpot_s(session: Session) -> float | None:

@@ -93,7 +93,7 @@ def find_absurdity(report: WorkerReport) -> str | None:
     for move in report.moves:
         if not move.num_moved_bytes <= move.num_bytes <= MAX_BYTES:
             return f"{move.num_moved_bytes} bytes of {move.num_bytes} have moved"
-    absurdity = _find_absurd_layers(report)
+    absurdity = _find_absurd_layers(report) or _find_absurd_tiers(report)
     if absurdity is not None or report.elastic is None:
         return absurdity
     return _find_absurd_memory(report.elastic)
@@ -117,6 +117,19 @@ def _find_absurd_layers(report: WorkerReport) -> str | None:
     if first >= end or not 0 <= first <= own_first <= own_end <= end <= num_layers:
         return f"resident is {report.resident}, beside layers {report.layers} of {report.num_layers}"
     return None
+
+
+def _find_absurd_tiers(report: WorkerReport) -> str | None:
+    """Return why the counts by tier cannot be so: together they are those of all."""
+    if not report.tiers:
+        return None
+    if len({each.tier for each in report.tiers}) < len(report.tiers):
+        return "it names a tier twice"
+    parked = report.num_waiting + report.num_preempted
+    for name, number in (("num_running", report.num_running), ("num_waiting", parked)):
+        if sum(getattr(each, name) for each in report.tiers) != number:
+            return f"{name} of all tiers together is not {number}"
+    return "a tier holds too many blocks" if any(each.num_used_blocks > MAX_COUNT for each in report.tiers) else None
 
 
 def _find_absurd_memory(elastic: ElasticFacts) -> str | None:

@@ -13,7 +13,9 @@ from services.worker.engine.engine import Engine
 from services.worker.engine.loop import StepPace
 from services.worker.engine.totals import Totals
 from services.worker.sequences.table import Hold, SequenceTable
+from shared.api_keys import Tier
 from shared.hot import hot_dataclass
+from shared.messages.report import TierCounts
 
 _HELD_BACK = Hold.CANCELLED | Hold.NO_ROOM | Hold.FORK | Hold.PAUSED | Hold.ENDED
 """Who is none that steps are made for; a row in a step or copy is, and so is one that is to be tried again."""
@@ -60,6 +62,8 @@ class EngineStats:
     num_host_blocks: int
     """Blocks of host memory for KV of preempted sequences."""
     num_used_host_blocks: int
+    tiers: tuple[TierCounts, ...]
+    """Of each tier of which a sequence is here, the most urgent first; empty while all are of the default tier."""
     totals: Totals
     """As they were at that moment."""
 
@@ -91,6 +95,7 @@ def take_stats(engine: Engine, pace: StepPace = StepPace.STEPPING) -> EngineStat
         num_coming_blocks=engine.sharing.num_coming,
         num_host_blocks=0 if host is None else host.num_usable,
         num_used_host_blocks=0 if host is None else host.num_used,
+        tiers=_by_tier(table),
         totals=replace(engine.totals),
     )
 
@@ -117,6 +122,30 @@ def count_awaiting_kv(engine: Engine) -> int:
         return 0
     parked = (*engine.table.preempted.view.tolist(), *engine.table.waiting.view.tolist())
     return sum(map(engine.sharing.awaits_coming, parked))
+
+
+def _by_tier(table: SequenceTable) -> tuple[TierCounts, ...]:
+    """Return `EngineStats.tiers`."""
+    num_running = len(table.running)
+    rows: I32 = np.concatenate([table.running.view, table.preempted.view, table.waiting.view])
+    tiers = table.tier[rows]
+    if (tiers == Tier.DEFAULT).all():
+        return ()
+    running, every, blocks = (
+        np.bincount(tiers[:num_running], minlength=len(Tier)).tolist(),
+        np.bincount(tiers, minlength=len(Tier)).tolist(),
+        np.bincount(tiers, table.held_blocks[rows], len(Tier)).astype(np.int64).tolist(),
+    )
+    return tuple(
+        TierCounts(
+            tier=tier.label,
+            num_running=running[tier],
+            num_waiting=every[tier] - running[tier],
+            num_used_blocks=blocks[tier],
+        )
+        for tier in reversed(Tier)
+        if every[tier]
+    )
 
 
 def _num_runnable(table: SequenceTable, pace: StepPace) -> int:

@@ -216,6 +216,7 @@ class Reporter:
             "num_runnable": stats.num_runnable,
             "num_waiting": stats.num_waiting,
             "num_preempted": stats.num_preempted,
+            "tiers": stats.tiers,
             "num_steps": stats.totals.num_steps,
             "num_preemptions_total": stats.totals.num_preemptions,
             "num_pauses_total": stats.totals.num_pauses,

@@ -200,6 +200,24 @@ def test_the_status_table_says_what_readers_have_where_some_read() -> None:
     ]
 
 
+def test_the_status_table_has_a_line_for_each_tier_once_somebody_uses_another_than_the_default() -> None:
+    """Of w1, which names none, all is of the default tier; w2 is gone."""
+    tiers = [
+        {"tier": "default", "num_running": 1, "num_waiting": 1, "num_used_blocks": 10},
+        {"tier": "flex", "num_running": 2, "num_waiting": 0, "num_used_blocks": 30},
+    ]
+    counts: dict[str, Any] = {"num_blocks": 100, "num_running": 3, "num_used_blocks": 40}
+    mixed = make_status("w0", num_waiting=1, tiers=tiers, **counts)
+    plain = make_status("w1", num_preempted=2, **counts)
+    gone = make_status("w2", tiers=tiers, liveness=Liveness.DEAD, **counts)
+    shown = render(make_view(mixed, plain, gone)).splitlines()
+    assert shown[-2:] == [
+        "default: 4 running, 3 waiting at workers, 50 KV blocks (25%)",
+        "flex: 2 running, 0 waiting at workers, 30 KV blocks (15%)",
+    ]
+    assert not [line for line in render(make_view(plain, gone)).splitlines() if line.startswith(("default", "flex"))]
+
+
 def test_the_status_table_shows_groups_where_parameters_can_be_dropped() -> None:
     common: dict[str, Any] = {"num_layers": 8, "elastic": MESSAGES["worker_report"].model_dump()["elastic"]}
     grouped: dict[str, Any] = {"group": "w0", "num_stages": 2, "plan_id": 17, **common}

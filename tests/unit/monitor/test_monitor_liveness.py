@@ -41,8 +41,16 @@ def full(**fields: Any) -> WorkerReport:
     return make_report(**({"num_blocks": 10, "num_used_blocks": 10} | fields))
 
 
+def tiers(*running: tuple[str, int], blocks: int = 0) -> list[dict[str, object]]:
+    """Counts by tier, of which none waits."""
+    return [
+        {"tier": tier, "num_running": number, "num_waiting": 0, "num_used_blocks": blocks} for tier, number in running
+    ]
+
+
 def test_a_full_worker_is_not_absurd() -> None:
     assert find_absurdity(full(num_demanded_blocks=10**6)) is None
+    assert find_absurdity(full(num_running=3, tiers=tiers(("default", 2), ("flex", 1), blocks=11))) is None
 
 
 @pytest.mark.parametrize(
@@ -67,6 +75,10 @@ def test_a_full_worker_is_not_absurd() -> None:
         ({"num_layers": 8, "layers": (2, 4), "resident": (-1, 8)}, "resident is (-1, 8)"),
         ({"resident": (0, 513)}, "resident is (0, 513)"),
         ({"layers": (3, 3), "resident": (3, 3)}, "resident is (3, 3)"),
+        ({"num_running": 2, "tiers": tiers(("flex", 1), ("flex", 1))}, "it names a tier twice"),
+        ({"num_running": 3, "tiers": tiers(("flex", 1), ("default", 1))}, "num_running of all tiers together is not 3"),
+        ({"num_waiting": 1, "tiers": tiers(("flex", 0))}, "num_waiting of all tiers together is not 1"),
+        ({"num_running": 1, "tiers": tiers(("flex", 1), blocks=10**12)}, "a tier holds too many blocks"),
     ],
 )
 def test_absurd_numbers_are_named(fields: dict[str, object], named: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from services.worker.engine.describe import describe
 from services.worker.engine.readers import look_at_readers
+from services.worker.engine.stats import take_stats
 from shared.api_keys import Tier
 from shared.messages.report import SLACK_EDGES_S
 from shared.types import ReaderTarget
@@ -83,3 +84,29 @@ def test_where_nobody_reads_nothing_is_said_of_readers() -> None:
     harness.submit()
     said = look_at_readers(harness.engine, 5.0)
     assert (said.qoe, sum(said.slack_rows), sum(said.slack_blocks)) == (None, 0, 0)
+
+
+@pytest.mark.parametrize("tiers", [(Tier.FLEX,), (Tier.FLEX, Tier.DEFAULT), (Tier.PRIORITY, Tier.DEFAULT), tuple(Tier)])
+def test_a_report_counts_by_tier_what_the_dump_says_of_each_sequence(tiers: tuple[Tier, ...]) -> None:
+    harness = make_harness(max_batch_rows=4)
+    for name in range(9):
+        harness.add(replace(new_sequence(name, max_tokens=40), tier=tiers[name % len(tiers)]))
+    for _ in range(12):
+        harness.step()
+    rows, found = describe(harness.engine, harness.now_s), take_stats(harness.engine).tiers
+    assert [each.tier for each in found] == [tier.label for tier in sorted(tiers, reverse=True)]
+    for each in found:
+        own = [row for row in rows if row["tier"] == each.tier]
+        runs = [row for row in own if row["status"] == "running"]
+        assert (each.num_running, each.num_waiting) == (len(runs), len(own) - len(runs))
+        assert each.num_used_blocks == sum(int(str(row["num_blocks"])) for row in own)
+    assert sum(each.num_running for each in found) == 4
+    assert sum(each.num_used_blocks for each in found) == take_stats(harness.engine).num_used_blocks > 0
+
+
+def test_while_all_is_of_the_default_tier_a_report_says_nothing_of_tiers() -> None:
+    harness = make_harness()
+    assert take_stats(harness.engine).tiers == ()
+    harness.add(new_sequence(0))
+    harness.submit()
+    assert take_stats(harness.engine).tiers == ()
