@@ -22,10 +22,9 @@ def records_of(workload: Workload, outcomes: Sequence[BenchRecord]) -> Records:
         outcomes: of its first requests, in order; further ones were not sent, and are left out.
     """
     recorder = Recorder(workload)
-    arrival_s = workload.arrival_s.copy()
-    was_sent = np.zeros(len(workload), dtype=np.bool_)
+    arrival_s = np.full(len(workload), np.nan)
     for outcome in outcomes:
-        arrival_s[outcome.index], was_sent[outcome.index] = outcome.sent_s, True
+        arrival_s[outcome.index] = outcome.sent_s
         for at_s, count in outcome.deliveries:
             recorder.tokens(outcome.index, at_s, count)
         if outcome.end_s is not None and is_silent(outcome):
@@ -33,7 +32,7 @@ def records_of(workload: Workload, outcomes: Sequence[BenchRecord]) -> Records:
             recorder.end(outcome.index)
         elif outcome.end_s is not None:
             recorder.end(outcome.index, outcome.failure)
-    return recorder.records(arrival_s).select(was_sent)
+    return recorder.records(arrival_s)
 
 
 def is_silent(outcome: BenchRecord) -> bool:
