@@ -17,7 +17,7 @@ from cli.simulate.progress import RunProgress
 from shared.errors import StartupError
 from shared.systems import DEFAULT_SYSTEM, find_system
 from sim.experiment.alone import alone
-from sim.experiment.compare import beside_alone, compare, to_json
+from sim.experiment.compare import against_alone, compare, to_json
 from sim.experiment.plan import InstancePlan, plan_instances
 from sim.experiment.plots import check_matplotlib, write_plots
 from sim.experiment.report import render
@@ -60,8 +60,8 @@ def run_compare(systems: Sequence[str], flags: Mapping[str, Any]) -> int:
         comparison["slo_scales"] = rounded(missed_by_scale(list(latencies.values()), bounds))
     without = [name for name in names if not experiment.scenario.variant(name).best_effort]
     if without and len(names) > 1:
-        beside = beside_alone(comparison["systems"], list(latencies.values()), without[0])
-        comparison["beside"] = rounded(beside)
+        told = against_alone(comparison["systems"], list(latencies.values()), without[0])
+        comparison["against_alone"] = rounded(told)
     if experiment.json_file is not None:
         _write(experiment.json_file, to_json(comparison))
     if experiment.plot_folder is not None:

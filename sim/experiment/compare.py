@@ -89,7 +89,9 @@ def gaps_closed(systems: Mapping[str, Summary]) -> dict[str, dict[str, float | N
     }
 
 
-def beside_alone(systems: Mapping[str, Summary], runs: Sequence[Mapping[str, Latencies]], alone: str) -> dict[str, Any]:
+def against_alone(
+    systems: Mapping[str, Summary], runs: Sequence[Mapping[str, Latencies]], alone: str
+) -> dict[str, Any]:
     """Return what best effort costs those who wait: every system against one that had none, on the same cards.
 
     `in_time_points` is how much larger a share kept both limits, in points; `shown_later_ratio` how much later the last
@@ -124,7 +126,7 @@ def beside_alone(systems: Mapping[str, Summary], runs: Sequence[Mapping[str, Lat
         for name in systems
         if name != alone
     }
-    return {"alone": alone, "systems": figures}
+    return {"system": alone, "systems": figures}
 
 
 def to_json(comparison: Comparison) -> str:

@@ -156,8 +156,8 @@ def render(comparison: Comparison) -> str:
     lines += _lines(_ROWS, systems)
     if any(each["best_effort"] is not None for each in systems.values()):
         lines += _lines(_BESIDE, systems)
-    if (beside := comparison.get("beside")) is not None:
-        lines += _lines(_ALONE, {name: beside["systems"].get(name) for name in names})
+    if (against := comparison.get("against_alone")) is not None:
+        lines += _lines(_ALONE, {name: against["systems"].get(name) for name in names})
     lines += _slo_lines(comparison.get("slo_scales"), names)
     lines += _lines(_GAPS, comparison["gap_closed"])
     table = _table(lines)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.experiment.compare import beside_alone, compare, gaps_closed, to_json
+from sim.experiment.compare import against_alone, compare, gaps_closed, to_json
 from sim.experiment.plan import plan_instances
 from sim.experiment.report import render
 from sim.experiment.series import (
@@ -147,9 +147,9 @@ def test_what_best_effort_costs_is_told_against_those_who_wait_alone() -> None:
             "fcfs": Latencies(nan, nan, np.array([12.0, 9.0, np.nan])),
         }
     ]
-    found = beside_alone({"alone": whole, "fcfs": mixed}, runs, "alone")
+    found = against_alone({"alone": whole, "fcfs": mixed}, runs, "alone")
     assert found == {
-        "alone": "alone",
+        "system": "alone",
         "systems": {
             "fcfs": {
                 "in_time_points": pytest.approx(-5.0),
@@ -160,7 +160,7 @@ def test_what_best_effort_costs_is_told_against_those_who_wait_alone() -> None:
     }
     nobody = {"slo": None, "ttft_s": {"p99": None}}
     unread = {name: Latencies(nan, nan, nan) for name in ("alone", "fcfs")}
-    nothing = beside_alone({"alone": whole, "fcfs": nobody}, [unread], "alone")["systems"]["fcfs"]
+    nothing = against_alone({"alone": whole, "fcfs": nobody}, [unread], "alone")["systems"]["fcfs"]
     assert nothing == {"in_time_points": None, "shown_later_ratio": None, "ttft_p99_s": None}
 
 
@@ -169,7 +169,7 @@ def test_the_table_tells_best_effort_where_there_is_some() -> None:
     alone = summarise(beside().real_time, SystemFacts(), slo=Slo(1.5, 9.0), cut_off_s=5.0)
     comparison = compare({}, {0: {"fcfs": mixed, "alone": alone}})
     latencies = {"fcfs": Latencies.of(beside()), "alone": Latencies.of(beside().real_time)}
-    comparison["beside"] = beside_alone(comparison["systems"], [latencies], "alone")
+    comparison["against_alone"] = against_alone(comparison["systems"], [latencies], "alone")
     rows = {line[:44].strip(): " ".join(line[44:].split()) for line in render(comparison).splitlines()}
     assert rows["best effort: tokens/s when drained"] == "0.4 -"
     assert rows["both: tokens/s at the cut-off"] == "1 0.6 ×0.60"
