@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
 import numpy as np
 
+from cli.bench.best_effort import ClosedLoop, tier_fields
 from cli.bench.datasets import DatasetSample, read_samples, read_trace
-from cli.bench.load import BenchLoad, HttpLoad
+from cli.bench.load import BenchLoad, HttpLoad, http_send
 from cli.bench.prompts import PromptMaker, TokenScale
-from cli.bench.report import qoe_of, render, summarise
+from cli.bench.report import qoe_of, render, render_best_effort, summarise, summarise_best_effort
 from cli.bench.running import check_folder, load_session, run_shown, until_stopped
 from cli.bench.server import BenchServer, measure_scale
 from cli.bench.stream import BenchRecord
@@ -54,6 +55,9 @@ class BenchSettings:
     ttft_target_s: float = 1.0
     reader_speed: float | None = None
     """Tokens per second; None: QoE is that of the paper's mean reader, and no server is told of any."""
+    best_effort: tuple[int, str] | None = None
+    """What goes on beside the load: requests under way, and their data set, or "" for made-up prompts as long as the
+    load's."""
     api_key: str = ""
     json_file: str = ""
 
@@ -82,6 +86,8 @@ class Bench:
         self._rng = np.random.default_rng(settings.seed)
         self.load: BenchLoad | None = None
         """The load, once it is made; its outcomes are those so far."""
+        self.best_effort: ClosedLoop | None = None
+        """What goes on beside it, if anything does."""
 
     async def run(self) -> None:
         """Return when every request has ended."""
@@ -89,16 +95,44 @@ class Bench:
         self._console.line(f"{server.model} at {server.base_url} ({settings.endpoint}), data set {settings.dataset}")
         samples = self._samples()
         scale = await self._scale(samples)
-        planned = self._plan(samples, scale)
-        if server.max_model_len:
-            planned, num_cut = fit_context(planned, server.max_model_len)
-            if num_cut:
-                cut = f"{num_cut} of {len(planned)} requests are cut to the model's context of {server.max_model_len}"
-                self._console.line(cut)
+        planned = self._fit(self._plan(samples, scale), "requests")
         maker = PromptMaker(self._rng, scale, vocab_size=settings.vocab, num_prefix=settings.prefix_len)
-        bodies = [self._body(request, maker) for request in planned]
+        bodies = [self._body(request, maker, self._reader_fields()) for request in planned]
         self.load = HttpLoad(planned, bodies, self._session, server, settings.concurrency)
-        await run_shown(self.load, self._console)
+        if settings.best_effort is not None:
+            num_in_flight, dataset = settings.best_effort
+            body_of = self._best_effort_bodies(dataset, planned, scale)
+            send = http_send(self._session, server, body_of, self.load.clock)
+            self.best_effort = ClosedLoop(send, num_in_flight, self.load.clock)
+        await run_shown(self.load, self._console, self.best_effort)
+
+    def _fit(self, planned: list[Planned], what: str) -> list[Planned]:
+        """Return the requests cut to the model's context, and say how many had to be."""
+        limit = self._server.max_model_len
+        fitted, num_cut = fit_context(planned, limit) if limit else (planned, 0)
+        if num_cut:
+            self._console.line(f"{num_cut} of {len(planned)} {what} are cut to the model's context of {limit}")
+        return fitted
+
+    def _best_effort_bodies(
+        self, dataset: str, planned: Sequence[Planned], scale: TokenScale
+    ) -> Callable[[int], bytes]:
+        """Return what makes the request of a number; a data set begins again when all of it was asked."""
+        requests = [replace(request, text="") for request in planned]
+        if dataset:
+            requests = self._fit(self._all_of(dataset, scale), "requests of best effort")
+        maker = PromptMaker(self._rng, scale, vocab_size=self._settings.vocab)
+        fields = tier_fields(self._server)
+        if not fields:
+            self._console.line("the server is none of ours: best effort is asked as plain requests")
+        return lambda number: self._body(requests[number % len(requests)], maker, fields)
+
+    def _all_of(self, dataset: str, scale: TokenScale) -> list[Planned]:
+        """Return every request of a file, in its order."""
+        output = self._settings.output_len
+        if dataset.endswith(".csv"):
+            return [_with_output(request, output) for request in read_trace(Path(dataset))]
+        return [_planned(sample, scale, output) for sample in read_samples(Path(dataset))]
 
     def _samples(self) -> list[DatasetSample]:
         if self._settings.dataset == "synthetic" or self._settings.dataset.endswith(".csv"):
@@ -131,16 +165,19 @@ class Bench:
             raise CommandError("the load has no request", "Raise --scale or --num-prompts", FAILED)
         return planned if settings.request_rate is None else arrive_at(planned, settings.request_rate, self._rng)
 
-    def _body(self, request: Planned, maker: PromptMaker) -> bytes:
+    def _reader_fields(self) -> dict[str, Any]:
+        """Return what tells a server of the readers."""
+        is_told = self._settings.reader_speed is not None and self._server.is_own
+        return {"qoe": asdict(self._settings.target())} if is_told else {}
+
+    def _body(self, request: Planned, maker: PromptMaker, more: dict[str, Any]) -> bytes:
         prompt = request.text or maker.make(request.num_input)
         fields = self._server.body(prompt, request.num_output)
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
         fields |= {"temperature": self._settings.temperature}
         if self._settings.ignore_eos and not request.text:
             fields["ignore_eos"] = True
-        if self._settings.reader_speed is not None and self._server.is_own:
-            fields["qoe"] = asdict(self._settings.target())
-        return json.dumps(fields).encode()
+        return json.dumps(fields | more).encode()
 
 
 def _with_output(request: Planned, num_output: int | None) -> Planned:
@@ -173,12 +210,16 @@ def _conclude(settings: BenchSettings, server: BenchServer, bench: Bench, *, is_
     outcomes = [] if bench.load is None else bench.load.outcomes
     target = settings.target()
     summary = summarise(outcomes, target, is_held_back=settings.concurrency is not None)
+    num_failed, text, beside = summary["num_failed"], render(summary, target), bench.best_effort
+    if beside is not None:
+        summary["best_effort"] = summarise_best_effort(beside.outcomes, beside.duration_s)
+        num_failed += summary["best_effort"]["num_failed"]
+        text += f"\n\n{render_best_effort(summary['best_effort'])}"
     if settings.json_file:
         _write(Path(settings.json_file), settings, server, summary, outcomes)
-    text = render(summary, target)
     if not is_whole:
         return KILLED, f"{text}\n\nstopped by Ctrl-C; the figures are those of the answers so far"
-    return (FAILED if summary["num_failed"] else DONE), text
+    return (FAILED if num_failed else DONE), text
 
 
 def _write(

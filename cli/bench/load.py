@@ -94,10 +94,22 @@ class HttpLoad(BenchLoad):
         server: BenchServer,
         max_in_flight: int | None = None,
     ) -> None:
-        super().__init__(planned, self._post, max_in_flight)
-        self._bodies = bodies
-        self._session = session
-        self._server = server
+        super().__init__(planned, http_send(session, server, bodies.__getitem__, self.clock), max_in_flight)
 
-    async def _post(self, index: int, outcome: BenchRecord) -> None:
-        await stream_answer(self._session, self._server.endpoint_url, self._bodies[index], self.clock, outcome)
+
+def http_send(
+    session: aiohttp.ClientSession, server: BenchServer, body_of: Callable[[int], bytes], clock: Callable[[], float]
+) -> Send:
+    """Return what sends requests to a server.
+
+    Args:
+        session: with the time limit and the headers.
+        server: whom to ask.
+        body_of: returns the body of the request of an index.
+        clock: seconds since the load began.
+    """
+
+    async def send(index: int, outcome: BenchRecord) -> None:
+        await stream_answer(session, server.endpoint_url, body_of(index), clock, outcome)
+
+    return send

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import Any
+from typing import Any, Final
 
 import click
 
 POSITIVE_INT = click.IntRange(min=1)
+IN_FLIGHT: Final = 32
+"""Requests of best effort under way where only their data set is named."""
 
 EPILOG = """\b
 Examples:
@@ -18,10 +20,15 @@ Examples:
   sluice bench --dataset trace.csv --scale 2               a trace's own times, twice its load
   sluice bench --endpoint completions --vocab 4096         exact lengths: random token ids below 4096
   sluice bench --readers 4.8                               readers of 4.8 tokens per second: see QoE
+  sluice bench --request-rate 2 --best-effort 32           beside it 32 requests of best effort, always
+  sluice bench --request-rate 2 --best-effort 8,docs.jsonl the same, 8 at a time, of a data set
 
 \b
 Data sets: synthetic; a .csv trace (arrival_s, input_tokens, output_tokens); a .json list of conversations as
 ShareGPT has them; a .jsonl file of {"prompt": …, "completion": …} or {"prompt": …, "max_tokens": n}.
+
+Best effort is asked with service_tier "flex" of our own server, and as plain requests of others, which may know no such
+tier. It goes on until the load has ended; what is under way then is cancelled. It has a line of its own in the report.
 
 Times count from when a request is sent. QoE is measured here, from when tokens arrive, of any server; it counts failed
 requests as 0. Ctrl-C prints what there is.
@@ -42,6 +49,14 @@ class Positive(click.FloatRange):
         if math.isnan(number) or (math.isinf(number) and not self._allow_inf):
             self.fail(f"{value!r} is not allowed here.", param, ctx)
         return number
+
+
+def best_effort(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, str] | None:
+    """Return what `N`, `FILE` or `N,FILE` asks: requests under way, and the file of their data set or "" for none."""
+    if not value:
+        return None
+    number, _, file = value.partition(",")
+    return (POSITIVE_INT(number, param, ctx), file) if number.isdecimal() else (IN_FLIGHT, value)
 
 
 @click.command(epilog=EPILOG)
@@ -74,6 +89,12 @@ class Positive(click.FloatRange):
     help="QoE: readers of R tokens per second. Only our own server is told of them. [4.8, and nobody is told]",
 )
 @click.option("--ttft-target-s", metavar="S", type=Positive(), default=1.0, help="QoE: the first token's time. [1]")
+@click.option(
+    "--best-effort",
+    metavar="N|FILE|N,FILE",
+    callback=best_effort,
+    help="Beside the load N requests of best effort always under way: as long as the load's, or of a data set. [N: 32]",
+)
 @click.option("--api-key", metavar="KEY", envvar="OPENAI_API_KEY", default="", help="Sent along. [OPENAI_API_KEY]")
 @click.option("--json", "json_file", metavar="FILE", default="", help="Write figures and every request here.")
 def bench(*, vocab: int | None, **options: Any) -> int:

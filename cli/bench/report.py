@@ -58,6 +58,30 @@ def summarise(outcomes: Sequence[BenchRecord], target: QoeTarget, *, is_held_bac
     }
 
 
+def summarise_best_effort(outcomes: Sequence[BenchRecord], duration_s: float) -> dict[str, Any]:
+    """Return the figures of what went on beside a load; None where there is nothing to measure.
+
+    Args:
+        outcomes: of the requests that were sent; those without an end were cancelled with the load.
+        duration_s: for which it went on. Rates are over this time; of requests those that are done, of tokens all that
+            arrived, so that the cut at the end takes none away.
+    """
+    failed = [outcome for outcome in outcomes if outcome.failure]
+    done = [outcome for outcome in outcomes if outcome.end_s is not None and not outcome.failure]
+    num_output = sum(outcome.num_output for outcome in outcomes if not outcome.failure)
+    return {
+        "duration_s": duration_s,
+        "num_sent": len(outcomes),
+        "num_complete": len(done),
+        "num_failed": len(failed),
+        "num_cancelled": len(outcomes) - len(done) - len(failed),
+        "failures": dict(Counter(outcome.failure for outcome in failed).most_common()),
+        "num_output_tokens": num_output,
+        "requests_per_s": _rate(len(done), duration_s),
+        "output_tokens_per_s": _rate(num_output, duration_s),
+    }
+
+
 def lateness_p99_s(outcomes: Sequence[BenchRecord]) -> float | None:
     """Return by how much the load itself was late, 99th percentile; None if nothing was sent."""
     late_s = [outcome.sent_s - outcome.due_s for outcome in outcomes]
@@ -123,6 +147,15 @@ def render(summary: dict[str, Any], target: QoeTarget) -> str:
         detail = summary["failure_details"][kind]
         lines.append(f"failed      {count} × {kind}" + (f": {detail}" if detail else ""))
     return "\n".join([*lines, *_remarks(summary)])
+
+
+def render_best_effort(summary: dict[str, Any]) -> str:
+    """Return the line for a person."""
+    counts = ", ".join(f"{summary[f'num_{name}']} {name}" for name in ("failed", "cancelled"))
+    kinds = ", ".join(f"{count} × {kind}" for kind, count in summary["failures"].items())
+    requests, tokens = (_number(summary[f"{name}_per_s"]) for name in ("requests", "output_tokens"))
+    line = f"best effort {summary['num_complete']} done, {counts} at the end, in {summary['duration_s']:.2f} s"
+    return f"{line}; per second {requests} requests, {tokens} tokens out" + (f"; failed {kinds}" if kinds else "")
 
 
 def _unfinished(summary: dict[str, Any]) -> str:

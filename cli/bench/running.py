@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 
+from cli.bench.best_effort import ClosedLoop
 from cli.bench.load import BenchLoad
 from cli.console import Console
 from cli.exit_codes import KILLED
@@ -34,15 +35,25 @@ async def load_session(timeout_s: float, api_key: str) -> AsyncIterator[aiohttp.
         yield session
 
 
-async def run_shown(load: BenchLoad, console: Console) -> None:
-    """Return when every request of the load has ended; meanwhile a terminal shows how far it is."""
-    progress = asyncio.create_task(_show(load, console), name="progress")
+async def run_shown(load: BenchLoad, console: Console, best_effort: ClosedLoop | None = None) -> None:
+    """Return when every request of the load has ended; meanwhile a terminal shows how far it is.
+
+    Args:
+        load: not begun.
+        console: where the person looks.
+        best_effort: goes on beside the load until that has ended.
+    """
+    beside = [asyncio.create_task(_show(load, console, best_effort), name="progress")]
+    if best_effort is not None:
+        beside.append(asyncio.create_task(best_effort.run(), name="best-effort"))
     try:
         await load.run()
     finally:
-        progress.cancel()
-        with suppress(asyncio.CancelledError):
-            await progress
+        for task in beside:
+            task.cancel()
+        for task in beside:
+            with suppress(asyncio.CancelledError):
+                await task
         console.end_status()
 
 
@@ -66,7 +77,7 @@ def check_folder(json_file: str) -> None:
         raise StartupError(f"there is no folder {folder}", "Name another file with --json")
 
 
-async def _show(load: BenchLoad, console: Console) -> None:
+async def _show(load: BenchLoad, console: Console, best_effort: ClosedLoop | None) -> None:
     while console.is_terminal:  # a pipe gets no progress, and the load no work beside it
-        console.show_status(load.describe())
+        console.show_status("; ".join(each.describe() for each in (load, best_effort) if each is not None))
         await asyncio.sleep(PROGRESS_PERIOD_S)
