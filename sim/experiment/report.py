@@ -113,6 +113,7 @@ _BESIDE: Final = (
     _Row("preemptions of a request at most", ("preemptions_per_request", "max"), _count),
     _Row("best effort: requests", ("best_effort", "requests"), _count),
     _Row("best effort: without a whole answer", ("best_effort", "refused"), _count, if_any=True),
+    _Row("best effort: cancelled at the end", ("best_effort", "unfinished"), _count, if_any=True),
     *(
         _Row(f"best effort: {title} {name}", ("best_effort", key, name), _seconds, has_factor=True)
         for key, title in (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("normalised_latency_s", "normalised latency"))

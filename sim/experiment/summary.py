@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from sim.experiment.records import I64, Records
+from sim.experiment.records import I64, UNFINISHED, Records
 from sim.workload.workload import F64, Bool
 
 Summary = dict[str, Any]
@@ -214,7 +214,8 @@ def _beside(records: Records, warm_up_s: float, cut_off_s: float | None) -> Summ
         told["best_effort"] = {
             "requests": len(measured),
             "completed": int(measured.is_complete.sum()),
-            "refused": int((~measured.is_complete).sum()),
+            "refused": len(measured) - int(measured.is_complete.sum()) - measured.failure.count(UNFINISHED),
+            "unfinished": measured.failure.count(UNFINISHED),
             "ttft_s": spread(measured.ttft_s),
             "tpot_s": spread(measured.tpot_s),
             "normalised_latency_s": spread(measured.normalised_latency_s),

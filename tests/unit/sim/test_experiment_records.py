@@ -172,7 +172,7 @@ def test_figures_are_of_those_who_wait_and_best_effort_has_its_own() -> None:
     }
     assert summary["drained"] == {"requests_per_s": 3 / 8, "tokens_per_s": 8 / 8, "prompt_tokens_per_s": 330 / 8}
     found = summary["best_effort"]
-    assert (found["requests"], found["completed"], found["refused"]) == (2, 1, 1)
+    assert (found["requests"], found["completed"], found["refused"], found["unfinished"]) == (2, 1, 0, 1)
     assert found["ttft_s"]["mean"] == 2.75
     assert found["normalised_latency_s"]["mean"] == 1.75
     assert found["preemptions_per_request"]["max"] == 5
