@@ -12,7 +12,15 @@ import aiohttp
 import numpy as np
 
 from cli.bench.best_effort import ClosedLoop, tier_fields
-from cli.bench.datasets import DatasetSample, read_samples, read_trace
+from cli.bench.datasets import (
+    DEFAULT_OUTPUT,
+    DatasetSample,
+    planned_sample,
+    read_planned,
+    read_samples,
+    read_trace,
+    with_output,
+)
 from cli.bench.load import BenchLoad, HttpLoad, http_send
 from cli.bench.prompts import PromptMaker, TokenScale
 from cli.bench.report import qoe_of, render, render_best_effort, summarise, summarise_best_effort
@@ -23,9 +31,6 @@ from cli.bench.workload import Planned, arrive_at, first, fit_context, synthetic
 from cli.console import Console
 from cli.exit_codes import DONE, FAILED, KILLED, CommandError
 from sluice_client.qoe import QoeTarget
-
-DEFAULT_OUTPUT = 128
-"""Tokens of an answer whose length nothing states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,19 +125,13 @@ class Bench:
         """Return what makes the request of a number; a data set begins again when all of it was asked."""
         requests = [replace(request, text="") for request in planned]
         if dataset:
-            requests = self._fit(self._all_of(dataset, scale), "requests of best effort")
+            requests = read_planned(Path(dataset), scale, self._settings.output_len)
+            requests = self._fit(requests, "requests of best effort")
         maker = PromptMaker(self._rng, scale, vocab_size=self._settings.vocab)
         fields = tier_fields(self._server)
         if not fields:
             self._console.line("the server is none of ours: best effort is asked as plain requests")
         return lambda number: self._body(requests[number % len(requests)], maker, fields)
-
-    def _all_of(self, dataset: str, scale: TokenScale) -> list[Planned]:
-        """Return every request of a file, in its order."""
-        output = self._settings.output_len
-        if dataset.endswith(".csv"):
-            return [_with_output(request, output) for request in read_trace(Path(dataset))]
-        return [_planned(sample, scale, output) for sample in read_samples(Path(dataset))]
 
     def _samples(self) -> list[DatasetSample]:
         if self._settings.dataset == "synthetic" or self._settings.dataset.endswith(".csv"):
@@ -155,12 +154,12 @@ class Bench:
         settings = self._settings
         output = settings.output_len
         if samples:
-            planned = [_planned(sample, scale, output) for sample in samples]
+            planned = [planned_sample(sample, scale, output) for sample in samples]
         elif settings.dataset == "synthetic":
             planned = synthetic(settings.num_prompts, settings.input_len, output or DEFAULT_OUTPUT)
         else:
             trace = upscale(read_trace(Path(settings.dataset)), settings.scale, self._rng)
-            planned = first([_with_output(request, output) for request in trace], settings.num_prompts)
+            planned = first([with_output(request, output) for request in trace], settings.num_prompts)
         if not planned:
             raise CommandError("the load has no request", "Raise --scale or --num-prompts", FAILED)
         return planned if settings.request_rate is None else arrive_at(planned, settings.request_rate, self._rng)
@@ -178,17 +177,6 @@ class Bench:
         if self._settings.ignore_eos and not request.text:
             fields["ignore_eos"] = True
         return json.dumps(fields | more).encode()
-
-
-def _with_output(request: Planned, num_output: int | None) -> Planned:
-    return request if num_output is None else Planned(request.arrival_s, request.num_input, num_output)
-
-
-def _planned(sample: DatasetSample, scale: TokenScale, num_output: int | None) -> Planned:
-    """Return the request of a sample; without a stated length the answer may be as long as the sample's."""
-    num_input = round(len(sample.prompt.split()) * scale.tokens_per_word + scale.overhead)
-    answer = round(len(sample.answer.split()) * scale.tokens_per_word)
-    return Planned(0.0, num_input, num_output or sample.max_tokens or answer or DEFAULT_OUTPUT, sample.prompt)
 
 
 async def run_bench(settings: BenchSettings, console: Console) -> tuple[int, str]:

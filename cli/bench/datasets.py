@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from cli.bench.prompts import TokenScale
 from cli.bench.workload import Planned
 from shared.reading import InputFile, parse_json
 from sim.workload import trace as trace_file
 
+DEFAULT_OUTPUT: Final = 128
+"""Tokens of an answer whose length nothing states."""
 MAX_DATASET_BYTES: Final = 2**30
 """Largest file; ShareGPT's has 640 MiB."""
 MAX_DATASET_PARTS: Final = 2**24
@@ -59,6 +62,34 @@ def read_samples(path: Path) -> list[DatasetSample]:
     if not samples:
         raise file.error('holds no prompt, that is no {"conversations": […]} and no {"prompt": …}')
     return samples
+
+
+def read_planned(path: Path, scale: TokenScale, num_output: int | None = None) -> list[Planned]:
+    """Return every request of a data set, in its order: of a trace with its times, of texts all due at once.
+
+    Args:
+        path: of the file.
+        scale: how the server counts words.
+        num_output: tokens of every answer; None: as the data set says.
+
+    Raises:
+        StartupError: the file cannot be read, or holds no request.
+    """
+    if path.suffix == ".csv":
+        return [with_output(request, num_output) for request in read_trace(path)]
+    return [planned_sample(sample, scale, num_output) for sample in read_samples(path)]
+
+
+def with_output(request: Planned, num_output: int | None) -> Planned:
+    """Return the request of a trace with another answer; None leaves it as it is."""
+    return request if num_output is None else Planned(request.arrival_s, request.num_input, num_output)
+
+
+def planned_sample(sample: DatasetSample, scale: TokenScale, num_output: int | None) -> Planned:
+    """Return the request of a sample; without a stated length the answer may be as long as the sample's."""
+    num_input = round(len(sample.prompt.split()) * scale.tokens_per_word + scale.overhead)
+    answer = round(len(sample.answer.split()) * scale.tokens_per_word)
+    return Planned(0.0, num_input, num_output or sample.max_tokens or answer or DEFAULT_OUTPUT, sample.prompt)
 
 
 def _lines(file: InputFile) -> list[Any]:

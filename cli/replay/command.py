@@ -11,18 +11,22 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from cli.bench.load import BenchLoad
-from cli.bench.prompts import PromptMaker
+from cli.bench.best_effort import ClosedLoop, tier_fields
+from cli.bench.datasets import read_planned
+from cli.bench.load import BenchLoad, http_send
+from cli.bench.prompts import PromptMaker, TokenScale
 from cli.bench.report import lateness_p99_s
 from cli.bench.running import check_folder, load_session, run_shown, until_stopped
 from cli.bench.server import BenchServer, measure_scale, probe_completions
 from cli.bench.stream import BenchRecord
+from cli.bench.workload import Planned
+from cli.bench.workload import fit_context as fit_planned
 from cli.console import Console
 from cli.exit_codes import DONE, FAILED, KILLED, CommandError
 from cli.replay.load import fit_context
-from cli.replay.records import records_of
+from cli.replay.records import is_silent, records_of
 from cli.replay.remarks import remarks_on
-from cli.replay.sender import VOCAB_SIZE, Prompts, replay_load, token_prompts
+from cli.replay.sender import VOCAB_SIZE, Prompts, best_effort_bodies, planned, replay_load, token_prompts
 from cli.replay.watch import ServerWatch
 from sim.experiment.compare import compare, to_json
 from sim.experiment.plots import check_matplotlib, write_plots
@@ -56,6 +60,8 @@ class ReplaySettings:
     """What QoE expects: seconds to the first token, then tokens per second."""
     slo: tuple[float, float] | None = None
     """What is in time: seconds to the first token, seconds per token."""
+    best_effort: tuple[int, str] | None = None
+    """What goes on beside the trace: requests under way, and their data set, or "" for the trace's own lengths."""
     vocab: int = VOCAB_SIZE
     """Prompts are of token ids below this, where the server takes ids."""
     seed: int = 0
@@ -109,7 +115,14 @@ class ReplayRun:
         """Requests that were cut to the model's context."""
         self.has_token_ids = False
         """Whether prompts are token ids, of exactly the wanted length, and not words of about that length."""
+        self._rng = np.random.default_rng(settings.seed)
+        self._scale: TokenScale | None = None
+        """How the server counts words; None: it was not asked."""
         self.load: BenchLoad | None = None
+        self.beside: ClosedLoop | None = None
+        """Best effort, if there is any."""
+        self.requests: list[Planned] = []
+        """What it asks for, again from the first when all were asked."""
         self.watch: ServerWatch | None = None
 
     @property
@@ -126,10 +139,12 @@ class ReplayRun:
         prompts = await self._choose_prompts()
         self._say_what_is_sent()
         self.load = replay_load(self._session, self.server, self.workload, prompts)
+        if self._settings.best_effort is not None:
+            self.beside = await self._best_effort(*self._settings.best_effort, self.load)
         self.watch = ServerWatch(self._session, self.server.base_url, self.load.clock)
         watching = asyncio.create_task(self.watch.run(), name="watch")
         try:
-            await run_shown(self.load, self._console)
+            await run_shown(self.load, self._console, self.beside)
             await self.watch.look()
         finally:
             watching.cancel()
@@ -148,9 +163,29 @@ class ReplayRun:
             )
         if self.has_token_ids:
             return token_prompts(self.workload, self._settings.vocab)
-        rng = np.random.default_rng(self._settings.seed)
-        maker = PromptMaker(rng, await measure_scale(self.server, self._session, rng, ()))
+        maker = PromptMaker(self._rng, await self._count_words())
         return lambda index: maker.make(int(self.workload.num_prompt[index]))
+
+    async def _count_words(self) -> TokenScale:
+        """Return how the server counts words."""
+        if self._scale is None:
+            self._scale = await measure_scale(self.server, self._session, self._rng, ())
+        return self._scale
+
+    async def _best_effort(self, num_in_flight: int, dataset: str, load: BenchLoad) -> ClosedLoop:
+        """Return what goes on beside the load."""
+        self.requests = planned(self.workload)
+        if dataset:
+            self.requests = read_planned(Path(dataset), await self._count_words())
+            if limit := self.server.max_model_len:
+                self.requests, _ = fit_planned(self.requests, limit)
+        if not tier_fields(self.server):
+            self._console.line("the server is none of ours: best effort is asked as plain requests")
+        vocab_size = self._settings.vocab if self.has_token_ids else 0
+        rng = np.random.default_rng((self._settings.seed, 0, 1))  # of no prompt of the trace: (seed, index)
+        maker = PromptMaker(rng, self._scale or TokenScale(), vocab_size=vocab_size)
+        bodies = best_effort_bodies(self.server, self.requests, maker)
+        return ClosedLoop(http_send(self._session, self.server, bodies, load.clock), num_in_flight, load.clock)
 
     def _say_what_is_sent(self) -> None:
         load = self.workload
@@ -186,16 +221,22 @@ def _conclude(settings: ReplaySettings, replay: ReplayRun, *, is_whole: bool) ->
     outcomes = replay.outcomes
     if replay.watch is None or not outcomes:
         raise CommandError("stopped before the first request was sent", "", KILLED)
-    result = RunResult(records_of(replay.workload, outcomes), replay.watch.facts(), replay.watch.samples())
+    beside = [] if replay.beside is None else replay.beside.outcomes
+    records = records_of(replay.workload, outcomes, beside, replay.requests)
+    result = RunResult(records, replay.watch.facts(), replay.watch.samples())
     slo = None if settings.slo is None else Slo(*settings.slo)
-    summary = summarise(result.records, result.facts, slo=slo, warm_up_s=settings.warm_up_s)
+    cut_off_s = None
+    if replay.beside is not None:
+        cut_off_s = settings.duration_s or float(replay.workload.arrival_s[-1])
+    summary = summarise(records, result.facts, slo=slo, warm_up_s=settings.warm_up_s, cut_off_s=cut_off_s)
     name = settings.name or replay.server.owner or "server"
     comparison = compare(_scenario(settings, replay), {settings.seed: {name: summary}})
     _write(settings, to_json(comparison), {name: result})
-    lines = [render(comparison), "", *remarks_on(outcomes, result.records)]
+    lines = [render(comparison), "", *remarks_on(outcomes, records.real_time, beside)]
     if not is_whole:
         return KILLED, "\n".join([*lines, "stopped by Ctrl-C; the figures are those of the answers so far"])
-    return (DONE if result.records.is_complete.all() else FAILED), "\n".join(lines).rstrip()
+    has_failed = any(outcome.failure and not is_silent(outcome) for outcome in beside)
+    return (FAILED if has_failed or not records.real_time.is_complete.all() else DONE), "\n".join(lines).rstrip()
 
 
 def _scenario(settings: ReplaySettings, replay: ReplayRun) -> dict[str, Any]:
@@ -211,6 +252,7 @@ def _scenario(settings: ReplaySettings, replay: ReplayRun) -> dict[str, Any]:
         "duration_s": settings.duration_s,
         "warm_up_s": settings.warm_up_s,
         "reader": dict(zip(("ttft_s", "speed_tokens_per_s"), settings.reader, strict=True)),
+        "best_effort": None if settings.best_effort is None else list(settings.best_effort),
         "prompts": "token ids" if replay.has_token_ids else "words",
         "num_cut_to_context": replay.num_cut,
         "lateness_p99_s": lateness_p99_s(replay.outcomes),

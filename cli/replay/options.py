@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import click
 
-from cli.bench.options import POSITIVE_INT, Positive
+from cli.bench.options import POSITIVE_INT, Positive, best_effort
 from cli.simulate.options import numbers
 
 _EPILOG: Final = """\b
@@ -16,11 +16,15 @@ Examples:
   sluice replay arrivals.csv                               to port 8000, as the trace was recorded
   sluice replay arrivals.csv --url http://host:8000 --upscale 8 --duration 300
   sluice replay arrivals.csv --lengths sharegpt --seed 1 --json live.json --plot figures
+  sluice replay arrivals.csv --best-effort 32              beside it 32 requests of best effort, always
 
 Every request is sent when it is due, however slow the answers are, and counts from when it was sent; a load that was
 late itself is told so. Prompts are random token ids of exactly the trace's lengths where the server takes ids, else
 words of about these lengths. Table and JSON are those of `sluice compare --trace`, which simulates the same arrivals
 and lengths; what the server does not tell of itself (/metrics, /v1/cluster) is left out.
+
+Best effort is as of `sluice bench`: it goes on until the trace's last answer has ended, and what is under way then is
+cancelled. All other figures are the trace's; best effort has its own.
 
 The exit code is 1 if a request failed, 2 if the trace is none, 3 if nothing answers, 130 after Ctrl-C.
 """
@@ -39,6 +43,12 @@ The exit code is 1 if a request failed, 2 if the trace is none, 3 if nothing ans
     "--reader", metavar="ttft=S,speed=R", callback=numbers("ttft", "speed"), help="For QoE. [ttft=1,speed=4.8]"
 )
 @click.option("--slo", metavar="ttft=S,tpot=S", callback=numbers("ttft", "tpot"), help="What is in time.")
+@click.option(
+    "--best-effort",
+    metavar="N|FILE|N,FILE",
+    callback=best_effort,
+    help="Beside the trace N requests of best effort always under way: as long as its own, or of a data set. [N: 32]",
+)
 @click.option("--vocab", metavar="N", type=POSITIVE_INT, help="Prompts are of token ids below N. [100]")
 @click.option("--seed", metavar="N", type=click.IntRange(min=0), default=0, help="Of lengths and prompts. [0]")
 @click.option("--timeout-s", metavar="S", type=Positive(), default=600.0, help="Limit of a request. [600]")

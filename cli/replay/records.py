@@ -7,11 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from cli.bench.stream import EMPTY, BenchRecord
+from cli.bench.workload import Planned
 from sim.experiment.records import Recorder, Records
 from sim.workload.workload import Workload
 
 
-def records_of(workload: Workload, outcomes: Sequence[BenchRecord]) -> Records:
+def records_of(
+    workload: Workload,
+    outcomes: Sequence[BenchRecord],
+    beside: Sequence[BenchRecord] = (),
+    requests: Sequence[Planned] = (),
+) -> Records:
     """Return the records of the requests that were sent; a request arrives when its client sends it.
 
     Tokens without text (control tokens, as a model may say them when it has to go on past its end) come with the next
@@ -20,20 +26,29 @@ def records_of(workload: Workload, outcomes: Sequence[BenchRecord]) -> Records:
     Args:
         workload: what was planned.
         outcomes: of its first requests, in order; further ones were not sent, and are left out.
+        beside: of best effort; number i asked for `requests[i % len(requests)]`.
+        requests: see there.
     """
     recorder = Recorder(workload)
-    arrival_s = workload.arrival_s.copy()
-    was_sent = np.zeros(len(workload), dtype=np.bool_)
+    arrival_s = np.full(len(workload), np.nan)
     for outcome in outcomes:
-        arrival_s[outcome.index], was_sent[outcome.index] = outcome.sent_s, True
-        for at_s, count in outcome.deliveries:
-            recorder.tokens(outcome.index, at_s, count)
-        if outcome.end_s is not None and is_silent(outcome):
-            recorder.tokens(outcome.index, outcome.end_s, outcome.num_output)
-            recorder.end(outcome.index)
-        elif outcome.end_s is not None:
-            recorder.end(outcome.index, outcome.failure)
-    return recorder.records(arrival_s).select(was_sent)
+        arrival_s[outcome.index] = outcome.sent_s
+        _note(recorder, outcome.index, outcome)
+    for outcome in beside:
+        asked = requests[outcome.index % len(requests)]
+        num_prompt = asked.num_input if outcome.num_input is None else outcome.num_input
+        _note(recorder, recorder.add(outcome.sent_s, num_prompt, asked.num_output), outcome)
+    return recorder.records(arrival_s)
+
+
+def _note(recorder: Recorder, index: int, outcome: BenchRecord) -> None:
+    for at_s, count in outcome.deliveries:
+        recorder.tokens(index, at_s, count)
+    if outcome.end_s is not None and is_silent(outcome):
+        recorder.tokens(index, outcome.end_s, outcome.num_output)
+        recorder.end(index)
+    elif outcome.end_s is not None:
+        recorder.end(index, outcome.failure)
 
 
 def is_silent(outcome: BenchRecord) -> bool:

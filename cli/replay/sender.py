@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import aiohttp
 import numpy as np
 
+from cli.bench.best_effort import tier_fields
 from cli.bench.load import HttpLoad
+from cli.bench.prompts import PromptMaker
 from cli.bench.server import BenchServer
 from cli.bench.workload import Planned
 from shared.api_keys import Tier
@@ -30,16 +32,29 @@ def token_prompts(workload: Workload, vocab_size: int = VOCAB_SIZE) -> Prompts:
 
 def replay_load(session: aiohttp.ClientSession, server: BenchServer, workload: Workload, prompts: Prompts) -> HttpLoad:
     """Return the load of a replay, all of it made ready."""
-    bodies = [_body(server, workload, index, prompts(index)) for index in range(len(workload))]
-    return HttpLoad(_planned(workload), bodies, session, server)
+    requests = planned(workload)
+    bodies = [
+        _body(server, prompts(index), request.num_output, _own_fields(workload, index) if server.is_own else {})
+        for index, request in enumerate(requests)
+    ]
+    return HttpLoad(requests, bodies, session, server)
 
 
-def _body(server: BenchServer, workload: Workload, index: int, prompt: str | list[int]) -> bytes:
-    fields: dict[str, Any] = server.body(prompt, int(workload.num_output[index]))
+def best_effort_bodies(server: BenchServer, requests: Sequence[Planned], maker: PromptMaker) -> Callable[[int], bytes]:
+    """Return what makes the best-effort request of a number; the requests begin again when all were asked."""
+
+    def body(number: int) -> bytes:
+        request = requests[number % len(requests)]
+        more = tier_fields(server) | ({"ignore_eos": False} if request.text else {})
+        return _body(server, request.text or maker.make(request.num_input), request.num_output, more)
+
+    return body
+
+
+def _body(server: BenchServer, prompt: str | list[int], num_output: int, more: dict[str, Any]) -> bytes:
+    fields: dict[str, Any] = server.body(prompt, num_output)
     fields |= {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0.0, "ignore_eos": True}
-    if server.is_own:
-        fields |= _own_fields(workload, index)
-    return json.dumps(fields).encode()
+    return json.dumps(fields | more).encode()
 
 
 def _own_fields(workload: Workload, index: int) -> dict[str, Any]:
@@ -53,6 +68,7 @@ def _own_fields(workload: Workload, index: int) -> dict[str, Any]:
     return fields
 
 
-def _planned(workload: Workload) -> list[Planned]:
+def planned(workload: Workload) -> list[Planned]:
+    """Return the requests as a load has them."""
     columns = (workload.arrival_s, workload.num_prompt, workload.num_output)
     return [Planned(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]

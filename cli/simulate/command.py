@@ -17,7 +17,7 @@ from cli.simulate.progress import RunProgress
 from shared.errors import StartupError
 from shared.systems import DEFAULT_SYSTEM, find_system
 from sim.experiment.alone import alone
-from sim.experiment.compare import compare, to_json
+from sim.experiment.compare import against_alone, compare, to_json
 from sim.experiment.plan import InstancePlan, plan_instances
 from sim.experiment.plots import check_matplotlib, write_plots
 from sim.experiment.report import render
@@ -58,6 +58,10 @@ def run_compare(systems: Sequence[str], flags: Mapping[str, Any]) -> int:
     bounds = [name for name in names if experiment.scenario.has_unlimited_memory(name)]
     if len(names) > 1:
         comparison["slo_scales"] = rounded(missed_by_scale(list(latencies.values()), bounds))
+    without = [name for name in names if not experiment.scenario.variant(name).best_effort]
+    if without and len(names) > 1:
+        told = against_alone(comparison["systems"], list(latencies.values()), without[0])
+        comparison["against_alone"] = rounded(told)
     if experiment.json_file is not None:
         _write(experiment.json_file, to_json(comparison))
     if experiment.plot_folder is not None:

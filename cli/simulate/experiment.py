@@ -103,6 +103,8 @@ def describe(experiment: Experiment) -> dict[str, Any]:
         "step_ms": {name.removesuffix("_s"): 1e3 * value for name, value in asdict(instance.cost).items()},
         "reader": None if scenario.reader is None else scenario.reader.model_dump(),
         "slo": None if scenario.slo is None else scenario.slo.model_dump(),
+        "best_effort": None if scenario.best_effort is None else scenario.best_effort.model_dump(),
+        "best_effort_share": scenario.best_effort_share,
         "variants": {
             name: variant.model_dump(mode="json", exclude_defaults=True) for name, variant in scenario.variants.items()
         },
@@ -154,6 +156,7 @@ def _of_trace(cluster: Scenario, trace: Path) -> Scenario:
         "duration_s": None,
         "warm_up_s": 0.0,
         "best_effort": None,
+        "best_effort_share": 0.0,
     }
     return cluster.model_copy(update=own)
 

@@ -88,8 +88,13 @@ def run_job(job: Job, on_progress: Callable[[Progress], None]) -> RunDone:
     with only_from("error"):
         result = run_system(job.scenario, job.system, job.seed, job.traces, report)
     slo = None if job.scenario.slo is None else Slo(job.scenario.slo.ttft_s, job.scenario.slo.tpot_s)
-    summary = summarise(result.records, result.facts, slo=slo, warm_up_s=job.scenario.warm_up_s)
-    latencies = Latencies.of(result.records, job.scenario.warm_up_s)
+    warm_up_s, cut_off_s = job.scenario.warm_up_s, job.scenario.duration_s
+    if not job.scenario.has_best_effort:
+        cut_off_s = None
+    elif cut_off_s is None:
+        cut_off_s = float(result.records.real_time.arrival_s[-1])
+    summary = summarise(result.records, result.facts, slo=slo, warm_up_s=warm_up_s, cut_off_s=cut_off_s)
+    latencies = Latencies.of(result.records, warm_up_s)
     return RunDone(summary, latencies, result if job.keep_result else None, time.monotonic() - began_s, last_s)
 
 

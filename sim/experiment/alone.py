@@ -49,6 +49,8 @@ def alone_records(workload: Workload, cost: CostModel, max_batch_tokens: int) ->
         counts,
         workload.qoe_ttft_s,
         workload.qoe_speed,
+        workload.tier,
+        np.zeros(len(workload)),
         ("",) * len(workload),
         np.concatenate([np.zeros(0), *tokens]),
         np.concatenate(([0], np.cumsum(counts, dtype=np.int64))),

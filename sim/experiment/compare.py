@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from sim.experiment.slo_scales import Latencies
 from sim.experiment.summary import Summary, rounded
 
 ORACLE: Final = "oracle"
@@ -88,6 +89,46 @@ def gaps_closed(systems: Mapping[str, Summary]) -> dict[str, dict[str, float | N
     }
 
 
+def against_alone(
+    systems: Mapping[str, Summary], runs: Sequence[Mapping[str, Latencies]], alone: str
+) -> dict[str, Any]:
+    """Return what best effort costs those who wait: every system against one that had none, on the same cards.
+
+    `in_time_points` is how much larger a share kept both limits, in points; `shown_later_ratio` how much later the last
+    token was displayed, counted from the arrival, as a mean over the requests that ended in both; `ttft_p99_s` how much
+    longer the P99 TTFT was.
+
+    Args:
+        systems: means over the seeds.
+        runs: of each seed, by system.
+        alone: name of the system that had no best effort.
+    """
+
+    def more(name: str, key: str, figure: str) -> float | None:
+        own, base = (each[key] and each[key][figure] for each in (systems[name], systems[alone]))
+        return None if own is None or base is None else float(own - base)
+
+    def later(name: str) -> float | None:
+        ratios = [run[name].shown_s / run[alone].shown_s - 1 for run in runs]
+        means = [float(each[~np.isnan(each)].mean()) for each in ratios if not np.isnan(each).all()]
+        return float(np.mean(means)) if len(means) == len(runs) else None
+
+    def points(name: str) -> float | None:
+        share = more(name, "slo", "both_share")
+        return None if share is None else 100 * share
+
+    figures = {
+        name: {
+            "in_time_points": points(name),
+            "shown_later_ratio": later(name),
+            "ttft_p99_s": more(name, "ttft_s", "p99"),
+        }
+        for name in systems
+        if name != alone
+    }
+    return {"system": alone, "systems": figures}
+
+
 def to_json(comparison: Comparison) -> str:
     """Return the text of a comparison's file: the same bytes for the same values."""
     return json.dumps(comparison, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
@@ -104,9 +145,11 @@ def _is_qoe_gap(baseline: float, bound: float) -> bool:
 
 def _merged(trees: Sequence[Any], merge: Any) -> Any:
     """Return one tree whose leaves are merged from the trees' leaves; None where one of them is None."""
+    if any(tree is None for tree in trees):
+        return None
     if isinstance(trees[0], Mapping):
         return {key: _merged([tree[key] for tree in trees], merge) for key in trees[0]}
-    return None if any(value is None for value in trees) else merge(trees)
+    return merge(trees)
 
 
 def _mean(values: Sequence[float]) -> float:

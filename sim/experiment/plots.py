@@ -101,10 +101,12 @@ def _timeline(results: _Results) -> Figure:
     last_s = max(float(result.records.token_s.max(initial=0.0)) for result in results.values())
     window_s = (last_s or 1.0) / NUM_WINDOWS
     for name, result in results.items():
-        records = result.records
+        records = result.records.real_time
         ttft.plot(*windowed_mean(records.arrival_s, records.ttft_s, window_s), lw=1)
         qoe.plot(*windowed_mean(records.arrival_s, records.qoe, window_s), lw=1)
         (line,) = throughput.plot(*windowed_tokens_per_s(records, window_s), label=name, lw=1)
+        if (beside := result.records.select(result.records.is_best_effort)).token_s.size:
+            throughput.plot(*windowed_tokens_per_s(beside, window_s), ls="--", color=line.get_color(), lw=1)
         if (samples := result.samples) is not None:
             look: Any = {"color": line.get_color(), "lw": 1}
             peaks = partial(windowed_max, samples.at_s, window_s=(last_s or 1.0) / NUM_PEAKS)
@@ -116,7 +118,7 @@ def _timeline(results: _Results) -> Figure:
     _label(waiting, "", "requests waiting\nor preempted")
     _label(ttft, "", f"mean TTFT, s\n(arrivals of {window_s:.3g} s)")
     _label(qoe, "", "mean QoE")
-    _label(throughput, "seconds", "output tokens/s")
+    _label(throughput, "seconds", "output tokens/s\n(dashed: best effort)")
     throughput.legend(fontsize="small")
     return figure
 
@@ -128,7 +130,7 @@ def _latency(results: _Results, bounds: Collection[str]) -> Figure:
         ("TPOT", lambda records: records.tpot_s),
     ]
     for (bars, curve), (title, values_of) in zip(axes, figures, strict=True):
-        values = {name: values_of(result.records) for name, result in results.items()}
+        values = {name: values_of(result.records.real_time) for name, result in results.items()}
         _draw_percentiles(bars, values, title)
         unit_s = best_median(values, bounds)
         for name, each in values.items():
@@ -154,9 +156,8 @@ def _draw_percentiles(axes: Axes, values: Mapping[str, F64], title: str) -> None
 def _cdfs(results: _Results) -> Figure:
     figure, axes = _figure(1, 3, (12, 4))
     for name, result in results.items():
-        for place, values in zip(
-            axes[0], (result.records.ttft_s, result.records.tpot_s, result.records.qoe), strict=True
-        ):
+        records = result.records.real_time
+        for place, values in zip(axes[0], (records.ttft_s, records.tpot_s, records.qoe), strict=True):
             place.plot(*cdf(values), label=name, lw=1)
     for place, title in zip(axes[0], ("TTFT, s", "TPOT, s", "QoE"), strict=True):
         _label(place, title, "share of requests")

@@ -12,20 +12,31 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.qoe import answer_qoe, token_value, unread_tokens
-from sim.workload.workload import F64, I32, Workload
+from shared.api_keys import Tier
+from shared.qoe import answer_qoe, displayed, token_value, unread_tokens
+from sim.workload.workload import F64, I32, U8, Bool, Workload, best_effort_of
 
 I64 = NDArray[np.int64]
-Bool = NDArray[np.bool_]
 
 AT_ONCE_S = 1e-9
 """Tokens that are less apart on average came at once."""
 UNFINISHED = "unfinished"
 """Failure of a request that neither ended nor failed while the run lasted."""
+_COLUMNS: Final = (
+    "arrival_s",
+    "num_prompt",
+    "num_output",
+    "qoe_ttft_s",
+    "qoe_speed",
+    "tier",
+    "num_preemptions",
+)
+"""Of one number per request."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,10 @@ class Records:
     """[n] time to first token that the reader expects; NaN when no reader follows."""
     qoe_speed: F64
     """[n] tokens per second at which the reader reads; NaN when no reader follows."""
+    tier: U8
+    """[n] `Tier`; best effort is what nobody waits for."""
+    num_preemptions: F64
+    """[n] how often it was preempted; NaN where nobody said."""
     failure: tuple[str, ...]
     """[n] why there is no whole answer; empty for a complete one."""
     token_s: F64
@@ -54,17 +69,23 @@ class Records:
 
     def select(self, wanted: Bool) -> Records:
         """Return these requests only, [n] bool."""
-        counts = self.num_tokens[wanted]
+        columns = {name: getattr(self, name)[wanted] for name in _COLUMNS}
         return Records(
-            self.arrival_s[wanted],
-            self.num_prompt[wanted],
-            self.num_output[wanted],
-            self.qoe_ttft_s[wanted],
-            self.qoe_speed[wanted],
-            tuple(self.failure[i] for i in np.flatnonzero(wanted)),
-            self.token_s[np.repeat(wanted, self.num_tokens)],
-            np.concatenate(([0], np.cumsum(counts))),
+            **columns,
+            failure=tuple(self.failure[i] for i in np.flatnonzero(wanted)),
+            token_s=self.token_s[np.repeat(wanted, self.num_tokens)],
+            token_begin=np.concatenate(([0], np.cumsum(self.num_tokens[wanted]))),
         )
+
+    @cached_property
+    def is_best_effort(self) -> Bool:
+        """[n] whether nobody waits for it."""
+        return best_effort_of(self.tier)
+
+    @cached_property
+    def real_time(self) -> Records:
+        """The requests that somebody waits for."""
+        return self.select(~self.is_best_effort) if self.is_best_effort.any() else self
 
     @cached_property
     def is_complete(self) -> Bool:
@@ -93,6 +114,26 @@ class Records:
         tpot = np.full(len(self), np.nan)
         np.divide(self.last_token_s - first_s, self.num_tokens - 1, out=tpot, where=self.num_tokens > 1)
         return tpot
+
+    @cached_property
+    def normalised_latency_s(self) -> F64:
+        """[n] arrival to last token, per token; NaN without a whole answer.
+
+        Source: Orca's normalised latency, as BROS, section 7.1, defines it.
+        """
+        latency = np.full(len(self), np.nan)
+        whole = self.is_complete & (self.num_tokens > 0)
+        np.divide(self.last_token_s - self.arrival_s, self.num_tokens, out=latency, where=whole)
+        return latency
+
+    @cached_property
+    def shown_s(self) -> F64:
+        """[n] arrival to the instant at which the last token is displayed; NaN without a reader or a whole answer."""
+        shown = np.full(len(self), np.nan)
+        for i in np.flatnonzero(self.is_complete & (self.num_tokens > 0) & ~np.isnan(self.qoe_speed)):
+            tokens = self.token_s[self.token_begin[i] : self.token_begin[i + 1]] - self.arrival_s[i]
+            shown[i], _ = displayed(tokens, float(self.qoe_ttft_s[i]), float(self.qoe_speed[i]))
+        return shown
 
     @cached_property
     def tds_tokens_per_s(self) -> F64:
@@ -166,15 +207,25 @@ class Recorder:
     """Collects tokens while a run lasts.
 
     Args:
-        workload: whose requests, by their index, it hears of.
+        workload: whose requests, by their index, it hears of; others may be added.
     """
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
         self._tokens = [array("d") for _ in range(len(workload))]
         self._failure = [UNFINISHED] * len(workload)
+        self._num_preemptions = array("d", [np.nan]) * len(workload)
+        self._added: list[tuple[float, int, int]] = []
         self.num_done = 0
-        """Requests that ended, well or not."""
+        """Requests of the workload that ended, well or not."""
+
+    def add(self, arrival_s: float, num_prompt: int, num_output: int) -> int:
+        """Return the index of a best-effort request that comes beside the workload, at this instant."""
+        self._added.append((arrival_s, num_prompt, num_output))
+        self._tokens.append(array("d"))
+        self._failure.append(UNFINISHED)
+        self._num_preemptions.append(np.nan)
+        return len(self._tokens) - 1
 
     def tokens(self, index: int, at_s: float, count: int = 1) -> None:
         """Note that the next `count` tokens of a request came at this instant."""
@@ -188,26 +239,34 @@ class Recorder:
         """Note that the next tokens of a request came at these instants."""
         self._tokens[index].frombytes(at_s.tobytes())
 
-    def end(self, index: int, failure: str = "") -> None:
-        """Note that a request ended; without a failure, it is complete."""
+    def end(self, index: int, failure: str = "", num_preemptions: float = np.nan) -> None:
+        """Note that a request ended; without a failure, it is complete. NaN: nobody says how often it was preempted."""
         self._failure[index] = failure
-        self.num_done += 1
+        self._num_preemptions[index] = num_preemptions
+        self.num_done += index < len(self._workload)
 
     def records(self, arrival_s: F64 | None = None) -> Records:
         """Return what is known now.
 
         Args:
-            arrival_s: [n] when each request was really sent, if not when the workload says.
+            arrival_s: [len(workload)] when each request was really sent, if not when the workload says; NaN leaves one
+                that was not sent out.
         """
         workload = self._workload
-        counts = [len(tokens) for tokens in self._tokens]
+        added_s, added_prompt, added_output = np.array(self._added, dtype=np.float64).reshape(-1, 3).T
+        nobody = np.full(len(self._added), np.nan)
+        arrivals = np.concatenate((workload.arrival_s if arrival_s is None else arrival_s, added_s))
+        order = np.argsort(arrivals, kind="stable")[: np.count_nonzero(~np.isnan(arrivals))]
+        counts = [len(self._tokens[i]) for i in order]
         return Records(
-            workload.arrival_s if arrival_s is None else arrival_s,
-            workload.num_prompt,
-            workload.num_output,
-            workload.qoe_ttft_s,
-            workload.qoe_speed,
-            tuple(self._failure),
-            np.concatenate([np.frombuffer(tokens) for tokens in self._tokens if tokens] or [np.zeros(0)]),
+            arrivals[order],
+            np.concatenate((workload.num_prompt, added_prompt.astype(np.int32)))[order],
+            np.concatenate((workload.num_output, added_output.astype(np.int32)))[order],
+            np.concatenate((workload.qoe_ttft_s, nobody))[order],
+            np.concatenate((workload.qoe_speed, nobody))[order],
+            np.append(workload.tier, np.full(nobody.size, Tier.FLEX, dtype=np.uint8))[order],
+            np.array(self._num_preemptions)[order],
+            tuple(self._failure[i] for i in order),
+            np.concatenate([np.zeros(0), *(np.frombuffer(self._tokens[i]) for i in order if self._tokens[i])]),
             np.concatenate(([0], np.cumsum(counts, dtype=np.int64))),
         )

@@ -31,6 +31,18 @@ def _count(value: float) -> str:
     return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
 
 
+def _points(value: float) -> str:
+    return f"{value:+.1f} points"
+
+
+def _more(value: float) -> str:
+    return f"{100 * value:+.1f} %"
+
+
+def _longer(value: float) -> str:
+    return ("-" if value < 0 else "+") + _seconds(abs(value))
+
+
 def _gigabytes(value: float) -> str:
     return f"{value / 1e9:.2f} GB"
 
@@ -47,6 +59,7 @@ class _Row:
     """Whether the row is left out where every figure is 0."""
 
 
+_LATENCIES: Final = ("mean", "p50", "p99")
 _ROWS: Final = (
     _Row("requests", ("requests",), _count),
     _Row("without a whole answer", ("refused",), _count, if_any=True),
@@ -90,6 +103,45 @@ _ROWS: Final = (
     _Row("GPUs at most", ("gpus_peak",), _count),
     _Row("GPU seconds", ("gpu_seconds",), _count),
 )
+_WINDOWS: Final = (("cut_off", "at the cut-off"), ("drained", "when drained"))
+_BESIDE: Final = (
+    *(
+        _Row(f"normalised latency {name}", ("normalised_latency_s", name), _seconds, has_factor=True)
+        for name in _LATENCIES
+    ),
+    _Row("preemptions of a request p99", ("preemptions_per_request", "p99"), _count),
+    _Row("preemptions of a request at most", ("preemptions_per_request", "max"), _count),
+    _Row("best effort: requests", ("best_effort", "requests"), _count),
+    _Row("best effort: without a whole answer", ("best_effort", "refused"), _count, if_any=True),
+    _Row("best effort: cancelled at the end", ("best_effort", "unfinished"), _count, if_any=True),
+    *(
+        _Row(f"best effort: {title} {name}", ("best_effort", key, name), _seconds, has_factor=True)
+        for key, title in (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("normalised_latency_s", "normalised latency"))
+        for name in _LATENCIES
+    ),
+    _Row("best effort: preemptions p99", ("best_effort", "preemptions_per_request", "p99"), _count),
+    _Row("cut off at", ("cut_off_s",), _seconds),
+    _Row("waited for then", ("cut_off", "unfinished"), _count),
+    _Row("tokens lacking then", ("cut_off", "lacking_tokens"), _count),
+    _Row("drained at", ("drained_s",), _seconds),
+    *(
+        _Row(f"{title} {when}", (*path, window, key), form, has_factor=True)
+        for window, when in _WINDOWS
+        for path, key, title, form in (
+            (("best_effort",), "requests_per_s", "best effort: requests/s", _ratio),
+            (("best_effort",), "tokens_per_s", "best effort: tokens/s", _count),
+            (("best_effort",), "prompt_tokens_per_s", "best effort: prompt tokens/s", _count),
+            ((), "tokens_per_s", "both: tokens/s", _count),
+            ((), "prompt_tokens_per_s", "both: prompt tokens/s", _count),
+        )
+    ),
+)
+"""Where there is best effort."""
+_ALONE: Final = (
+    _Row("in time, against alone", ("in_time_points",), _points),
+    _Row("displayed later than alone", ("shown_later_ratio",), _more),
+    _Row("TTFT p99, against alone", ("ttft_p99_s",), _longer),
+)
 _GAPS: Final = (
     _Row("gap closed: TTFT p99", ("ttft_p99",), _share),
     _Row("gap closed: QoE mean", ("qoe_mean",), _share),
@@ -103,6 +155,10 @@ def render(comparison: Comparison) -> str:
     names = list(systems)
     lines = [["", names[0], *(_beside(name, "") for name in names[1:])]]
     lines += _lines(_ROWS, systems)
+    if any(each["best_effort"] is not None for each in systems.values()):
+        lines += _lines(_BESIDE, systems)
+    if (against := comparison.get("against_alone")) is not None:
+        lines += _lines(_ALONE, {name: against["systems"].get(name) for name in names})
     lines += _slo_lines(comparison.get("slo_scales"), names)
     lines += _lines(_GAPS, comparison["gap_closed"])
     table = _table(lines)
@@ -114,7 +170,7 @@ def render(comparison: Comparison) -> str:
     return "\n".join([table, *(["", *remarks] if remarks else [])])
 
 
-def _lines(rows: Sequence[_Row], figures: Mapping[str, Summary]) -> list[list[str]]:
+def _lines(rows: Sequence[_Row], figures: Mapping[str, Summary | None]) -> list[list[str]]:
     """Return the rows that have a figure, of the systems in their order."""
     lines = []
     for row in rows:
@@ -147,7 +203,7 @@ def _slo_lines(found: Mapping[str, Any] | None, names: Sequence[str]) -> list[li
     return lines
 
 
-def _at(summary: Summary, path: Sequence[str]) -> float | None:
+def _at(summary: Summary | None, path: Sequence[str]) -> float | None:
     value: Any = summary
     for key in path:
         value = None if value is None else value[key]

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 
-from services.dispatcher.service import DispatcherService
 from services.dispatcher.session.request import FailureCode, NewRequest, RequestFailedError
 from shared.api_keys import Tier
 from shared.ids import RequestId
@@ -30,11 +29,12 @@ from sim.experiment.setup import ExperimentCluster, build_cluster
 from sim.requests import DAY_S
 from sim.scenarios.scenario import Scenario
 from sim.virtual_time import run as run_virtually
-from sim.worker import SimWorkerParams
-from sim.workload.workload import Workload
+from sim.workload.workload import BestEffort, Workload
 
 SETTLE_S = 1.0
 """Virtual seconds after the last end, in which everything that belongs to requests must be gone."""
+RETRY_S = 1.0
+"""Virtual seconds from a batch of best effort that was refused, or failed, to the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,8 @@ def run_system(
         StartupError: the scenario names what does not exist.
     """
     workload = scenario.workload(seed, traces)
+    if not scenario.variant(system).best_effort:
+        workload = workload.without_best_effort()
     return run_workload(build_cluster(scenario, system, workload), workload, on_progress)
 
 
@@ -108,54 +110,109 @@ async def _run(built: ExperimentCluster, workload: Workload, on_progress: Callab
 
 
 async def feed(cluster: SimCluster, workload: Workload, recorder: Recorder) -> None:
-    """Send every request when it is due, as an open loop; return when all have ended."""
-    loop = asyncio.get_running_loop()
-    begin_s = loop.time()
-    async with asyncio.TaskGroup() as group:
-        for index, arrival_s in enumerate(workload.arrival_s.tolist()):
-            if (pause_s := begin_s + arrival_s - loop.time()) > 0:
-                await asyncio.sleep(pause_s)
-            request = _request(workload, index, cluster.params.workers[0], begin_s + arrival_s)
-            group.create_task(_serve(cluster.dispatcher, request, recorder, index, begin_s))
+    """Send every request when it is due, as an open loop, and best effort beside them; return when all have ended."""
+    await _Feeder(cluster, workload, recorder).run()
 
 
-async def _serve(
-    dispatcher: DispatcherService, request: NewRequest, recorder: Recorder, index: int, begin_s: float
-) -> None:
-    """Let one request run to its end, as the dispatcher's HTTP does; that refuses what no worker can hold itself.
+class _Feeder:
+    """Sends one workload, from its making on.
 
-    Nobody takes the tokens one by one: the session knows when each came. Those that came before it was admitted are
-    read then. Instants are noted from the beginning of the workload on.
+    Args:
+        cluster: entered.
+        workload: what is sent.
+        recorder: of the workload.
     """
-    sessions = dispatcher.sessions
-    if request.num_tokens > sessions.cluster.max_request_tokens(MAX_PROMPT_TOKENS):
-        recorder.end(index, FailureCode.TOO_LONG.value)
-        return
-    try:
-        session = await sessions.admit(request)
-    except RequestFailedError as error:
-        recorder.end(index, error.code.value)
-        return
-    admitted_s = asyncio.get_running_loop().time()
-    try:
-        await session.ended.wait()
-        failure = sessions.outcome(session)
-    finally:
-        sessions.release(session)
-    recorder.tokens_at(index, np.maximum(session.token_s, admitted_s) - begin_s)
-    recorder.end(index, "" if failure is None else failure.value)
 
+    def __init__(self, cluster: SimCluster, workload: Workload, recorder: Recorder) -> None:
+        self._sessions = cluster.dispatcher.sessions
+        self._worker = cluster.params.workers[0]
+        self._workload = workload
+        self._recorder = recorder
+        self._loop = asyncio.get_running_loop()
+        self._begin_s = self._loop.time()
+        self._num_beside = 0
+        self._is_over = False
+        """All requests of the workload have ended."""
 
-def _request(workload: Workload, index: int, worker: SimWorkerParams, arrival_s: float) -> NewRequest:
-    speed = float(workload.qoe_speed[index])
-    has_reader = not math.isnan(speed)
-    prompt = workload.prompt(index, worker.first_token_id, worker.vocab_size)
-    return NewRequest(
-        request_id=RequestId(f"r{index}"),
-        prompt=pack_token_ids(prompt),
-        sampling=SamplingParams(max_tokens=int(workload.num_output[index]), seed=index, ignore_eos=True),
-        arrival_s=arrival_s,
-        limit_s=DAY_S,
-        tier=Tier(int(workload.tier[index])),
-        qoe=ReaderTarget(ttft_s=float(workload.qoe_ttft_s[index]), speed_tokens_per_s=speed) if has_reader else None,
-    )
+    async def run(self) -> None:
+        """Return when everything has ended; no batch of best effort begins after the workload's last end."""
+        async with asyncio.TaskGroup() as beside:
+            if self._workload.best_effort is not None:
+                for _ in range(self._workload.best_effort.num_batches):
+                    beside.create_task(self._batches(self._workload.best_effort))
+            await self._arrivals()
+            self._is_over = True
+
+    async def _arrivals(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for index, arrival_s in enumerate(self._workload.arrival_s.tolist()):
+                if (pause_s := self._begin_s + arrival_s - self._loop.time()) > 0:
+                    await asyncio.sleep(pause_s)
+                group.create_task(self._serve(index, self._request(index, self._begin_s + arrival_s)))
+
+    async def _batches(self, source: BestEffort) -> None:
+        """Send batch after batch, each when the one before is done."""
+        while not self._is_over:
+            async with asyncio.TaskGroup() as batch:
+                served = [batch.create_task(self._serve(*self._beside(source))) for _ in range(source.batch)]
+            if not all(task.result() for task in served):
+                await asyncio.sleep(RETRY_S)
+
+    async def _serve(self, index: int, request: NewRequest) -> bool:
+        """Let one request run to its end, as the dispatcher's HTTP does; that refuses what no worker can hold itself.
+
+        Nobody takes the tokens one by one: the session knows when each came. Those that came before it was admitted are
+        read then. Instants are noted from the beginning of the workload on.
+
+        Returns:
+            Whether its answer is complete.
+        """
+        sessions, recorder = self._sessions, self._recorder
+        if request.num_tokens > sessions.cluster.max_request_tokens(MAX_PROMPT_TOKENS):
+            recorder.end(index, FailureCode.TOO_LONG.value)
+            return False
+        try:
+            session = await sessions.admit(request)
+        except RequestFailedError as error:
+            recorder.end(index, error.code.value)
+            return False
+        admitted_s = self._loop.time()
+        try:
+            await session.ended.wait()
+            failure = sessions.outcome(session)
+        finally:
+            sessions.release(session)
+        recorder.tokens_at(index, np.maximum(session.token_s, admitted_s) - self._begin_s)
+        recorder.end(index, "" if failure is None else failure.value, session.history.num_preemptions)
+        return failure is None
+
+    def _request(self, index: int, arrival_s: float) -> NewRequest:
+        workload = self._workload
+        speed = float(workload.qoe_speed[index])
+        has_reader, ttft_s = not math.isnan(speed), float(workload.qoe_ttft_s[index])
+        tier = Tier(int(workload.tier[index]))
+        return NewRequest(
+            request_id=RequestId(f"r{index}"),
+            prompt=pack_token_ids(workload.prompt(index, self._worker.first_token_id, self._worker.vocab_size)),
+            sampling=SamplingParams(max_tokens=int(workload.num_output[index]), seed=index, ignore_eos=True),
+            arrival_s=arrival_s,
+            limit_s=DAY_S,
+            tier=tier,
+            qoe=ReaderTarget(ttft_s=ttft_s, speed_tokens_per_s=speed) if has_reader else None,
+            slo=None if tier.is_best_effort else workload.slo,
+        )
+
+    def _beside(self, source: BestEffort) -> tuple[int, NewRequest]:
+        """Return the next request of best effort, and its index among the records."""
+        number, self._num_beside = self._num_beside, self._num_beside + 1
+        prompt, num_output = source.request(number, self._worker.first_token_id, self._worker.vocab_size)
+        now_s = self._loop.time()
+        request = NewRequest(
+            request_id=RequestId(f"b{number}"),
+            prompt=pack_token_ids(prompt),
+            sampling=SamplingParams(max_tokens=num_output, seed=number, ignore_eos=True),
+            arrival_s=now_s,
+            limit_s=DAY_S,
+            tier=Tier.FLEX,
+        )
+        return self._recorder.add(now_s - self._begin_s, prompt.size, num_output), request

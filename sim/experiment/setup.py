@@ -63,7 +63,6 @@ def build_cluster(scenario: Scenario, system: str, workload: Workload) -> Experi
     kv_tokens = min(instance.stage_kv_tokens(len(layers)) for layers in ranges)
     rate = variant.network_bytes_per_s or instance.network_bytes_per_s
     link = ModelledLink(LINK_LATENCY_S, rate, instance.activation_bytes_per_token)
-    longest = int((workload.num_prompt + workload.num_output).max()) if len(workload) else 1
     workers = tuple(
         SimWorkerParams(
             f"worker-{i}",
@@ -73,7 +72,7 @@ def build_cluster(scenario: Scenario, system: str, workload: Workload) -> Experi
             system=variant.system,
             scheduler=variant.scheduler,
             policy=variant.policy,
-            max_model_len=longest,
+            max_model_len=workload.longest,
             prefix_caching=facts.drops,
             max_sequences=max(MAX_SEQUENCES, scenario.max_batch_rows),
             max_batch_rows=scenario.max_batch_rows,

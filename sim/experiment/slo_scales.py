@@ -23,18 +23,20 @@ SHOWN_SCALES: Final = (2.0, 5.0, 10.0)
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Of one run's requests; NaN where there was none."""
+    """Of the requests of one run that somebody waits for, in the workload's order; NaN where there was none."""
 
     ttft_s: F64
     """[n]"""
     tpot_s: F64
     """[n]"""
+    shown_s: F64
+    """[n] to the instant at which the last token is displayed; NaN without a reader."""
 
     @classmethod
     def of(cls, records: Records, warm_up_s: float = 0.0) -> Latencies:
         """Return those of the requests that arrived after the warm-up."""
-        measured = records.select(records.arrival_s >= warm_up_s)
-        return cls(measured.ttft_s, measured.tpot_s)
+        measured = records.real_time.select(records.real_time.arrival_s >= warm_up_s)
+        return cls(measured.ttft_s, measured.tpot_s, measured.shown_s)
 
 
 def missed_by_scale(runs: Sequence[Mapping[str, Latencies]], bounds: Collection[str] = ()) -> dict[str, Any]:

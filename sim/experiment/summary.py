@@ -1,7 +1,12 @@
 """What one run adds up to: the figures of one system, as they stand in the JSON of a comparison. Pure.
 
-Every figure is over the requests that arrived after the warm-up. Percentiles are interpolated between the two nearest
-values. A figure that nobody can know, or of nothing, is None.
+Every figure is over the requests that arrived after the warm-up and that somebody waits for; best effort has its own.
+Percentiles are interpolated between the two nearest values. A figure that nobody can know, or of nothing, is None.
+
+Beside best effort a rate depends on when one stops to count, so there are two:
+
+    cut_off   the end of the arrivals: what came until then; the requests that somebody still waits for are told
+    drained   the last token that somebody waits for: of two systems, after equal work for those who wait
 """
 
 from __future__ import annotations
@@ -13,8 +18,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from sim.experiment.records import I64, Records
-from sim.workload.workload import F64
+from sim.experiment.records import I64, UNFINISHED, Records
+from sim.workload.workload import F64, Bool
 
 Summary = dict[str, Any]
 _Figures = Mapping[str, Callable[[F64], Any]]
@@ -32,6 +37,7 @@ _QOE: Final[_Figures] = {
     "share_ge_0_95": lambda known: np.mean(known >= GOOD_QOE),
 }
 _UNTIL: Final[_Figures] = {"p99": _RANKS["p99"], "last": np.max}
+_PREEMPTIONS: Final[_Figures] = {"p50": _RANKS["p50"], "p99": _RANKS["p99"], "max": np.max}
 _STALL: Final[_Figures] = {"max": np.max, "p99": _RANKS["p99"]}
 _PLACED: Final = {
     "kv_peak_ratio",
@@ -93,16 +99,24 @@ class SystemFacts:
     """GPUs in use, over the run."""
 
 
-def summarise(records: Records, facts: SystemFacts, *, slo: Slo | None = None, warm_up_s: float = 0.0) -> Summary:
+def summarise(
+    records: Records,
+    facts: SystemFacts,
+    *,
+    slo: Slo | None = None,
+    warm_up_s: float = 0.0,
+    cut_off_s: float | None = None,
+) -> Summary:
     """Return the figures of one run; seconds, tokens.
 
     Args:
         records: of all requests.
         facts: of the system.
         slo: what counts as in time; None leaves it out.
-        warm_up_s: requests that arrived before are left out, but not out of `facts`.
+        warm_up_s: requests that arrived before are left out, but not out of `facts` and rates.
+        cut_off_s: end of the arrivals, where there may be best effort; None leaves its figures out.
     """
-    measured = records.select(records.arrival_s >= warm_up_s)
+    measured = records.real_time.select(records.real_time.arrival_s >= warm_up_s)
     complete = measured.is_complete
     summary: Summary = rounded(
         {
@@ -111,6 +125,8 @@ def summarise(records: Records, facts: SystemFacts, *, slo: Slo | None = None, w
             "refused": int((~complete).sum()),
             "ttft_s": spread(measured.ttft_s),
             "tpot_s": spread(measured.tpot_s),
+            "normalised_latency_s": spread(measured.normalised_latency_s),
+            "preemptions_per_request": _of_known(measured.num_preemptions, _PREEMPTIONS),
             "qoe": _of_known(measured.qoe, _QOE),
             "slo": None if slo is None else _slo(measured, slo),
             "throughput_tokens_per_s": _throughput(measured, measured.num_tokens),
@@ -125,6 +141,7 @@ def summarise(records: Records, facts: SystemFacts, *, slo: Slo | None = None, w
             "stall_at_restores_s": _stall_at(measured, facts.restore_times_s),
             "first_drop_s": min(facts.drop_times_s or (), default=None),
             **{name: value for name, value in asdict(facts).items() if name not in _PLACED},
+            **_beside(records, warm_up_s, cut_off_s),
         }
     )
     return summary
@@ -180,6 +197,59 @@ def _slo(records: Records, slo: Slo) -> dict[str, float | None]:
     shares = {f"{name}_share": float(each.mean()) if len(records) else None for name, each in kept.items()}
     held_s = held_until_s(records, slo.ttft_s) if len(records) else None
     return {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, **shares, "ttft_held_until_s": held_s}
+
+
+def _beside(records: Records, warm_up_s: float, cut_off_s: float | None) -> Summary:
+    """Return what is told of best effort, and of all requests together; see above."""
+    told: Summary = dict.fromkeys(("cut_off_s", "cut_off", "drained_s", "drained", "best_effort"))
+    if cut_off_s is None:
+        return told
+    drained_s = float(np.nanmax(records.real_time.last_token_s, initial=warm_up_s))
+    told |= {"cut_off_s": cut_off_s, "drained_s": drained_s}
+    told["cut_off"] = {**_lacking(records.real_time, cut_off_s), **_rates(records, warm_up_s, cut_off_s)}
+    told["drained"] = _rates(records, warm_up_s, drained_s)
+    if records.is_best_effort.any():
+        those = records.select(records.is_best_effort)
+        measured = those.select(those.arrival_s >= warm_up_s)
+        told["best_effort"] = {
+            "requests": len(measured),
+            "completed": int(measured.is_complete.sum()),
+            "refused": len(measured) - int(measured.is_complete.sum()) - measured.failure.count(UNFINISHED),
+            "unfinished": measured.failure.count(UNFINISHED),
+            "ttft_s": spread(measured.ttft_s),
+            "tpot_s": spread(measured.tpot_s),
+            "normalised_latency_s": spread(measured.normalised_latency_s),
+            "preemptions_per_request": _of_known(measured.num_preemptions, _PREEMPTIONS),
+            "cut_off": _rates(those, warm_up_s, cut_off_s),
+            "drained": _rates(those, warm_up_s, drained_s),
+        }
+    return told
+
+
+def _lacking(records: Records, at_s: float) -> dict[str, int]:
+    """Return how many requests had not all their tokens at an instant, and the tokens that they lacked.
+
+    Those that failed count, too: somebody waits for them in vain.
+    """
+    num_came = np.concatenate(([0], np.cumsum(records.token_s <= at_s)))
+    wanted = np.where(records.is_complete, records.num_tokens, records.num_output)
+    lacking = wanted - np.diff(num_came[records.token_begin])
+    return {"unfinished": int((lacking > 0).sum()), "lacking_tokens": int(lacking.sum())}
+
+
+def _rates(records: Records, begin_s: float, end_s: float) -> dict[str, float | None]:
+    """Return what was done between two instants, per second; a prompt is done with its first token."""
+
+    def is_within(at_s: F64) -> Bool:
+        within: Bool = (begin_s <= at_s) & (at_s <= end_s)
+        return within
+
+    done = {
+        "requests_per_s": (is_within(records.last_token_s) & records.is_complete).sum(),
+        "tokens_per_s": is_within(records.token_s).sum(),
+        "prompt_tokens_per_s": records.num_prompt[is_within(records.arrival_s + records.ttft_s)].sum(),
+    }
+    return {name: float(count / (end_s - begin_s)) if end_s > begin_s else None for name, count in done.items()}
 
 
 def _throughput(records: Records, num_tokens: F64 | I64) -> float | None:

@@ -17,7 +17,7 @@ from sim.scenarios.parts import BestEffortLoad, Readers
 from sim.scenarios.streams import Streams
 from sim.workload.lengths import find_lengths, fit_context
 from sim.workload.trace import Trace, dealt
-from sim.workload.workload import F64, I32, U8, Workload
+from sim.workload.workload import F64, I32, U8, Workload, best_effort_of
 
 
 class LoadSpec(Value):
@@ -39,13 +39,15 @@ class LoadSpec(Value):
     reader: Readers | None = None
     """Who reads the answers; None: nobody, and there is no QoE."""
     best_effort: BestEffortLoad | None = None
-    """Besides the requests that people wait for."""
+    """What is always there beside the requests that arrive."""
+    best_effort_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of the requests that arrive, those that nobody waits for."""
     max_request_tokens: Annotated[int, Field(ge=2)] = 131_072
     """Longest prompt and answer together; longer ones are cut, the answer to half of it at most."""
 
     @model_validator(mode="after")
     def _ends(self) -> Self:
-        if self.duration_s is None and (self.best_effort is not None or not isinstance(self.arrivals, TraceArrivals)):
+        if self.duration_s is None and not isinstance(self.arrivals, TraceArrivals):
             raise ValueError("duration_s is needed: only a trace ends by itself")
         return self
 
@@ -64,17 +66,13 @@ class LoadSpec(Value):
         until_s = math.inf if self.duration_s is None else self.duration_s
         arrival_s = self.arrivals.times(trace, self.upscale, until_s, streams)
         num_prompt, num_output = self._lengths(arrival_s.size, trace, streams.lengths)
-        tier = np.full(arrival_s.size, Tier.DEFAULT, dtype=np.uint8)
-        if self.best_effort is not None:
-            extra_s, *extra = self.best_effort.draw(until_s, streams.best_effort)
-            arrival_s = np.concatenate([arrival_s, extra_s])
-            num_prompt, num_output = np.concatenate([num_prompt, extra[0]]), np.concatenate([num_output, extra[1]])
-            tier = np.append(tier, np.full(extra_s.size, Tier.FLEX, dtype=np.uint8))
         if not arrival_s.size:
             raise StartupError(f"no request arrives in scenario {self.name}", "Raise --upscale or --duration")
         order = np.argsort(arrival_s, kind="stable")
         num_prompt, num_output = fit_context(num_prompt[order], num_output[order], self.max_request_tokens)
-        ttft_s, speed = self._readers(num_prompt, tier[order], streams.readers)
+        is_flex = streams.best_effort.random(arrival_s.size) < self.best_effort_share
+        tier = np.where(is_flex, Tier.FLEX, Tier.DEFAULT).astype(np.uint8)
+        ttft_s, speed = self._readers(num_prompt, tier, streams.readers)
         return Workload(
             name=self._describe(trace),
             arrival_s=arrival_s[order],
@@ -82,8 +80,9 @@ class LoadSpec(Value):
             num_output=num_output,
             qoe_ttft_s=ttft_s,
             qoe_speed=speed,
-            tier=tier[order],
+            tier=tier,
             seed=seed,
+            best_effort=None if self.best_effort is None else self.best_effort.source(self.max_request_tokens, seed),
         )
 
     def _lengths(self, count: int, trace: Trace | None, random: np.random.Generator) -> tuple[I32, I32]:
@@ -97,11 +96,11 @@ class LoadSpec(Value):
 
     def _readers(self, num_prompt: I32, tier: U8, random: np.random.Generator) -> tuple[F64, F64]:
         """Return what each request's reader expects; NaN where nobody reads."""
-        ttft_s, speed = np.full(num_prompt.size, np.nan), np.full(num_prompt.size, np.nan)
-        if self.reader is not None:
-            read = tier != Tier.FLEX
-            ttft_s[read], speed[read] = self.reader.draw(num_prompt[read], random)
-        return ttft_s, speed
+        if self.reader is None:
+            return np.full(num_prompt.size, np.nan), np.full(num_prompt.size, np.nan)
+        ttft_s, speed = self.reader.draw(num_prompt, random)
+        is_read = ~best_effort_of(tier)
+        return np.where(is_read, ttft_s, np.nan), np.where(is_read, speed, np.nan)
 
     def _describe(self, trace: Trace | None) -> str:
         source = self.arrivals.kind if trace is None else trace.name

@@ -8,9 +8,9 @@ import numpy as np
 from pydantic import Field
 
 from shared.types import Value
-from sim.workload.lengths import find_lengths
+from sim.workload.lengths import find_lengths, fit_context
 from sim.workload.readers import andes_readers
-from sim.workload.workload import F64, I32
+from sim.workload.workload import F64, I32, BestEffort
 
 
 class FixedReaders(Value):
@@ -48,20 +48,26 @@ class SloSpec(Value):
 
 
 class BestEffortLoad(Value):
-    """Batches of best-effort requests, beside the requests that people wait for.
-
-    Source: BROS, section 7.1. Deviation: the paper submits a batch when the one before is done; here the period is
-    fixed, so that all systems get the same work.
-    """
+    """Best effort that is always there, beside the requests that people wait for; see `BestEffort`."""
 
     lengths: str
     """As a scenario's, but of no trace."""
     batch: Annotated[int, Field(ge=1)]
-    """Requests that arrive at once."""
-    period_s: Annotated[float, Field(gt=0)]
-    """Seconds from batch to batch; the first arrives at 0."""
+    """Requests that are submitted at once, when the batch before is done."""
+    num_batches: Annotated[int, Field(ge=1)] = 1
+    """Batches at a time, so that some request is under way while others of a batch have ended."""
 
-    def draw(self, duration_s: float, random: np.random.Generator) -> tuple[F64, I32, I32]:
-        """Return arrivals before `duration_s` (seconds, ascending), prompt and output tokens; [count] each."""
-        arrival_s = np.repeat(np.arange(0.0, duration_s, self.period_s), self.batch)
-        return arrival_s, *find_lengths(self.lengths).sample(arrival_s.size, random)
+    def source(self, max_request_tokens: int, seed: int) -> BestEffort:
+        """Return its requests, the prompt and answer of none longer than `max_request_tokens`.
+
+        Raises:
+            StartupError: there are no such lengths.
+        """
+        lengths = find_lengths(self.lengths)
+
+        def draw(random: np.random.Generator) -> tuple[int, int]:
+            (num_prompt,), (num_output,) = fit_context(*lengths.sample(1, random), max_request_tokens)
+            return int(num_prompt), int(num_output)
+
+        max_tokens = min(lengths.max_tokens, max_request_tokens)
+        return BestEffort(draw, max_tokens, self.batch, self.num_batches, seed)

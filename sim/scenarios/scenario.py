@@ -11,11 +11,13 @@ from pydantic import Field, ValidationError, model_validator
 from shared.errors import StartupError
 from shared.process.config_fields import did_you_mean
 from shared.systems import SYSTEMS, Memory, UnknownSystemError, find_system
+from shared.types import LatencyLimits
 from sim.catalog.instance import CatalogInstance, find_instance
 from sim.scenarios.arrivals import RECORDED, RepeatedBurstArrivals
 from sim.scenarios.load import LoadSpec
 from sim.scenarios.parts import AndesReaders, FixedReaders, SloSpec
 from sim.scenarios.variants import Variant
+from sim.workload.workload import Workload
 
 _Count = Annotated[int, Field(ge=1)]
 
@@ -73,7 +75,7 @@ class Scenario(LoadSpec):
     network_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
     """From one instance to another; None: as the catalogue says of the GPU."""
     slo: SloSpec | None = None
-    """What counts as in time."""
+    """What counts as in time, and is told with every request that somebody waits for."""
     systems: tuple[str, ...] = ()
     """What is compared unless others are named, systems and variants; the first one is the baseline."""
     variants: dict[str, Variant] = Field(default_factory=dict)
@@ -87,6 +89,16 @@ class Scenario(LoadSpec):
             if name in SYSTEMS:
                 raise ValueError(f"variants.{name}: a system has this name; give the variant another one")
         return self
+
+    @property
+    def has_best_effort(self) -> bool:
+        """Whether there are requests that nobody waits for, but for variants without them."""
+        return self.best_effort is not None or self.best_effort_share > 0
+
+    def workload(self, seed: int, traces: Path | None = None) -> Workload:
+        """See `LoadSpec.workload`."""
+        slo = None if self.slo is None else LatencyLimits(ttft_s=self.slo.ttft_s, tpot_s=self.slo.tpot_s)
+        return replace(super().workload(seed, traces), slo=slo)
 
     def variant(self, name: str) -> Variant:
         """Return what is run under this name: a variant of the scenario, or a system as it is.

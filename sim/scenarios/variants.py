@@ -78,6 +78,8 @@ class Variant(Value):
     """Of each instance, for KV of preempted sequences; None: 64 GiB where the system swaps, none elsewhere."""
     host_link_gb_per_s: Annotated[float, Field(gt=0)] | None = None
     """Gigabytes (10^9) per second to the host, each way; None: as the catalogue says of the GPU."""
+    best_effort: bool = True
+    """Whether the scenario's best effort is there; false: what people wait for, alone on the same cards."""
     planner: Annotated[dict[str, Any], AfterValidator(_are_settings)] = Field(default_factory=dict)
     """Settings of the planner (`services.planner.config`), by name."""
 

@@ -128,6 +128,12 @@ class Lengths(Value):
     rank_correlation: Annotated[float, Field(gt=-1, lt=1)] = 0.0
     """Spearman's, between prompt and answer."""
 
+    @property
+    def max_tokens(self) -> int:
+        """The longest prompt and the longest answer together."""
+        highest = np.array([np.inf])
+        return int(_whole(self.input.tokens(highest))[0]) + int(_whole(self.output.tokens(highest))[0])
+
     def sample(self, count: int, random: np.random.Generator) -> tuple[I32, I32]:
         """Return prompt and output tokens, [count] each, at least 1."""
         scores, other = random.standard_normal((2, count))

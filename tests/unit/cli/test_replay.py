@@ -31,7 +31,7 @@ from cli.replay.watch import ServerWatch
 from shared.errors import StartupError
 from shared.messages.report import ClusterView, WorkerReport
 from sim.workload.workload import Workload
-from tests.support.openai_server import Engine, Server, running, say
+from tests.support.openai_server import Engine, Server, refuse, running, say
 from tests.support.workloads import plain_workload
 from tests.unit.cli.conftest import Refusal
 
@@ -105,6 +105,72 @@ async def test_a_server_that_takes_no_ids_gets_words_of_about_the_same_length(
     prompts = [body["messages"][0]["content"] if "messages" in body else body["prompt"] for body in engine.streams]
     assert sorted(len(prompt.split()) for prompt in prompts) == [4, 8, 15]
     assert "other" in text.splitlines()[0]
+
+
+class Beside(Engine):
+    """Answers the trace only when it has answered so many requests of best effort, or refused one."""
+
+    def __init__(self, num_first: int, *, refuses: bool = False, **options: Any) -> None:
+        models = {"data": [{"id": "demo", "owned_by": "sluice", "max_model_len": 512}]}
+        super().__init__(models=say(models), metrics=say(METRICS), **options)
+        self.num_first, self.refuses_beside = num_first, refuses
+        self.is_turn = asyncio.Event()
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        body = self.posts[-1]
+        if body.get("service_tier") == "flex":
+            if self.refuses_beside or len(self.beside) > self.num_first:
+                self.is_turn.set()
+            if self.refuses_beside:
+                return await refuse(429, "resource unavailable")(request)
+        elif body.get("stream"):
+            await self.is_turn.wait()
+        return await super().complete(request)
+
+    @property
+    def beside(self) -> list[Any]:
+        return [body for body in self.streams if body.get("service_tier") == "flex"]
+
+
+async def test_best_effort_goes_on_beside_the_trace_and_has_its_own_figures(trace: Path, tmp_path: Path) -> None:
+    """Two at a time, of the trace's lengths: 7, 30, 16, 7 … tokens, and no prompt twice."""
+    engine, out = Beside(12), tmp_path / "out.json"
+    code, text = await replay(engine, trace, best_effort=(2, ""), json_file=str(out))
+    assert code == DONE, text
+    prompts = [body["prompt"] for body in engine.beside]
+    assert [len(prompt) for prompt in prompts] == [(7, 30, 16)[i % 3] for i in range(len(prompts))]
+    assert len({tuple(body["prompt"]) for body in engine.streams}) == len(engine.streams)
+    assert all(body["ignore_eos"] and "qoe" not in body for body in engine.beside)
+    comparison = json.loads(out.read_text())
+    found = comparison["systems"]["sluice"]
+    best_effort = found["best_effort"]
+    assert comparison["scenario"]["best_effort"] == [2, ""]
+    assert (found["requests"], found["completed"], best_effort["refused"]) == (3, 3, 0)
+    assert best_effort["completed"] >= 11
+    assert best_effort["unfinished"] <= 2
+    assert best_effort["completed"] + best_effort["unfinished"] == best_effort["requests"] <= len(prompts) + 2
+    assert 0 < found["drained_s"] < found["cut_off_s"] + 10
+    assert found["drained"]["tokens_per_s"] >= best_effort["drained"]["tokens_per_s"] > 0
+    assert "best effort: tokens/s when drained" in text
+
+
+async def test_best_effort_may_be_of_a_data_set(trace: Path, tmp_path: Path) -> None:
+    documents = tmp_path / "documents.jsonl"
+    documents.write_text("".join(json.dumps({"prompt": f"document {i}", "max_tokens": 3}) + "\n" for i in range(4)))
+    engine = Beside(9)
+    code, text = await replay(engine, trace, best_effort=(1, str(documents)))
+    assert code == DONE, text
+    assert [body["prompt"] for body in engine.beside] == [f"document {i % 4}" for i in range(len(engine.beside))]
+    assert {(body["max_tokens"], body["ignore_eos"]) for body in engine.beside} == {(3, False)}
+
+
+async def test_refused_best_effort_is_named_and_leaves_the_trace_s_figures_alone(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    code, text = await replay(Beside(0, refuses=True), trace, best_effort=(2, ""), json_file=str(out))
+    assert code == FAILED
+    assert "best effort failed: 2 × http 429: resource unavailable" in text
+    found = json.loads(out.read_text())["systems"]["sluice"]
+    assert (found["completed"], found["refused"], found["best_effort"]["refused"]) == (3, 0, 2)
 
 
 async def test_failed_requests_are_counted_and_named(trace: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.experiment.compare import compare, gaps_closed, to_json
+from sim.experiment.compare import against_alone, compare, gaps_closed, to_json
 from sim.experiment.plan import plan_instances
 from sim.experiment.report import render
 from sim.experiment.series import (
@@ -22,15 +22,17 @@ from sim.experiment.series import (
     windowed_mean,
     windowed_tokens_per_s,
 )
-from sim.experiment.summary import Summary, SystemFacts, summarise
-from tests.unit.sim.test_experiment_records import record
+from sim.experiment.slo_scales import Latencies
+from sim.experiment.summary import Slo, Summary, SystemFacts, summarise
+from tests.unit.sim.test_experiment_records import beside, record
 
 FIXED_KEYS = [
-    "requests", "completed", "refused", "ttft_s", "tpot_s", "qoe", "slo", "throughput_tokens_per_s", "tokens_until_s",
-    "effective_tokens_per_s", "tds_tokens_per_s", "kv_peak_ratio", "demand_over_capacity_peak", "preemptions",
-    "stall_s", "stall_at_drops_s", "stall_at_restores_s", "first_drop_s", "pauses", "queue_peak",
-    "recomputed_tokens", "given_up_tokens", "brought_back_tokens", "swapped_out_bytes", "bubble_ratio", "drops",
-    "restores", "grouped_ratio", "migrations", "gpus_peak", "gpu_seconds",
+    "requests", "completed", "refused", "ttft_s", "tpot_s", "normalised_latency_s", "preemptions_per_request", "qoe",
+    "slo", "throughput_tokens_per_s", "tokens_until_s", "effective_tokens_per_s", "tds_tokens_per_s", "kv_peak_ratio",
+    "demand_over_capacity_peak", "preemptions", "stall_s", "stall_at_drops_s", "stall_at_restores_s", "first_drop_s",
+    "pauses", "queue_peak", "recomputed_tokens", "given_up_tokens", "brought_back_tokens", "swapped_out_bytes",
+    "bubble_ratio", "drops", "restores", "grouped_ratio", "migrations", "gpus_peak", "gpu_seconds", "cut_off_s",
+    "cut_off", "drained_s", "drained", "best_effort",
 ]  # fmt: skip
 
 
@@ -132,6 +134,50 @@ def test_several_seeds_give_means_with_their_range() -> None:
     assert comparison["range"]["fcfs"]["ttft_s"]["p50"] == [4.0, 6.0]
     assert comparison["range"]["fcfs"]["kv_peak_ratio"] is None
     assert [each["systems"]["fcfs"] for each in comparison["per_seed"].values()] == [runs[1]["fcfs"], runs[2]["fcfs"]]
+
+
+def test_what_best_effort_costs_is_told_against_those_who_wait_alone() -> None:
+    """Of two answers one is displayed after 12 and not 10 s, one after 9; the third fails."""
+    whole = {"slo": {"both_share": 0.95}, "ttft_s": {"p99": 0.5}}
+    mixed = {"slo": {"both_share": 0.9}, "ttft_s": {"p99": 0.75}}
+    nan = np.full(3, np.nan)
+    runs = [
+        {
+            "alone": Latencies(nan, nan, np.array([10.0, 9.0, 9.0])),
+            "fcfs": Latencies(nan, nan, np.array([12.0, 9.0, np.nan])),
+        }
+    ]
+    found = against_alone({"alone": whole, "fcfs": mixed}, runs, "alone")
+    assert found == {
+        "system": "alone",
+        "systems": {
+            "fcfs": {
+                "in_time_points": pytest.approx(-5.0),
+                "shown_later_ratio": pytest.approx(0.1),
+                "ttft_p99_s": pytest.approx(0.25),
+            }
+        },
+    }
+    nobody = {"slo": None, "ttft_s": {"p99": None}}
+    unread = {name: Latencies(nan, nan, nan) for name in ("alone", "fcfs")}
+    nothing = against_alone({"alone": whole, "fcfs": nobody}, [unread], "alone")["systems"]["fcfs"]
+    assert nothing == {"in_time_points": None, "shown_later_ratio": None, "ttft_p99_s": None}
+
+
+def test_the_table_tells_best_effort_where_there_is_some() -> None:
+    mixed = summarise(beside(), SystemFacts(), slo=Slo(1.5, 9.0), cut_off_s=5.0)
+    alone = summarise(beside().real_time, SystemFacts(), slo=Slo(1.5, 9.0), cut_off_s=5.0)
+    comparison = compare({}, {0: {"fcfs": mixed, "alone": alone}})
+    latencies = {"fcfs": Latencies.of(beside()), "alone": Latencies.of(beside().real_time)}
+    comparison["against_alone"] = against_alone(comparison["systems"], [latencies], "alone")
+    rows = {line[:44].strip(): " ".join(line[44:].split()) for line in render(comparison).splitlines()}
+    assert rows["best effort: tokens/s when drained"] == "0.4 -"
+    assert rows["both: tokens/s at the cut-off"] == "1 0.6 ×0.60"
+    assert rows["waited for then"] == "2 2"
+    assert rows["drained at"] == "8.00 s 8.00 s"
+    assert rows["in time, against alone"] == "+0.0 points -"
+    assert rows["displayed later than alone"] == "+0.0 % -"
+    assert not any("best effort" in line for line in render(compare({}, {0: {"alone": alone}})).splitlines())
 
 
 def test_the_gap_of_several_seeds_is_that_of_their_means() -> None:

@@ -125,6 +125,98 @@ def test_what_never_ended_is_no_whole_answer() -> None:
     assert recorder.num_done == 1
 
 
+def beside() -> Records:
+    """Return two requests that somebody waits for, and best effort that comes before and after the second of them.
+
+    arrival 0.0, of 10 prompt and 3 output tokens: at 1, 2, 6 s          best effort 0.5, of 100 and 2: at 3, 4 s
+    arrival 1.0, of 20 prompt and 2 output tokens: at 3 s, 8 s           best effort 4.0, of 200 and 3: at 7, 9 s …
+    """
+    recorder = Recorder(plain_workload([0.0, 1.0], [10, 20], [3, 2]))
+    early, late = recorder.add(0.5, 100, 2), recorder.add(4.0, 200, 3)
+    for index, at_s in ((late, [7.0, 9.0]), (0, [1.0, 2.0, 6.0]), (1, [3.0, 8.0]), (early, [3.0, 4.0])):
+        recorder.tokens_at(index, np.array(at_s))
+    recorder.end(0, num_preemptions=2)
+    recorder.end(early, num_preemptions=5)
+    recorder.end(1, num_preemptions=0)
+    assert recorder.num_done == 2, "of the workload"
+    return recorder.records()
+
+
+def test_what_is_added_stands_where_it_arrived() -> None:
+    records = beside()
+    assert records.arrival_s.tolist() == [0.0, 0.5, 1.0, 4.0]
+    assert records.is_best_effort.tolist() == [False, True, False, True]
+    assert records.num_prompt.tolist() == [10, 100, 20, 200]
+    assert records.num_tokens.tolist() == [3, 2, 2, 2]
+    assert records.ttft_s.tolist() == [1.0, 2.5, 2.0, 3.0]
+    assert records.failure == ("", "", "", UNFINISHED)
+    assert records.num_preemptions.tolist() == pytest.approx([2, 5, 0, np.nan], nan_ok=True)
+    assert records.real_time.arrival_s.tolist() == [0.0, 1.0]
+    assert records.normalised_latency_s.tolist() == pytest.approx([2.0, 1.75, 3.5, np.nan], nan_ok=True)
+
+
+def test_figures_are_of_those_who_wait_and_best_effort_has_its_own() -> None:
+    """Rates to the cut-off at 5 s, and to 8 s, when nobody waits any more; the second lacks a token at the cut-off."""
+    summary = summarise(beside(), SystemFacts(), slo=Slo(1.5, 9.0), cut_off_s=5.0)
+    assert (summary["requests"], summary["completed"], summary["slo"]["both_share"]) == (2, 2, 0.5)
+    assert summary["ttft_s"]["mean"] == 1.5
+    assert summary["normalised_latency_s"]["mean"] == 2.75
+    assert summary["preemptions_per_request"] == {"p50": 1.0, "p99": 1.98, "max": 2.0}
+    assert (summary["cut_off_s"], summary["drained_s"]) == (5.0, 8.0)
+    assert summary["cut_off"] == {
+        "unfinished": 2,
+        "lacking_tokens": 2,
+        "requests_per_s": 1 / 5,
+        "tokens_per_s": 5 / 5,
+        "prompt_tokens_per_s": 130 / 5,
+    }
+    assert summary["drained"] == {"requests_per_s": 3 / 8, "tokens_per_s": 8 / 8, "prompt_tokens_per_s": 330 / 8}
+    found = summary["best_effort"]
+    assert (found["requests"], found["completed"], found["refused"], found["unfinished"]) == (2, 1, 0, 1)
+    assert found["ttft_s"]["mean"] == 2.75
+    assert found["normalised_latency_s"]["mean"] == 1.75
+    assert found["preemptions_per_request"]["max"] == 5
+    assert found["cut_off"] == {"requests_per_s": 1 / 5, "tokens_per_s": 2 / 5, "prompt_tokens_per_s": 100 / 5}
+    assert found["drained"] == {"requests_per_s": 1 / 8, "tokens_per_s": 3 / 8, "prompt_tokens_per_s": 300 / 8}
+
+
+def test_rates_begin_with_the_warm_up() -> None:
+    """From 2 to 5 s: three tokens of all, two of best effort; the request that arrived before is in no other figure."""
+    summary = summarise(beside(), SystemFacts(), warm_up_s=2.0, cut_off_s=5.0)
+    assert summary["requests"] == 0
+    assert summary["best_effort"]["requests"] == 1
+    assert summary["cut_off"]["tokens_per_s"] == pytest.approx(4 / 3, rel=1e-5)
+    assert summary["best_effort"]["cut_off"]["tokens_per_s"] == pytest.approx(2 / 3, rel=1e-5)
+
+
+def test_without_best_effort_the_windows_are_told_where_they_are_asked_for() -> None:
+    summary = summarise(beside().real_time, SystemFacts(), cut_off_s=5.0)
+    assert summary["best_effort"] is None
+    assert summary["drained_s"] == 8.0
+    assert summarise(beside().real_time, SystemFacts())["cut_off"] is None
+
+
+@given(ANSWERS, st.floats(0.1, 60))
+def test_what_is_lacking_at_an_instant_is_what_comes_after_it(answers: list[list[float]], at_s: float) -> None:
+    """And all nine tokens of an answer that failed. No token comes as its request does."""
+    records = record([[gap + 0.1 for gap in gaps] for gaps in answers])
+    ends = records.token_begin[1:].tolist()
+    tokens = [records.token_s[begin:end] for begin, end in pairwise([0, *ends])]
+    lacking = [9 if not each.size else int((each > at_s).sum()) for each in tokens]
+    found = summarise(records, SystemFacts(), cut_off_s=at_s)["cut_off"]
+    assert found["lacking_tokens"] == sum(lacking)
+    assert found["unfinished"] == sum(each > 0 for each in lacking)
+    assert found["tokens_per_s"] == pytest.approx((records.token_s <= at_s).sum() / at_s, rel=1e-5)
+
+
+def test_a_last_token_is_displayed_when_the_pacer_shows_it() -> None:
+    """Two in time, and one an hour late; nobody reads the best effort."""
+    answers = [[1.0, 0.2, 0.2], [3600.0]]
+    shown = [displayed_times(TARGET, np.cumsum(gaps).tolist())[-1] for gaps in answers]
+    assert record(answers).shown_s.tolist() == pytest.approx(shown)
+    assert np.isnan(beside().shown_s).tolist() == [False, True, False, True]
+
+
 def test_a_reader_that_nobody_has_gives_no_qoe() -> None:
     recorder = Recorder(plain_workload([0.0], has_reader=False))
     recorder.tokens(0, 9.0)

@@ -9,6 +9,7 @@ import pytest
 from shared.api_keys import Tier
 from shared.errors import StartupError
 from shared.systems import PLANNED_SYSTEMS, SYSTEMS
+from shared.types import LatencyLimits
 from sim.scenarios.files import load_scenario, scenario_names
 from sim.scenarios.parts import SloSpec
 from sim.scenarios.scenario import Scenario, validated
@@ -97,28 +98,48 @@ def test_a_factor_multiplies_a_drawn_load() -> None:
     assert abs(len(scenario.with_overrides(upscale=2.5).workload(3)) - 2250) < 237
 
 
-def test_best_effort_work_comes_beside_and_has_no_reader() -> None:
-    """Batches of 32 every 30 s for 600 s: 20 batches, of uniform lengths, at their instants."""
-    workload = load_scenario("bros-13b").workload(1)
-    batch = workload.tier == Tier.FLEX
-    assert batch.sum() == 640
-    assert np.unique(workload.arrival_s[batch]).tolist() == list(range(0, 600, 30))
-    assert 512 <= workload.num_prompt[batch].min() <= workload.num_prompt[batch].max() <= 1024
-    assert np.isnan(workload.qoe_speed[batch]).all()
-    assert np.isnan(workload.qoe_ttft_s[batch]).all()
-    people = workload.tier == Tier.DEFAULT
-    assert workload.qoe_speed[people].tolist() == [4.8] * int(people.sum())
-    assert people.sum() == pytest.approx(3600, abs=300)
-
-
-def test_best_effort_work_leaves_the_other_requests_alone() -> None:
-    """The same requests of people, with and without the batches."""
+def test_the_work_of_best_effort_is_the_same_whenever_it_is_asked_for() -> None:
+    """Uniform lengths of BROS, asked for in two orders; the next seed has others."""
     scenario = load_scenario("bros-13b")
-    alone = scenario.model_copy(update={"best_effort": None}).workload(5)
+    one, again, other = (scenario.workload(seed).best_effort for seed in (1, 1, 2))
+    assert one is not None
+    assert again is not None
+    assert other is not None
+    assert (one.batch, one.num_batches, one.max_tokens) == (32, 2, 1024 + 128)
+    forward = [one.request(i, 3, 1000) for i in range(200)]
+    backward = [again.request(i, 3, 1000) for i in reversed(range(200))][::-1]
+    assert [(p.tolist(), n) for p, n in forward] == [(p.tolist(), n) for p, n in backward]
+    prompts, outputs = [prompt.size for prompt, _ in forward], [num_output for _, num_output in forward]
+    assert [min(prompts), max(prompts)] == pytest.approx([512, 1024], abs=10)
+    assert [min(outputs), max(outputs)] == pytest.approx([32, 128], abs=3)
+    assert [other.request(i, 3, 1000)[1] for i in range(200)] != outputs
+    assert min(prompt.min() for prompt, _ in forward) >= 3
+
+
+def test_best_effort_leaves_the_other_requests_alone() -> None:
+    """The same requests of people with and without it."""
+    scenario = load_scenario("bros-13b")
     mixed = scenario.workload(5)
-    people = mixed.tier == Tier.DEFAULT
-    assert mixed.arrival_s[people].tolist() == alone.arrival_s.tolist()
-    assert mixed.num_prompt[people].tolist() == alone.num_prompt.tolist()
+    alone = scenario.model_copy(update={"best_effort": None}).workload(5)
+    assert _columns(mixed) == _columns(alone) == _columns(mixed.without_best_effort())
+    assert mixed.without_best_effort().best_effort is alone.best_effort is None
+    assert set(mixed.tier) == {Tier.DEFAULT}
+    assert mixed.longest == 2048
+    assert mixed.slo == LatencyLimits(ttft_s=0.4, tpot_s=0.2)
+
+
+def test_a_share_of_the_arrivals_is_of_those_that_nobody_waits_for() -> None:
+    """About 935 arrivals; five deviations of a share of 0.3 are 0.075. The others are as they were."""
+    scenario = load_scenario("andes-cyclic")
+    plain, mixed = scenario.workload(3), scenario.model_copy(update={"best_effort_share": 0.3}).workload(3)
+    kept = mixed.tier == Tier.DEFAULT
+    assert (mixed.tier == Tier.FLEX).mean() == pytest.approx(0.3, abs=0.075)
+    for name in ("arrival_s", "num_prompt", "num_output"):
+        assert np.array_equal(getattr(mixed, name), getattr(plain, name)), name
+    assert np.isnan(mixed.qoe_speed[~kept]).all()
+    assert np.array_equal(mixed.qoe_speed[kept], plain.qoe_speed[kept])
+    assert np.array_equal(mixed.qoe_ttft_s[kept], plain.qoe_ttft_s[kept])
+    assert len(mixed.without_best_effort()) == kept.sum()
 
 
 def _traced(**changes: Any) -> Scenario:

@@ -17,7 +17,7 @@ def drawn(seed: int, scale: float = 1.0) -> Latencies:
     ttft_s, tpot_s = rng.exponential(scale, 200), rng.exponential(0.1 * scale, 200)
     ttft_s[rng.random(200) < 0.05] = np.nan
     tpot_s[rng.random(200) < 0.2] = np.nan
-    return Latencies(ttft_s, tpot_s)
+    return Latencies(ttft_s, tpot_s, ttft_s)
 
 
 @pytest.mark.parametrize("num_seeds", [1, 3])
@@ -43,7 +43,7 @@ def test_the_shares_are_those_of_counting(num_seeds: int) -> None:
 
 
 def test_without_any_figure_there_is_none() -> None:
-    nothing = Latencies(np.full(3, np.nan), np.full(3, np.nan))
+    nothing = Latencies(*(np.full(3, np.nan) for _ in range(3)))
     assert missed_by_scale([{"a": nothing, "b": nothing}]) == {"scales": list(SCALES), "ttft_s": None, "tpot_s": None}
 
 
