@@ -28,7 +28,6 @@ from services.worker.blocks.manager import BlockManager
 from services.worker.contract.arrays import I32, AnyRows
 from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.engine.engine import Engine
-from services.worker.scheduling.andes import AndesScheduler
 from services.worker.scheduling.andes_settings import AndesSettings
 from services.worker.scheduling.ranking import rank
 from services.worker.scheduling.registry import make_scheduler
@@ -36,6 +35,7 @@ from services.worker.scheduling.view import NOTHING_CACHED, CachedPrefix, Schedu
 from services.worker.sequences.events import StepEvents
 from shared.cost import load_profile
 from shared.process.log import only_from
+from shared.systems import SYSTEMS
 from sim.experiment.run import run_workload
 from sim.experiment.setup import build_cluster
 from sim.scenarios.files import load_scenario
@@ -110,13 +110,13 @@ class Spent:
 
 
 @contextmanager
-def watched() -> Iterator[Spent]:
-    """Count what all engines and the policy spend meanwhile."""
-    spent, schedule, absorb = Spent(), AndesScheduler.schedule, Engine.absorb
+def watched(policy: type) -> Iterator[Spent]:
+    """Count what all engines and this class of policies spend meanwhile."""
+    spent, schedule, absorb = Spent(), policy.schedule, Engine.absorb  # type: ignore[attr-defined]
 
-    def timed(policy: AndesScheduler, view: SchedulerView) -> Any:
+    def timed(self: Any, view: SchedulerView) -> Any:
         began_ns = time.thread_time_ns()
-        output = schedule(policy, view)
+        output = schedule(self, view)
         spent.deciding_s += (time.thread_time_ns() - began_ns) / 1e9
         spent.num_decisions += 1
         return output
@@ -126,7 +126,7 @@ def watched() -> Iterator[Spent]:
         spent.computing_s += output.duration_s
         return absorb(engine, batch, output, now_s)
 
-    with patch.object(AndesScheduler, "schedule", timed), patch.object(Engine, "absorb", counted):
+    with patch.object(policy, "schedule", timed), patch.object(Engine, "absorb", counted):
         yield spent
 
 
@@ -151,22 +151,27 @@ def print_times(schedulers: list[str], num_calls: int) -> None:
     print_table(f"{machine()}; us of thread time, P50 / P99", ["run + wait", "ranking", *schedulers], lines)
 
 
-def print_share(name: str, upscale: float, traces: Path | None) -> None:
+def print_share(name: str, upscale: float, traces: Path | None, schedulers: list[str]) -> None:
     """Print what part of a simulated load's time decisions are."""
     scenario = load_scenario(name).with_overrides(upscale=upscale)
-    workload = scenario.workload(0, traces)
-    with only_from("error"), watched() as spent:
-        run_workload(build_cluster(scenario, "andes", workload), workload)
-    line = [
-        f"{spent.num_steps:,}",
-        f"{spent.num_decisions:,}",
-        f"{1e6 * spent.deciding_s / spent.num_decisions:.0f}",
-        f"{1e3 * spent.computing_s / spent.num_steps:.1f}",
-        f"{spent.deciding_s / spent.computing_s:.2%}",
-    ]
-    print_table(
-        f"{machine()}; {name} x {upscale:g}", ["steps", "decisions", "us of each", "ms of a step", "share"], [line]
-    )
+    workload, lines = scenario.workload(0, traces), list[list[str]]()
+    for scheduler in schedulers:
+        system = next(system.name for system in SYSTEMS.values() if system.scheduler == scheduler)
+        with only_from("error"), watched(type(make_scheduler(scheduler))) as spent:
+            run_workload(build_cluster(scenario, system, workload), workload)
+        lines.append(
+            [
+                scheduler,
+                f"{spent.num_steps:,}",
+                f"{spent.num_decisions:,}",
+                f"{1e6 * spent.deciding_s / spent.num_decisions:.0f}",
+                f"{1e6 * spent.deciding_s / spent.num_steps:.0f}",
+                f"{1e3 * spent.computing_s / spent.num_steps:.1f}",
+                f"{spent.deciding_s / spent.computing_s:.2%}",
+            ]
+        )
+    header = ["scheduler", "steps", "decisions", "us of each", "us per step", "ms of a step", "share"]
+    print_table(f"{machine()}; {name} x {upscale:g}", header, lines)
 
 
 def main() -> None:
@@ -174,14 +179,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--schedulers", nargs="+", default=["chunked", "andes", "lqsf"])
     parser.add_argument("--calls", type=int, default=300, help="of each line [%(default)s]")
-    parser.add_argument("--scenario", help="simulate this one with andes instead")
+    parser.add_argument("--scenario", help="simulate this one instead")
     parser.add_argument("--upscale", type=float, default=1.0, help="of its rate [%(default)s]")
     parser.add_argument("--traces", type=Path, help="folder of traces that it names")
     chosen = parser.parse_args()
     if chosen.scenario is None:
         print_times(chosen.schedulers, chosen.calls)
     else:
-        print_share(chosen.scenario, chosen.upscale, chosen.traces)
+        print_share(chosen.scenario, chosen.upscale, chosen.traces, chosen.schedulers)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ class Remainder(NamedTuple):
     """A step takes their prompts until it takes so long."""
 
 
-class BestEffort:
+class BestEffortRule:
     """Follows which readers come, and who of best effort is the oldest.
 
     Args:

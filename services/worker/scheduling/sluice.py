@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from services.worker.scheduling.andes import AndesScheduler
-from services.worker.scheduling.best_effort import BestEffort, Remainder
+from services.worker.scheduling.best_effort import BestEffortRule, Remainder
 from services.worker.scheduling.sluice_settings import SluiceSettings
 from services.worker.scheduling.view import SchedulerView
 
@@ -28,7 +28,7 @@ class SluiceScheduler(AndesScheduler):
     def __init__(self, **settings: Any) -> None:
         super().__init__()
         self._settings = SluiceSettings(**settings)
-        self._best_effort = BestEffort(self._settings)
+        self._best_effort = BestEffortRule(self._settings)
 
     def _left(self, view: SchedulerView) -> Remainder | None:
         """Return what is left for best effort; None: there is none."""
