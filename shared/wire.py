@@ -10,7 +10,7 @@ refused by its version. Unknown fields are ignored at every depth (also inside v
 that a newer minor version may add some. Values are read leniently where nothing is lost (1.0 for 1); what comes out has
 the declared types.
 
-    submit (msgpack): {"version": 2, "kind": "submit", "request_id": "r-1", "stream": 7, …, "sampling": {…}}
+    submit (msgpack): {"version": 3, "kind": "submit", "request_id": "r-1", "stream": 7, …, "sampling": {…}}
 
 Msgpack ends with a checksum (`shared.checksum`). JSON has none: people read and write it, and no answer is made of it.
 """

@@ -31,6 +31,8 @@ READY_LIMIT_S = 10.0
 """Virtual seconds in which every worker must have shown up in the dispatcher's view."""
 MAX_REQUESTS = 65_536
 """That the dispatcher takes at a time; so many may wait for room."""
+FLEX_MEMORY_BYTES = 2**50
+"""For prompts of any workload."""
 QUEUE_LIMIT_S = 3600.0
 """How long they may wait."""
 
@@ -78,6 +80,8 @@ class SimCluster:
             system=params.system,
             max_requests=MAX_REQUESTS,
             max_queued=MAX_REQUESTS,
+            max_queued_flex=MAX_REQUESTS,
+            flex_memory=FLEX_MEMORY_BYTES,
             queue_limit_s=QUEUE_LIMIT_S,
         )
         self.dispatcher = DispatcherService(settings, self.broker.connect("dispatcher"), self._fail)

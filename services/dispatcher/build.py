@@ -135,7 +135,12 @@ class Dispatcher:
             settings=settings,
             bus=bus,
             codec=text.codec,
-            pool=TextPool(settings.tokenizer_threads, settings.max_tokenizing),
+            pool=TextPool(
+                settings.tokenizer_threads,
+                settings.max_tokenizing,
+                max_flex=settings.max_queued_flex,
+                flex_memory=settings.flex_memory,
+            ),
             bodies=TextPool(1, settings.max_tokenizing),
             sessions=self.service.sessions,
             streams=EventStreams(settings.keep_alive_s, ReaderLimits(settings.write_limit_s, settings.max_unsent), now),

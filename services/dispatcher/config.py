@@ -42,13 +42,17 @@ class DispatcherSettings(ServiceSettings):
     allow_origin: Origins = ()
     """Origins, with commas, whose pages may use the API from a browser (`https://chat.example`); `*` with keys only."""
     max_requests: Annotated[int, Field(ge=1, le=65_536)] = 4096
-    """Requests at a time, running and waiting; more are refused with 429."""
+    """Requests at a time, running and waiting; more are refused with 429. Best effort is not among them."""
     max_choices: Annotated[int, Field(ge=1, le=65_536)] = 256
     """Choices of one request over all its prompts; one that asks for more is refused with 400."""
     max_queued: Annotated[int, Field(ge=1, le=65_536)] = 1024
     """Requests that wait because no worker has a place for them; more are refused with 429."""
+    max_queued_flex: Annotated[int, Field(ge=1, le=1_048_576)] = 50_000
+    """The same of best effort (`flex`), which waits apart, for as long as a request may take."""
+    flex_memory: Annotated[Size, Field(ge=1024 * 1024)] = 1024 * 1024 * 1024
+    """Bytes of best effort's prompts that wait; when they are more, further ones are refused with 429."""
     queue_limit_s: _Seconds = 30.0
-    """Seconds that a request waits for room before it is refused."""
+    """Seconds that a request waits for room before it is refused; best effort waits until `request_limit_s`."""
     request_limit_s: _Seconds = 1800.0
     """Seconds after which a request ends with an error, wherever it is."""
     drain_limit_s: Annotated[float, Field(ge=0, le=3600)] = 120.0

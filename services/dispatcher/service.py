@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 
 from services.dispatcher.config import DispatcherSettings
+from services.dispatcher.limits.waiting_room import RoomLimits
 from services.dispatcher.policy.placement import PLACEMENTS
 from services.dispatcher.session.calls import WorkerCalls
 from services.dispatcher.session.owners import Owners
@@ -72,7 +73,7 @@ class DispatcherService:
             placement=PLACEMENTS[find_system(settings.system).placement],
             limits=SessionLimits(
                 max_requests=settings.max_requests,
-                max_queued=settings.max_queued,
+                queues=RoomLimits(settings.max_queued, settings.max_queued_flex, settings.flex_memory),
                 queue_limit_s=settings.queue_limit_s,
                 silence_s=settings.silence_s,
                 lost_after_s=settings.lost_after_s,

@@ -1,5 +1,15 @@
 """What the dispatcher knows of the cluster: the monitor's last view, and its own submissions since.
 
+A worker looks different to real-time work and to best effort, which waits apart from it:
+
+                 real time                                      best effort
+    waiting      real-time sequences                            best effort that waits or gave way
+    KV, prompts  real time's, where best effort gives way       everybody's
+                 everybody's elsewhere
+    room         all                                            where it gives way: all; elsewhere while no real-time
+                                                                work waits, and, if want of KV would drop parameters,
+                                                                what it fits into at its full length
+
 One writer: the service. Everyone else reads snapshots.
 """
 
@@ -10,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from services.dispatcher.policy.placement import PlacementLoad
+from shared.api_keys import Tier
 from shared.ids import WorkerId
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
 
@@ -19,6 +30,9 @@ UNNAMED_LIMIT_S = 10.0
 report: several times what a monitor that has just started needs to hear everybody."""
 _RUNS_NOTHING = (WorkerPhase.LOADING, WorkerPhase.STOPPED)
 """What was placed on a worker that loads was placed on the process before this one."""
+FLEX_RATIO = 0.5
+"""Share of a worker's KV memory up to which best effort may come that would not give way, where want of memory drops
+parameters. Higher lets more of it run, and has real-time work run short sooner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +46,8 @@ class Counted:
     """Tokens; none of a fork, whose prompt is there already."""
     num_output: int
     """Tokens of output that it had then."""
+    flex_tokens: int = 0
+    """Of best effort the most tokens that it may have in all; 0: it is real time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +64,8 @@ class _Change:
     num_grown: int = 0
     """Tokens that one that has left had got since it was sent."""
     sent_s: float = 0.0
+    flex_tokens: int = 0
+    """See `Counted`; negative if it has left."""
 
     def tokens_since(self, reported_s: float) -> int:
         """Return by how many tokens the worker's memory differs from what its report of that time says.
@@ -66,8 +84,8 @@ class _Known:
     status: WorkerStatus
     reported_s: float
     """When its report was made, on this process's clock."""
-    load: PlacementLoad
-    """By its last report alone."""
+    loads: tuple[PlacementLoad, PlacementLoad]
+    """By its last report alone, as real-time work sees it, and best effort."""
     is_ready: bool = False
     """It takes requests, now or once a plan holds its steps up no more."""
     num_steps: int = -1
@@ -104,8 +122,8 @@ class ClusterState:
         """Of the lost workers, those that the monitor merely cannot hear."""
         self._step_limit_s = step_limit_s
         self._workers: dict[WorkerId, _Known] = {}
-        self._loads: list[PlacementLoad] | None = None
-        """What `loads` returned last; None: something has changed since."""
+        self._loads: dict[bool, Sequence[PlacementLoad]] = {}
+        """What `loads` returned last for real-time work and best effort, unless something has changed since."""
 
     def apply(self, view: ClusterView, now_s: float) -> list[WorkerId]:
         """Take a new view and return the workers whose requests are lost, sorted: dead, stopped, started anew, stuck.
@@ -114,14 +132,14 @@ class ClusterState:
         counts as it was last seen, for `UNNAMED_LIMIT_S`.
         """
         self.view, self.viewed_s = view, now_s
-        self._loads = None
+        self._loads.clear()
         self.restarted = []
         known: dict[WorkerId, _Known] = {}
         for status in view.workers:
             report = status.report
             if report.model and report.model != self.model:
                 continue
-            worker = self._workers.get(report.worker_id) or _Known(status, now_s, _load(status, ready=False))
+            worker = self._workers.get(report.worker_id) or _Known(status, now_s, _loads(status, ready=False))
             if worker.process != (report.host, report.pid, report.incarnation):
                 self.restarted.append(report.worker_id)
             worker.status, worker.reported_s = status, now_s - status.age_s
@@ -148,7 +166,7 @@ class ClusterState:
             status, has_ended = worker.status, self._has_ended(worker)
             phase, is_lost = status.report.phase, has_ended or status.liveness is Liveness.DEAD
             worker.is_ready = phase is WorkerPhase.READY and not status.report.stage and not is_lost
-            worker.load = _load(status, ready=worker.is_ready and not status.report.held)
+            worker.loads = _loads(status, ready=worker.is_ready and not status.report.held)
             if phase is WorkerPhase.DRAINING:
                 self.draining.append(worker_id)
             if not has_ended:
@@ -166,31 +184,46 @@ class ClusterState:
     def _is_lost(self, worker: _Known) -> bool:
         return worker.status.liveness is Liveness.DEAD or self._has_ended(worker)
 
-    def submitted(self, worker_id: WorkerId, num_prompt: int, num_output: int, now_s: float) -> Counted:
-        """Count a request that is sent to the worker, with the tokens that it has; the next report contains it."""
-        self._note(worker_id, _Change(now_s, 1, num_prompt + num_output, 1))
-        return Counted(worker_id, now_s, num_prompt, num_output)
+    def submitted(
+        self, worker_id: WorkerId, num_prompt: int, num_output: int, now_s: float, flex_tokens: int = 0
+    ) -> Counted:
+        """Count a request that is sent to the worker, with the tokens that it has; the next report contains it.
 
-    def began(self, worker_id: WorkerId, now_s: float) -> None:
+        Args:
+            worker_id: where it goes.
+            num_prompt: see `Counted`; so the others.
+            num_output: likewise.
+            now_s: the event loop's clock.
+            flex_tokens: likewise.
+        """
+        self._note(worker_id, _Change(now_s, 1, num_prompt + num_output, 1, flex_tokens=flex_tokens))
+        return Counted(worker_id, now_s, num_prompt, num_output, flex_tokens)
+
+    def began(self, worker_id: WorkerId, now_s: float, tier: Tier = Tier.DEFAULT) -> None:
         """Count a request that waits at the worker no more: it has begun there, or is about to leave."""
-        self._note(worker_id, _Change(now_s, 0, 0, -1))
+        self._note(worker_id, _Change(now_s, 0, 0, -1, flex_tokens=int(tier.is_best_effort)))
 
     def ended(self, counted: Counted, num_output: int, now_s: float) -> None:
         """Count a request that has left its worker with so many tokens of output."""
         num_tokens, num_grown = counted.num_prompt + counted.num_output, num_output - counted.num_output
-        self._note(counted.worker_id, _Change(now_s, -1, -num_tokens, 0, num_grown, counted.at_s))
+        change = _Change(now_s, -1, -num_tokens, 0, num_grown, counted.at_s, -counted.flex_tokens)
+        self._note(counted.worker_id, change)
 
     def _note(self, worker_id: WorkerId, change: _Change) -> None:
         worker = self._workers.get(worker_id)
         if worker is not None:
             worker.recent.append(change)
-            self._loads = None
+            self._loads.clear()
 
-    def loads(self) -> Sequence[PlacementLoad]:
-        """Return the workers as placement sees them."""
-        if self._loads is None:
-            self._loads = [_load_now(worker) if worker.recent else worker.load for worker in self._workers.values()]
-        return self._loads
+    def loads(self, tier: Tier = Tier.DEFAULT) -> Sequence[PlacementLoad]:
+        """Return the workers as the placement of a request of this tier sees them."""
+        is_flex = tier.is_best_effort
+        if is_flex not in self._loads:
+            self._loads[is_flex] = [
+                _load_now(worker, is_flex=is_flex) if worker.recent or is_flex else worker.loads[is_flex]
+                for worker in self._workers.values()
+            ]
+        return self._loads[is_flex]
 
     @property
     def num_ready(self) -> int:
@@ -216,41 +249,70 @@ class ClusterState:
         A member of a group, which takes nothing now, counts with its context: answers may go on there afterwards.
         """
         ready = [
-            worker.status.report.max_model_len if worker.status.report.stage else worker.load.max_request_tokens
+            worker.status.report.max_model_len if worker.status.report.stage else worker.loads[False].max_request_tokens
             for worker in self._workers.values()
             if worker.status.report.phase is WorkerPhase.READY
         ]
         return min([limit for limit in ready if limit], default=default)
 
 
-def _load(status: WorkerStatus, *, ready: bool) -> PlacementLoad:
-    """Return a worker's load by its report alone."""
-    report = status.report
-    return PlacementLoad(
+def _loads(status: WorkerStatus, *, ready: bool) -> tuple[PlacementLoad, PlacementLoad]:
+    """Return a worker's load by its report alone, as real-time work sees it, and best effort."""
+    report, flex = status.report, status.report.best_effort
+    flex_blocks = flex.num_used_blocks + max(flex.num_demanded_blocks, flex.num_uncomputed_blocks)
+    every = PlacementLoad(
         worker_id=report.worker_id,
         ready=ready,
         num_sequences=report.num_running + report.num_waiting + report.num_preempted,
         max_sequences=report.max_sequences,
-        num_waiting=report.num_waiting,
-        max_waiting=report.max_waiting,
+        num_waiting=flex.num_waiting + flex.num_preempted,
+        max_waiting=flex.max_parked,
         num_demanded_blocks=report.num_used_blocks + max(report.num_demanded_blocks, report.num_uncomputed_blocks),
         waiting_s=report.num_uncomputed_blocks * report.block_size * _token_s(report),
         num_blocks=report.num_blocks,
         max_request_tokens=_max_request_tokens(status),
     )
+    real_time = replace(
+        every,
+        num_sequences=every.num_sequences - flex.num_running - every.num_waiting,
+        num_waiting=max(report.num_waiting - flex.num_waiting, 0),
+        max_waiting=report.max_waiting,
+    )
+    if flex.gives_way:
+        others = report.num_uncomputed_blocks - flex.num_uncomputed_blocks
+        real_time = replace(
+            real_time,
+            num_demanded_blocks=max(every.num_demanded_blocks - flex_blocks, 0),
+            waiting_s=max(others, 0) * report.block_size * _token_s(report),
+        )
+    elif report.elastic is not None:
+        reserved = every.num_demanded_blocks - flex_blocks + max(flex.num_full_blocks, flex_blocks)
+        free = int(FLEX_RATIO * report.num_blocks) - reserved
+        every = replace(every, room_tokens=max(free, 0) * report.block_size)
+    return real_time, every
 
 
-def _load_now(worker: _Known) -> PlacementLoad:
+def _load_now(worker: _Known, *, is_flex: bool) -> PlacementLoad:
     """Return a worker's load with what was placed there, or left it, since its report."""
-    load, block_size = worker.load, max(1, worker.status.report.block_size)
-    num_tokens = sum(change.tokens_since(worker.reported_s) for change in worker.recent)
-    num_sent = sum(change.num_tokens for change in worker.recent if change.num_sequences > 0)
+    report = worker.status.report
+    load, gives_way = worker.loads[is_flex], report.best_effort.gives_way
+    num_real_time = worker.loads[False].num_waiting + sum(
+        change.num_waiting for change in worker.recent if not change.flex_tokens
+    )
+    changes = [change for change in worker.recent if is_flex or not (gives_way and change.flex_tokens)]
+    own = [change for change in worker.recent if bool(change.flex_tokens) == is_flex]
+    num_tokens = sum(change.tokens_since(worker.reported_s) for change in changes)
+    num_sent = sum(change.num_tokens for change in changes if change.num_sequences > 0)
+    room = load.room_tokens if gives_way or not is_flex or num_real_time <= 0 else 0
+    if room is not None:
+        room = max(room - sum(change.flex_tokens or change.num_tokens for change in changes if change.num_sequences), 0)
     return replace(
         load,
-        num_sequences=max(0, load.num_sequences + sum(change.num_sequences for change in worker.recent)),
-        num_waiting=max(0, load.num_waiting + sum(change.num_waiting for change in worker.recent)),
-        num_demanded_blocks=max(0, load.num_demanded_blocks + -(-num_tokens // block_size)),
-        waiting_s=load.waiting_s + num_sent * _token_s(worker.status.report),
+        num_sequences=max(0, load.num_sequences + sum(each.num_sequences for each in (changes if is_flex else own))),
+        num_waiting=max(0, load.num_waiting + sum(change.num_waiting for change in own)),
+        num_demanded_blocks=max(0, load.num_demanded_blocks + -(-num_tokens // max(1, report.block_size))),
+        waiting_s=load.waiting_s + num_sent * _token_s(report),
+        room_tokens=room,
     )
 
 

@@ -130,6 +130,28 @@ class TierCounts(MessagePart):
     """KV blocks that its sequences hold; one that several hold counts for each."""
 
 
+_Count = Annotated[int, Field(ge=0, le=10**9)]
+
+
+class BestEffortPart(MessagePart):
+    """What of a worker's sequences and KV is best effort's (tier `flex`); part of the report's other counts."""
+
+    num_running: _Count = 0
+    num_waiting: _Count = 0
+    num_preempted: _Count = 0
+    max_parked: _Count = 0
+    """So many may wait or have given way, at present; the rest waits in dispatchers. 0 if the worker does not say."""
+    num_used_blocks: _Count = 0
+    """KV blocks that would be free without it."""
+    num_demanded_blocks: _Count = 0
+    num_uncomputed_blocks: _Count = 0
+    """As the report's own, of what is parked, and of what runs."""
+    num_full_blocks: _Count = 0
+    """Blocks that all of it takes at its full length, whatever of them is there."""
+    gives_way: bool = False
+    """The worker's policy has others come first, and lets them have its blocks: it presses for nothing there."""
+
+
 class WorkerReport(ProcessFacts, ControlMessage):
     """State of one worker; published by period and at once on a change."""
 
@@ -206,7 +228,8 @@ class WorkerReport(ProcessFacts, ControlMessage):
     max_sequences: int = 0
     """Sequences that the worker takes at most, running and waiting."""
     max_waiting: int = 0
-    """Of these, the ones that may wait at present, by its scheduler; 0 if it does not say."""
+    """Of these, the ones that may wait at present, by its scheduler; 0 if it does not say. Best effort counts apart."""
+    best_effort: BestEffortPart = BestEffortPart()
     num_steps: int = 0
     """Steps done since the start; a number that stands still while sequences could run means a hang."""
     token_s: float = 0.0

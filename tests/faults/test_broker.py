@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from shared.ids import DispatcherId, WorkerId
+from shared.messages.base import PROTOCOL_VERSION
 from shared.transport.bus import BusError, Message
 from shared.transport.nats_bus import NatsBus
 from tests.faults.conftest import SMALL_STEPS
@@ -165,7 +166,8 @@ async def test_damaged_requests_and_reports_are_refused_and_change_nothing(clust
     """Row 22, on the control path: every endpoint of a worker, and what the monitor hears."""
     rng = random.Random(23)
     worker = WorkerId("worker-0")
-    rubbish = [b"", b"\xff" * 40, b"\x81", b"{}", b'{"kind":"submit","version":2}', bytes(1000), b"\xdd" + b"\xff" * 4]
+    rubbish = [b"", b"\xff" * 40, b"\x81", b"{}", bytes(1000), b"\xdd" + b"\xff" * 4]
+    rubbish.append(json.dumps({"kind": "submit", "version": PROTOCOL_VERSION}).encode())
     async with cluster.bus() as bus, cluster.unchanged(5):
         endpoints = [endpoint["subject"] for endpoint in (await cluster.stats(bus, worker))["endpoints"]]
         assert cluster.subjects.submit(worker) in endpoints
@@ -183,7 +185,7 @@ async def test_absurd_reports_are_refused_and_nobody_is_given_up(cluster: Staged
     """Row 13: numbers that cannot be, in the name of a worker that serves."""
     subject = cluster.subjects.report(WorkerId("worker-0"))
     honest = {
-        "version": 2,
+        "version": PROTOCOL_VERSION,
         "kind": "worker_report",
         "worker_id": "worker-0",
         "sequence_number": 10**9,

@@ -14,9 +14,10 @@ import pytest
 
 from services.dispatcher.access.grants import Grant
 from services.dispatcher.limits.tenants import Permit, Tenants, UsageLimit
+from shared.api_keys import Tier
 from shared.messages.request import RefusalReason
 from shared.types import FinishReason
-from tests.support.dispatchers import COMPLETIONS, Running, Serve, write_keys
+from tests.support.dispatchers import CHAT, COMPLETIONS, Running, Serve, write_keys
 from tests.support.fake_worker import Running as RunningRequest
 from tests.support.fake_worker import make_status
 from tests.support.raw_http import chat_bytes, connect_narrow
@@ -363,27 +364,48 @@ async def test_a_tier_above_the_keys_is_served_as_the_keys_and_the_answer_says_s
         assert f'"service_tier":"{given}"' in events
 
 
-async def test_under_load_flexible_requests_are_refused_first_and_urgent_ones_served_first(limited: Limited) -> None:
-    """Four may wait. Who is more urgent takes the last one's place; when there is room, they go by tier and arrival."""
-    async with limited('tier = "priority"', max_queued=4) as running:
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+async def test_the_keys_tier_is_the_most_that_anybody_gets_whatever_way_it_comes_in(
+    limited: Limited, endpoint: str
+) -> None:
+    """Over HTTP and a WebSocket; the other tenant, for which the file names no tier, gets the default at most."""
+    path, prompt = (COMPLETIONS, "Hello") if endpoint == "completions" else (CHAT, None)
+    body: dict[str, Any] = {"max_tokens": 4, "service_tier": "priority"} | ({"prompt": prompt} if prompt else {})
+    async with limited('tier = "flex"') as running:
+        for key, given in (("a", Tier.FLEX), ("b", Tier.DEFAULT)):
+            async with running.ask(path, headers={"Authorization": f"Bearer {key}"}, **body) as response:
+                assert (response.status, (await response.json())["service_tier"]) == (200, given.label)
+            async with talk(running, key) as client:
+                assert "error" not in {each["type"] for each in await client.answer(key, endpoint=endpoint, body=body)}
+            assert [submit.tier for submit in running.worker.submits] == [given] * 2
+            running.worker.submits.clear()
+
+
+async def test_best_effort_waits_apart_and_more_urgent_requests_take_the_place_of_others(limited: Limited) -> None:
+    """Two may wait, and three of best effort. When there is room, they go by tier and arrival."""
+    async with limited('tier = "priority"', max_queued=2, max_queued_flex=3) as running:
         running.worker.refuse = RefusalReason.FULL
         sessions = running.front.sessions
         tasks = []
-        for number, tier in enumerate(("flex", "flex", "default", "flex"), start=1):
+        for number, tier in enumerate(("flex", "flex", "default", "flex", "default"), start=1):
             tasks.append(asyncio.create_task(ask(running, service_tier=tier, seed=number)))
             await until(lambda number=number: sessions.num_queued == number)
-        status, _, body = await ask(running, service_tier="flex")
-        assert (status, body["error"]["code"]) == (429, "queue_full")
-        tasks.append(asyncio.create_task(ask(running, service_tier="priority", seed=5)))
-        status, headers, body = await tasks.pop(3)
+        status, headers, body = await ask(running, service_tier="flex")
+        assert (status, body["error"]["code"], headers["retry-after"]) == (429, "resource_unavailable", "10")
+        assert body["error"]["type"] == "rate_limit_error"
+        tasks.append(asyncio.create_task(ask(running, service_tier="priority", seed=6)))
+        status, headers, body = await tasks.pop(4)
         assert (status, body["error"]["code"], headers["retry-after"]) == (429, "queue_full", "2")
-        assert sessions.num_queued == 4
+        assert sessions.num_queued == 5
         running.worker.refuse = None
         running.worker.submits.clear()
         await running.view(make_status())
-        assert [status for status, _, _ in await asyncio.gather(*tasks)] == [200] * 4
-        assert [submit.sampling.seed for submit in running.worker.submits] == [5, 3, 1, 2]
-        assert await samples(running, "sluice:shed_total") == {("queue_full", "flex"): 2}
+        assert [status for status, _, _ in await asyncio.gather(*tasks)] == [200] * 5
+        assert [submit.sampling.seed for submit in running.worker.submits] == [6, 3, 1, 2, 4]
+        assert await samples(running, "sluice:shed_total") == {
+            ("resource_unavailable", "flex"): 1,
+            ("queue_full", "default"): 1,
+        }
 
 
 async def test_one_request_may_not_take_the_whole_dispatcher(serve: Serve) -> None:

@@ -84,7 +84,7 @@ from services.common import flag, trace
 MODELS = {"object": "list", "data": [{"id": flag("--served-model-name"), "object": "model"}]}
 REPORT = {"worker_id": "worker-0", "sequence_number": 0, "phase": "ready", "num_blocks": 8, "num_used_blocks": 2}
 CLUSTER = {
-    "version": 2,
+    "version": 3,
     "kind": "cluster_view",
     "sequence_number": 1,
     "workers": [{"liveness": "alive", "age_s": 0.1, "report": REPORT}],

@@ -155,7 +155,8 @@ async def _admit(front: Front, live: Live, permit: Permit) -> None:
             await front.sessions.place(sessions[0])
             choices[0].placed.set()
     except TextPoolFullError:
-        code = FailureCode.QUEUE_FULL
+        is_flex = call.params.tier.is_best_effort
+        code = FailureCode.RESOURCE_UNAVAILABLE if is_flex else FailureCode.QUEUE_FULL
     except RequestFailedError as error:
         code = error.code
     else:
@@ -192,6 +193,8 @@ async def _encode(front: Front, call: CheckedCall) -> list[Prompt]:
     if call.num_chars > SLACK * limit * front.codec.max_token_bytes:
         raise _too_long(call, limit, "far more")
     try:
+        if call.params.tier.is_best_effort:
+            return await front.pool.run_flex(call.encode, call.num_chars * call.num_prompts)
         return await front.pool.run(call.encode)
     except TemplateRefusalError as error:
         raise refused_by_template(error, call.prompt_param) from None

@@ -117,6 +117,11 @@ _FAILURES: Final[dict[FailureCode, tuple[int, str, float | None]]] = {
     FailureCode.MODEL_LOADING: (503, "The model is still loading. Try again soon.", 5.0),
     FailureCode.NO_CAPACITY: (503, "No worker can take the request now. Try again soon.", 5.0),
     FailureCode.QUEUE_FULL: (429, "Too many requests are waiting. Try again soon.", 2.0),
+    FailureCode.RESOURCE_UNAVAILABLE: (
+        429,
+        "Resource Unavailable: as many 'flex' requests wait as may. Try again later, or with another 'service_tier'.",
+        10.0,
+    ),
     FailureCode.TOO_LONG: (400, "The prompt and max_tokens together are longer than the model can hold.", None),
     FailureCode.SUPERSEDED: (409, "The same request, by its idempotency key, goes on over a newer connection.", None),
     FailureCode.REQUEST_FAILED: (500, "The request failed while it was generated.", None),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from services.dispatcher.limits.waiting_room import Claimant
+from services.dispatcher.policy.placement import PlacementLoad
 from services.dispatcher.policy.shares import may_wait
 from services.dispatcher.state import ClusterState
 from shared.api_keys import Tier
@@ -28,14 +29,16 @@ class WorkerLines:
 
     def crowded(self, claimant: Claimant) -> set[WorkerId]:
         """Return the workers where this one may not wait, so that others may."""
-        if claimant.has_output:
+        if claimant.has_output and not claimant.tier.is_best_effort:
             return set()
-        group, num_of = (claimant.tier, claimant.tenant), self._num_of
-        return {
-            load.worker_id
-            for load in self._cluster.loads()
-            if load.num_waiting and not may_wait(num_of[load.worker_id, group], load.num_waiting, load.max_waiting)
-        }
+        loads = self._cluster.loads(claimant.tier)
+        return {load.worker_id for load in loads if not self._may_wait(claimant, load)}
+
+    def _may_wait(self, claimant: Claimant, load: PlacementLoad) -> bool:
+        if load.room_tokens is not None and claimant.num_tokens > load.room_tokens:
+            return False
+        num_own = self._num_of[load.worker_id, (claimant.tier, claimant.tenant)]
+        return not load.num_waiting or may_wait(num_own, load.num_waiting, load.max_waiting)
 
     def join(self, stream: StreamId, worker_id: WorkerId, claimant: Claimant) -> None:
         """A request waits there from now on, and nowhere else."""
@@ -51,5 +54,5 @@ class WorkerLines:
         self._num_of[place] -= 1
         if not self._num_of[place]:
             del self._num_of[place]
-        self._cluster.began(place[0], now_s)
+        self._cluster.began(place[0], now_s, place[1][0])
         return True

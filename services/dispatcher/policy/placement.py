@@ -2,6 +2,9 @@
 
     load = KV that is held or asked for / KV memory  +  weight · seconds of computing that wait there
 
+Real-time work and best effort see other loads (`services.dispatcher.state`): where best effort gives way, a real-time
+request is placed by what other real-time work is there.
+
 Memory alone would send everything to a worker that has just got more of it, a new group, until prompts queue there for
 their computing; and where all have the same memory, to one whose sequences are few and long, whatever waits there. A
 group computes with all of its stages. Every worker says what a token costs it, whatever its system, so that systems
@@ -47,6 +50,9 @@ class PlacementLoad:
     """KV blocks in all; 0 if unknown."""
     max_request_tokens: int
     """Most tokens of prompt and output together that ever fit one request there; 0 if unknown."""
+    room_tokens: int | None = None
+    """Most tokens of prompt and output together that may come now; None: any, and who finds no memory waits there. See
+    `services.dispatcher.limits.lines`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,18 +7,19 @@ one whose worker is about to stop (`move`: it stays there unless another one tak
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.dispatcher.limits.lines import WorkerLines
-from services.dispatcher.limits.waiting_room import Claimant, WaitingRoom
+from services.dispatcher.limits.waiting_room import Claimant, RoomLimits, WaitingRooms
 from services.dispatcher.policy.placement import Placed, Placement
 from services.dispatcher.session.calls import Silence, SubmitAnswer, SubmitOutcome, WorkerCalls
 from services.dispatcher.session.leases import WorkerPresence
 from services.dispatcher.session.owners import Owners
-from services.dispatcher.session.request import FailureCode, NewRequest, RequestFailedError
+from services.dispatcher.session.request import FailureCode, RequestFailedError
 from services.dispatcher.session.session import Session
 from services.dispatcher.session.submission import next_submit
 from services.dispatcher.state import ClusterState
+from shared.api_keys import Tier
 from shared.ids import RequestId, WorkerId
 from shared.messages.owner import Owner
 from shared.process.log import get_logger
@@ -32,7 +33,7 @@ class SessionLimits:
     """See `DispatcherSettings`."""
 
     max_requests: int = 4096
-    max_queued: int = 256
+    queues: RoomLimits = field(default_factory=RoomLimits)
     queue_limit_s: float = 30.0
     silence_s: float = 2.0
     lost_after_s: float = 3.0
@@ -53,7 +54,7 @@ class Placing:
         now: Callable[[], float],
         tasks: TaskOwner,
     ) -> None:
-        self.waiting, self._lines = WaitingRoom(self._has_place), WorkerLines(cluster)
+        self.waiting, self._lines = WaitingRooms(self._has_place, limits.queues), WorkerLines(cluster)
         self.num_poison = 0
         """Sessions that ended because they were blamed for their workers' deaths."""
         self._calls = calls
@@ -76,30 +77,28 @@ class Placing:
             return
         if parent is not None and await self._submit_fork(session, parent, refused):
             return
-        if self.waiting.first() is None and await self._submit_somewhere(session, refused):
+        if self.waiting.of(session.request.tier).first() is None and await self._submit_somewhere(session, refused):
             return
-        if not session.request.replaces and self._is_queue_full(session.request):
-            raise RequestFailedError(self.crowded())
+        request = session.request
+        if not request.replaces and self.waiting.is_full(request.tier, request.tenant, request.max_tenant_queued):
+            raise RequestFailedError(self.crowded(request.tier))
         await self._wait_and_submit(session, has_begun=session.request.replaces)
-
-    def _is_queue_full(self, request: NewRequest) -> bool:
-        """Return whether one more may not wait: others may have come while this one asked the workers."""
-        waiting, most = self.waiting, request.max_tenant_queued
-        is_over_own = most is not None and waiting.num_of(request.tenant) >= most
-        return is_over_own or waiting.num_before(request.tier, request.tenant) >= self._limits.max_queued
 
     def _has_place(self, claimant: Claimant) -> bool:
         """Return whether a worker would take this one at once, as far as is known here."""
         return self._calls.connected and self._find(claimant, set()) is not None
 
     def _find(self, claimant: Claimant, refused: set[WorkerId]) -> Placed | None:
-        """Return the worker to ask next, by what is known here; None: there is none."""
+        """Return the worker to ask next, by what is known here; None: there is none, or it would be others' first."""
+        if claimant.tier.is_best_effort and len(self.waiting.real_time):
+            return None
         closed = refused | self._leases.lost_workers | self._lines.crowded(claimant)
-        return self._choose(self._cluster.loads(), claimant.num_tokens, closed)
+        return self._choose(self._cluster.loads(claimant.tier), claimant.num_tokens, closed)
 
-    def crowded(self) -> FailureCode:
+    def crowded(self, tier: Tier) -> FailureCode:
         """Return why one more cannot wait: the clients' crowd, or, while the broker is away, our own failure."""
-        return FailureCode.QUEUE_FULL if self._calls.connected else FailureCode.NO_CAPACITY
+        full = FailureCode.RESOURCE_UNAVAILABLE if tier.is_best_effort else FailureCode.QUEUE_FULL
+        return full if self._calls.connected else FailureCode.NO_CAPACITY
 
     async def _take_over(self, session: Session, refused: set[WorkerId]) -> bool:
         """Ask the worker that may run the request for another dispatcher; return whether it goes on there."""
@@ -170,17 +169,19 @@ class Placing:
             self.waiting.signal()
 
     async def _wait_and_submit(self, session: Session, *, has_begun: bool) -> None:
-        request = session.request
-        until_s = min(self._now() + self._limits.queue_limit_s, request.arrival_s + request.limit_s)
-        ticket = self.waiting.enter(_claimant(session, has_begun=has_begun))
-        self.waiting.shrink(self._limits.max_queued)
+        request, waiting = session.request, self.waiting.of(session.request.tier)
+        wait_s = request.limit_s if request.tier.is_best_effort else self._limits.queue_limit_s
+        until_s = min(self._now() + wait_s, request.arrival_s + request.limit_s)
+        ticket = waiting.enter(_claimant(session, has_begun=has_begun))
+        waiting.shrink(self.waiting.max_of(request.tier))
         try:
-            while await self.waiting.turn(ticket, until_s):
+            while await waiting.turn(ticket, until_s):
                 if session.ended.is_set() or await self._submit_somewhere(session, set()):
                     return
         finally:
-            self.waiting.leave(ticket)
-        raise RequestFailedError(self.crowded() if self._cluster.num_ready else FailureCode.NO_CAPACITY)
+            waiting.leave(ticket)
+            self.waiting.signal()
+        raise RequestFailedError(self.crowded(request.tier) if self._cluster.num_ready else FailureCode.NO_CAPACITY)
 
     async def _submit_somewhere(self, session: Session, refused: set[WorkerId]) -> bool:
         """Offer the session to one worker after the other but those that refused it; return whether one has it.
@@ -249,8 +250,9 @@ class Placing:
 
     async def _attempt(self, session: Session, worker_id: WorkerId, fork_of: RequestId | None) -> SubmitOutcome:
         submit = next_submit(session, self._leases.sender, self._now(), fork_of)
-        num_prompt = 0 if fork_of is not None else session.request.num_prompt_tokens
-        counted = self._cluster.submitted(worker_id, num_prompt, len(session.tokens), self._now())
+        request, num_output = session.request, len(session.tokens)
+        num_prompt = 0 if fork_of is not None else request.num_prompt_tokens
+        counted = self._cluster.submitted(worker_id, num_prompt, num_output, self._now(), request.flex_tokens)
         self._lines.leave(session.stream, self._now())  # of one that is moved
         session.offer(worker_id, submit.attempt, counted, self._now())
         self._lines.join(session.stream, worker_id, _claimant(session))

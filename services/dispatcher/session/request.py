@@ -43,7 +43,8 @@ class NewRequest:
     tenant: str = ""
     """Whose it is."""
     max_tenant_queued: int | None = None
-    """Requests of this tenant that may wait for room, this one included; None: as many as of all."""
+    """Requests of this tenant that may wait for room, this one included, best effort and others each; None: as many as
+    of all."""
     resumable: bool = False
     """Its name comes from the client: if this dispatcher dies, another one may be asked for the same request."""
     generated: tuple[int, ...] = ()
@@ -63,6 +64,11 @@ class NewRequest:
         """Most tokens of prompt and output together."""
         return self.num_prompt_tokens + self.sampling.max_tokens
 
+    @property
+    def flex_tokens(self) -> int:
+        """The same of best effort; 0: it is real time."""
+        return self.num_tokens if self.tier.is_best_effort else 0
+
 
 class FailureCode(StrEnum):
     """Why a request has no (whole) answer; also the `code` that the client sees."""
@@ -71,6 +77,7 @@ class FailureCode(StrEnum):
     MODEL_LOADING = "model_loading"
     NO_CAPACITY = "no_capacity"
     QUEUE_FULL = "queue_full"
+    RESOURCE_UNAVAILABLE = "resource_unavailable"
     TOO_LONG = "context_length_exceeded"
     SUPERSEDED = "request_superseded"
     REQUEST_FAILED = "request_failed"

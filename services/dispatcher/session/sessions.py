@@ -172,16 +172,17 @@ class Sessions:
             AdmissionInput(
                 draining=self.draining,
                 num_new=num_new,
-                num_requests=len(self.table),
-                max_requests=self._limits.max_requests,
-                num_queued=self._placing.waiting.num_before(tier, tenant),
-                max_queued=self._limits.max_queued,
+                num_requests=self.table.num_real_time,
+                max_requests=None if tier.is_best_effort else self._limits.max_requests,
+                num_queued=self._placing.waiting.of(tier).num_before(tier, tenant),
+                max_queued=self._placing.waiting.max_of(tier),
+                has_memory=self._placing.waiting.has_memory(tier),
                 num_ready_workers=self.cluster.num_ready,
                 num_loading_workers=self.cluster.num_loading,
             )
         )
         if decision is not None:
-            raise RequestFailedError(self._placing.crowded() if decision is FailureCode.QUEUE_FULL else decision)
+            raise RequestFailedError(self._placing.crowded(tier) if decision is FailureCode.QUEUE_FULL else decision)
 
     def release(self, session: Session) -> None:
         """Forget the session; if a worker may still run it, cancel it there at once. Idempotent."""
@@ -235,11 +236,13 @@ class Sessions:
     def _on_began(self, session: Session) -> None:
         """Its worker computes something for it: the prompt counts as service to its tenant."""
         assert session.counted is not None, "it was counted where it began"
-        self._placing.waiting.serve(session.request.tenant, session.counted.num_prompt, 0)
+        request = session.request
+        self._placing.waiting.of(request.tier).serve(request.tenant, session.counted.num_prompt, 0)
         self._placing.began(session)
 
     def _count_service(self, session: Session) -> None:
-        self._placing.waiting.serve(session.request.tenant, 0, session.take_served())
+        request = session.request
+        self._placing.waiting.of(request.tier).serve(request.tenant, 0, session.take_served())
 
     def _lose(self, worker_id: WorkerId, loss: Loss) -> None:
         for session in self.table.on_worker(worker_id):
@@ -263,7 +266,7 @@ class Sessions:
         self._on_room()  # the broker may be back
         now_s = self._now()
         longest_s = self._limits.silence_s * MAX_SILENCE_FACTOR
-        for session in self.table:
+        for session in self.table.all_but_waiting_flex():
             self._count_service(session)
             if now_s - session.request.arrival_s > session.request.limit_s:
                 session.fail(FailureCode.TIMED_OUT)  # also while it is between two workers

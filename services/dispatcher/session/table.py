@@ -9,6 +9,7 @@ from itertools import repeat
 from services.dispatcher.session.gaps import GapHistogram
 from services.dispatcher.session.request import FailureCode, NewRequest
 from services.dispatcher.session.session import Session
+from shared.api_keys import Tier
 from shared.errors import WireError
 from shared.ids import StreamId, WorkerId
 from shared.process.log import get_logger
@@ -66,6 +67,8 @@ class SessionTable:
         self._on_released = on_released
         self._on_began = on_began
         self._sessions: dict[int, Session] = {}
+        self.num_real_time = 0
+        """Of the sessions, those that are not best effort."""
         self._next_stream = first_stream % (MAX_STREAM + 1)
         self._channels: dict[WorkerId, int] = {}
         self._heard_s: dict[WorkerId, float] = {}
@@ -83,15 +86,26 @@ class SessionTable:
         stream = StreamId(self._next_stream)
         self._next_stream = (self._next_stream + 1) % (MAX_STREAM + 1)
         session = self._sessions[stream] = Session(request, stream, self.gaps)
+        self.num_real_time += not request.tier.is_best_effort
         return session
 
     def close(self, session: Session) -> bool:
         """Forget it: later tokens are ignored. Return whether it was there."""
-        return self._sessions.pop(session.stream, None) is not None
+        was_here = self._sessions.pop(session.stream, None) is not None
+        self.num_real_time -= was_here and not session.request.tier.is_best_effort
+        return was_here
+
+    def all_but_waiting_flex(self) -> list[Session]:
+        """Return the sessions but for best effort that waits for its first worker: tens of thousands may."""
+        flex = Tier.FLEX
+        return [
+            each for each in self._sessions.values() if each.admitted_s is not None or each.request.tier is not flex
+        ]
 
     def on_worker(self, worker_id: WorkerId) -> list[Session]:
         """Return the running sessions of this worker, by handle."""
-        return [session for session in self if session.worker_id == worker_id and session.is_running]
+        here = (session for session in self.all_but_waiting_flex() if session.worker_id == worker_id)
+        return [session for session in here if session.is_running]
 
     def apply(self, batch: TokenBatch, now_s: float) -> None:
         """Hand every row to its session. One session's fault is not another's."""

@@ -1,4 +1,7 @@
-"""A few threads for tokenising and templates, with a bounded queue, so that no prompt holds up the event loop."""
+"""A few threads for tokenising and templates, with a bounded queue, so that no prompt holds up the event loop.
+
+Texts of best effort wait before that queue, and leave a thread to the others if there are several.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,16 @@ class TextPool:
     Args:
         num_threads: texts worked on at a time.
         max_pending: texts waiting or worked on; more are refused at once.
+        max_flex: the same of best effort, which waits apart.
+        flex_memory: characters that best effort may have waiting.
     """
 
-    def __init__(self, num_threads: int, max_pending: int) -> None:
+    def __init__(self, num_threads: int, max_pending: int, max_flex: int = 0, flex_memory: int = 0) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="text")
         self._max_pending = max_pending
+        self._max_flex, self._flex_memory = max_flex, flex_memory
+        self._num_flex = self._num_flex_chars = 0
+        self._flex_threads = asyncio.Semaphore(max(num_threads - 1, 1))
         self.num_pending = 0
         """Texts waiting or worked on. A text whose client is gone still counts until its thread has finished."""
 
@@ -41,6 +49,24 @@ class TextPool:
         future = self._threads.submit(work)
         future.add_done_callback(lambda _: _call_if_open(loop, self._on_done))
         return await asyncio.wrap_future(future)
+
+    async def run_flex(self, work: Callable[[], R], num_chars: int) -> R:
+        """Return the result of best effort's work on a text of so many characters.
+
+        Raises:
+            TextPoolFullError: nothing was started.
+        """
+        if self._num_flex >= self._max_flex or self._num_flex_chars + num_chars > self._flex_memory:
+            raise TextPoolFullError
+        self._num_flex, self._num_flex_chars = self._num_flex + 1, self._num_flex_chars + num_chars
+        try:
+            await self._flex_threads.acquire()
+            loop = asyncio.get_running_loop()
+            future = self._threads.submit(work)  # its thread is taken until it has finished, whoever still waits for it
+            future.add_done_callback(lambda _: _call_if_open(loop, self._flex_threads.release))
+            return await asyncio.wrap_future(future)
+        finally:
+            self._num_flex, self._num_flex_chars = self._num_flex - 1, self._num_flex_chars - num_chars
 
     def _on_done(self) -> None:
         self.num_pending -= 1

@@ -86,10 +86,14 @@ def find_absurdity(report: WorkerReport) -> str | None:
     for name in _TEXTS:
         if len(getattr(report, name)) > MAX_TEXT_CHARS:
             return f"{name} has more than {MAX_TEXT_CHARS} characters"
-    if report.num_used_blocks > report.num_blocks:
-        return f"num_used_blocks is {report.num_used_blocks}, of {report.num_blocks} in all"
-    if report.num_used_host_blocks > report.num_host_blocks:
-        return f"num_used_host_blocks is {report.num_used_host_blocks}, of {report.num_host_blocks} in all"
+    shares = (
+        ("num_used_blocks", report.num_used_blocks, report.num_blocks),
+        ("best_effort.num_used_blocks", report.best_effort.num_used_blocks, report.num_used_blocks),
+        ("num_used_host_blocks", report.num_used_host_blocks, report.num_host_blocks),
+    )
+    for name, part, total in shares:
+        if part > total:
+            return f"{name} is {part}, of {total} in all"
     for move in report.moves:
         if not move.num_moved_bytes <= move.num_bytes <= MAX_BYTES:
             return f"{move.num_moved_bytes} bytes of {move.num_bytes} have moved"

@@ -3,6 +3,10 @@
     view ─► alive and ready ─► alone, or leading ──────────────────► WorkerLoad       what the ladder looks at
                            └─► memory that is elastic, one model ──► InstanceFacts    what plans are made from
 
+Best effort presses for nothing where the worker's policy has it give way, and nowhere while it waits in dispatchers:
+no plan is made for it, none waits for it, and none is dearer for it. When groups change, its KV moves last, and is
+given up where there is no room. Where it does not give way it counts as everything else that is at the worker.
+
 A leader reports for its whole group; the other members report no sequences, and nothing is placed on them. All elastic
 workers must agree on the sizes of the model: those that do not agree with most of them are left out, by name.
 
@@ -14,12 +18,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from services.planner.policy.levers.ladder import ClusterSnapshot, MemoryLoad
 from services.planner.policy.plans.drop_facts import ClusterFacts, InstanceFacts, ModelFacts
+from shared.api_keys import Tier
 from shared.ids import Incarnation, WorkerId
 from shared.layers import LayerRange
 from shared.messages.report import (
+    BestEffortPart,
     ClusterView,
     ElasticFacts,
     Liveness,
@@ -28,6 +35,8 @@ from shared.messages.report import (
     WorkerReport,
     WorkerStatus,
 )
+
+NOTHING_GIVES_WAY: Final = BestEffortPart()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +112,12 @@ def _with_waiting(usable: Sequence[WorkerStatus], waiting: Sequence[WaitingReque
     """Return the workers as if what waits in dispatchers waited at them, in proportion to their memory.
 
     It counts as queued for memory at those that have requests queued for it already: at the others it waits for its
-    turn.
+    turn. Best effort waits for what is left.
     """
     num_tokens, num_requests = Counter[str](), Counter[str]()
     for each in waiting:
+        if each.tier == Tier.FLEX.label:
+            continue
         num_tokens[each.model] += each.num_tokens
         num_requests[each.model] += each.num_requests
     taking = [status for status in usable if takes_requests(status.report) and num_requests[status.report.model]]
@@ -127,6 +138,11 @@ def _with_waiting(usable: Sequence[WorkerStatus], waiting: Sequence[WaitingReque
         }
         found[report.worker_id] = status.model_copy(update={"report": report.model_copy(update=counts)})
     return list(found.values())
+
+
+def giving_way(report: WorkerReport) -> BestEffortPart:
+    """Return what of a worker is best effort's and gives way: nothing, if its policy does not have it do so."""
+    return report.best_effort if report.best_effort.gives_way else NOTHING_GIVES_WAY
 
 
 def takes_requests(report: WorkerReport) -> bool:
@@ -202,19 +218,21 @@ def _most_common(models: Mapping[WorkerId, _Model]) -> _Model | None:
 def _instance(status: WorkerStatus, model: _Model, params: ObserveParams) -> InstanceFacts:
     report, elastic, block_size = status.report, status.report.elastic, model[1].block_size
     assert elastic is not None, "it has a model"
-    reports = takes_requests(report)
+    reports, flex = takes_requests(report), giving_way(report)
+    num_running = max(report.num_running - flex.num_running, 0)
+    tokens_per_s = report.tokens_per_s * (num_running / report.num_running if report.num_running else 1.0)
     return InstanceFacts(
         instance_id=report.worker_id,
         layers=LayerRange(*report.layers),
         num_pages=elastic.num_pages,
         group_id=report.group,
         host=report.host,
-        used_tokens=reports * report.num_used_blocks * block_size,
-        demanded_tokens=reports * report.num_demanded_blocks * block_size,
-        growth_tokens=reports * int(report.tokens_per_s * params.horizon_s),
-        tokens_per_s=reports * report.tokens_per_s,
+        used_tokens=reports * max(report.num_used_blocks - flex.num_used_blocks, 0) * block_size,
+        demanded_tokens=reports * max(report.num_demanded_blocks - flex.num_demanded_blocks, 0) * block_size,
+        growth_tokens=reports * int(tokens_per_s * params.horizon_s),
+        tokens_per_s=reports * tokens_per_s,
         max_request_tokens=report.max_model_len or None,
-        num_running=reports * report.num_running,
+        num_running=reports * num_running,
         num_queued=reports * report.num_queued_for_memory,
         throttled=reports and status.throttled,
         token_s=report.token_s,

@@ -3,7 +3,8 @@
     view ─► short: the next in line does not fit ─┐
         └─► roomy: blocks are left for others ────┴─► ask those that are short who waits ─► GroupLoad ─► rebalance
 
-What waits at a worker for another reason than memory keeps its room there. What a view says is up to a report old, so
+What waits at a worker for another reason than memory keeps its room there. Best effort that gives way is in nobody's
+way, and is brought nowhere. What a view says is up to a report old, so
 after each round some time passes.
 
 Pure. Source: KunServe v1, section 4.3 ("Online dispatcher": after a drop, what overflows goes to spare groups).
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from services.planner.policy.observe import can_work, takes_requests
+from services.planner.policy.observe import can_work, giving_way, takes_requests
 from services.planner.policy.rebalance import GroupLoad, QueuedRequest, Requeue, rebalance
 from shared.ids import WorkerId
 from shared.messages.queue import QueuedPart
@@ -78,15 +79,20 @@ def plan_moves(
 
 
 def _load(report: WorkerReport, queue: Sequence[QueuedPart], batch_per_worker: int) -> GroupLoad:
+    moves_flex = not report.best_effort.gives_way
     requests = tuple(
-        QueuedRequest(part.request_id, part.tier, part.age_s, part.num_blocks * report.block_size) for part in queue
+        QueuedRequest(part.request_id, part.tier, part.age_s, part.num_blocks * report.block_size)
+        for part in queue
+        if moves_flex or not part.tier.is_best_effort
     )
     free = max(_free_blocks(report), 0) * report.block_size
     max_batch = max(report.num_stages, 1) * batch_per_worker
-    return GroupLoad(str(report.worker_id), max_batch, report.num_running, free, requests)
+    num_running = report.num_running - giving_way(report).num_running
+    return GroupLoad(str(report.worker_id), max_batch, num_running, free, requests)
 
 
 def _free_blocks(report: WorkerReport) -> int:
     """Return the blocks for requests that come: beside one more for each that runs, and what waiting ones need."""
-    free = report.num_blocks - report.num_used_blocks - report.num_running
-    return free - report.num_demanded_blocks
+    flex = giving_way(report)
+    free = report.num_blocks - report.num_used_blocks - report.num_running - report.num_demanded_blocks
+    return free + flex.num_used_blocks + flex.num_running + flex.num_demanded_blocks

@@ -6,6 +6,8 @@ KV takes to be there again, or nobody reads it. If it runs, others may have its 
 
     parked, in order    slack · slack · late · slack · late        the head of the line is the first that is late
     blocks              free │ of rows with slack │ of others      short: those who are late do not fit the first two
+
+Best effort has slack for ever, so whatever of it runs, waits or has given way presses for nothing.
 """
 
 from __future__ import annotations
@@ -88,8 +90,10 @@ def _parked(engine: Engine) -> tuple[I32, Bool]:
 
 
 def _num_slack_blocks(engine: Engine) -> int:
-    """Return the blocks that are free once all rows with slack that run give way, and lose their KV."""
-    rows = engine.table.running.view
+    """Return the blocks that are free once all rows with slack that run, or gave way and hold some, lose their KV."""
+    table = engine.table
+    holding = table.preempted.view[table.held_blocks[table.preempted.view] > 0]
+    rows: I32 = np.concatenate([table.running.view, holding])
     idle = rows[_have_slack(engine, rows, np.zeros(rows.size, dtype=np.int32))]
     return int(engine.sharing.freeable(idle).sum()) if idle.size else 0
 

@@ -16,6 +16,7 @@ from services.worker.contract.executor import KvCapacity
 from services.worker.contract.kept_kv import KeptKv
 from services.worker.engine.transitions import Transitions
 from services.worker.sequences.table import Hold, SequenceTable, Status
+from shared.api_keys import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,27 @@ class KvMemory:
             raise ValueError(f"a sequence that is here at its full length does not fit {num_usable} blocks")
         self.blocks.limit(num_blocks)
         self._review()
+
+    def shed(self, num_blocks: int) -> bool:
+        """Have the youngest of best effort give up their blocks until all that is in use fits below a limit.
+
+        They run no more until a limit is set. Those in a step or a copy give theirs up when this is called after it.
+
+        Returns:
+            Whether another call can free more.
+        """
+        table, blocks = self.table, self.blocks
+        excess = blocks.num_used - int(np.count_nonzero(blocks.usable[:num_blocks]))
+        rows = np.flatnonzero((table.status != Status.FREE) & (table.tier == Tier.FLEX) & (table.held_blocks > 0))
+        if excess <= 0 or not rows.size:
+            return False
+        rows = rows[np.argsort(table.arrival_s[rows], kind="stable")].astype(np.int32)
+        num_freed = blocks.freeable(rows)[::-1].cumsum()
+        rows = rows[::-1][: int(np.searchsorted(num_freed, excess)) + 1]
+        table.hold[rows] |= Hold.NO_ROOM
+        for row in rows.tolist():
+            self.transitions.clear(row)
+        return True
 
     def furnish(self, capacity: KvCapacity, kept: KeptKv, coming: KeptKv, spans: Sequence[RemoteSpan]) -> None:
         """Have an executor's blocks, some named, some kept for KV on its way, in place of those so far."""

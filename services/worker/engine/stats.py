@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 
 from services.worker.contract.arrays import I32
+from services.worker.engine.best_effort import count_best_effort
 from services.worker.engine.demand import take_demand
 from services.worker.engine.engine import Engine
 from services.worker.engine.loop import StepPace
@@ -15,12 +16,14 @@ from services.worker.engine.totals import Totals
 from services.worker.sequences.table import Hold, SequenceTable
 from shared.api_keys import Tier
 from shared.hot import hot_dataclass
-from shared.messages.report import TierCounts
+from shared.messages.report import BestEffortPart, TierCounts
 
 _HELD_BACK = Hold.CANCELLED | Hold.NO_ROOM | Hold.FORK | Hold.PAUSED | Hold.ENDED
 """Who is none that steps are made for; a row in a step or copy is, and so is one that is to be tried again."""
 MIN_WAITING: Final = 32
 """Sequences that may wait however few the memory holds: the first to come may be much longer than those that follow."""
+MIN_PARKED: Final = 8
+"""The same of best effort, whose place nobody else takes: a few, for a policy to choose from."""
 
 
 @hot_dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ class EngineStats:
     num_slack_demanded_blocks: int
     """Of the demanded blocks, those that sequences with slack need. 0 unless the policy reorders."""
     max_waiting: int
-    """Sequences that may wait; who comes when so many do is refused."""
+    """Real-time sequences that may wait; who comes when so many do is refused."""
     num_coming_blocks: int
     """Blocks whose KV is on its way from another worker."""
     num_host_blocks: int
@@ -64,6 +67,8 @@ class EngineStats:
     num_used_host_blocks: int
     tiers: tuple[TierCounts, ...]
     """Of each tier of which a sequence is here, the most urgent first; empty while all are of the default tier."""
+    best_effort: BestEffortPart
+    """Of all of these, what is best effort's."""
     totals: Totals
     """As they were at that moment."""
 
@@ -96,24 +101,37 @@ def take_stats(engine: Engine, pace: StepPace = StepPace.STEPPING) -> EngineStat
         num_host_blocks=0 if host is None else host.num_usable,
         num_used_host_blocks=0 if host is None else host.num_used,
         tiers=_by_tier(table),
+        best_effort=count_best_effort(engine, most_parked(engine)),
         totals=replace(engine.totals),
     )
 
 
 def most_waiting(engine: Engine) -> int:
-    """Return `EngineStats.max_waiting`.
+    """Return `EngineStats.max_waiting`: all if the policy reorders, else one batch.
 
-    One batch, as large as the memory holds it with sequences as long as those that are here: what comes in within the
-    next seconds. Whoever waits here can neither be overtaken nor go to another worker.
+    Whoever waits here can neither be overtaken then nor go to another worker.
     """
-    config, table = engine.config, engine.table
-    if engine.reorders:
-        return config.max_sequences
-    most = config.max_batch_rows * config.num_lanes
-    if not table.num_sequences:
+    return engine.config.max_sequences if engine.reorders else _one_batch(engine, MIN_WAITING)
+
+
+def most_parked(engine: Engine) -> int:
+    """Return how many sequences of best effort may wait here or have given way; the rest waits in dispatchers.
+
+    One batch gives a policy enough to choose from; without one, others would wait behind it. Half of the rows stay with
+    those that run, and real-time work.
+    """
+    knows_sizes = engine.reorders and engine.table.num_sequences
+    wanted = _one_batch(engine, MIN_PARKED) if knows_sizes else MIN_PARKED
+    return min(wanted, max(engine.config.max_sequences // 2, 1))
+
+
+def _one_batch(engine: Engine, least: int) -> int:
+    """Return how many sequences the memory holds that are as long as those here: who comes in within seconds."""
+    most = engine.config.max_batch_rows * engine.config.num_lanes
+    if not engine.table.num_sequences:
         return most
-    held = engine.capacity_blocks * table.num_sequences // max(engine.num_used_blocks + engine.num_demanded_blocks, 1)
-    return min(max(held, MIN_WAITING), most)
+    wanted = max(engine.num_used_blocks + engine.num_demanded_blocks, 1)
+    return min(max(engine.capacity_blocks * engine.table.num_sequences // wanted, least), most)
 
 
 def count_awaiting_kv(engine: Engine) -> int:

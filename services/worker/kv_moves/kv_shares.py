@@ -5,7 +5,8 @@
                                                                     └ copied: they count as there, unless their id
                                                                       was given to another block since
 
-The leader's engine serves meanwhile: sequences come, grow and end. Source: KunServe v1, section 4.2 (live KV restore).
+Best effort is shared out after all others. The leader's engine serves meanwhile: sequences come, grow and end. Source:
+KunServe v1, section 4.2 (live KV restore).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from services.worker.engine.engine import Engine
 from services.worker.kv_moves.parting import share_out
 from services.worker.kv_moves.placed_kv import PlacedKv, Places
 from services.worker.sequences.sequence import SequenceKey
+from shared.api_keys import Tier
 
 FIRST_BLOCKS: Final = 32
 """Of the first round; the others are larger or smaller, so that they take about `ROUND_S`."""
@@ -136,7 +138,12 @@ class KvShares:
     def _share_out(self) -> list[list[SequenceKey]]:
         """Let every sequence that is here have a worker, those of before the same one."""
         table, row_of = self._engine.table, self._engine.registry.row_of
-        keys = sorted(row_of, key=lambda key: (table.arrival_s[row_of[key]], table.order[row_of[key]]))
+
+        def claim(key: SequenceKey) -> tuple[bool, float, int]:
+            row = row_of[key]
+            return bool(table.tier[row] == Tier.FLEX), float(table.arrival_s[row]), int(table.order[row])
+
+        keys = sorted(row_of, key=claim)
         sizes = -(-table.num_known[[row_of[key] for key in keys]] // self._engine.config.block_size)
         fixed = {key: stage for key, stage in self._stage_of.items() if key in row_of}
         shares = share_out(keys, sizes.tolist(), self._num_stages, self._capacity, fixed)

@@ -1,6 +1,7 @@
 """Makes a leader's sequences do with fewer KV blocks before their memory goes, while they run.
 
     limit n ──► blocks with id >= n go to nobody ──► the next steps copy what lies there ──► within the limit
+       └─ too much is in use: best effort gives up its KV, if the policy has it give way, else it cannot be
 
 Source: KunServe v1, section 4.2 (before parameters come back, the KV cache gives their memory up).
 """
@@ -32,19 +33,23 @@ class BlockLimit:
     def __init__(self, engine: Engine, wake: Callable[[], None]) -> None:
         self._engine = engine
         self._wake = wake
+        self._has_shed = False
+        """Best effort was told to hold no blocks, and no limit has been set since."""
         self._kept: int | None = None
         self._now: int | None = None
 
     async def reach(self, num_blocks: int, given_up: Future[bool]) -> None:
         """Return when only the first blocks are in use, or `given_up` is done. `keep` or `go_back` comes next.
 
+        Best effort that gives way does so.
+
         Raises:
             BlocksNeededError: nothing has changed.
         """
-        try:
-            self._set(num_blocks)
-        except ValueError as error:
-            raise BlocksNeededError(str(error)) from error
+        while not self._try(num_blocks):
+            await asyncio.sleep(LOOK_S)
+            if given_up.done():
+                return
         while not (self._engine.blocks.is_within_limit or given_up.done()):
             await asyncio.sleep(LOOK_S)
 
@@ -54,7 +59,7 @@ class BlockLimit:
 
     def go_back(self) -> None:
         """The memory stays: so does the limit of before, if there was one. Idempotent."""
-        if self._now != self._kept:
+        if self._now != self._kept or self._has_shed:
             self._set(self._kept)
 
     def lift(self) -> None:
@@ -66,7 +71,20 @@ class BlockLimit:
         """The engine has other blocks now, without a limit."""
         self._kept = self._now = None
 
+    def _try(self, num_blocks: int) -> bool:
+        """Return whether the limit is set; if not, best effort is about to make room."""
+        try:
+            self._set(num_blocks)
+        except ValueError as error:
+            if self._engine.reorders and self._engine.memory.shed(num_blocks):
+                self._has_shed = True
+                self._wake()
+                return False
+            self.go_back()
+            raise BlocksNeededError(str(error)) from error
+        return True
+
     def _set(self, num_blocks: int | None) -> None:
         self._engine.memory.limit(num_blocks)
-        self._now = num_blocks
+        self._now, self._has_shed = num_blocks, False
         self._wake()

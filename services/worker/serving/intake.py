@@ -12,8 +12,9 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
+from services.worker.engine.best_effort import may_be_sent_back, num_waiting_real_time, parked_best_effort
 from services.worker.engine.engine import Engine
-from services.worker.engine.stats import most_waiting
+from services.worker.engine.stats import most_parked, most_waiting
 from services.worker.sequences.config import AddRefusal, NewSequence
 from services.worker.serving.emitter import Emitter
 from services.worker.serving.leases import Leases
@@ -140,10 +141,22 @@ class Intake:
         row = registry.hand_over(new)
         if row is not None:
             return row
-        is_full = len(self._engine.table.waiting) >= most_waiting(self._engine)
-        if is_full and not is_here and not new.generated.size:
+        if not is_here and self._is_full(new):
             return AddRefusal.FULL
-        return registry.add(new)
+        outcome = registry.add(new)
+        if outcome is AddRefusal.FULL and not new.tier.is_best_effort:
+            sent_back = may_be_sent_back(self._engine)
+            if sent_back is not None:  # to its dispatcher, where it waits
+                registry.release([sent_back], "")
+                outcome = registry.add(new)
+        return outcome
+
+    def _is_full(self, new: NewSequence) -> bool:
+        """Return whether as many wait as may. Best effort counts apart, and also if it has begun: it can wait."""
+        engine = self._engine
+        if new.tier.is_best_effort:
+            return bool(parked_best_effort(engine).size >= most_parked(engine))
+        return not new.generated.size and num_waiting_real_time(engine) >= most_waiting(engine)
 
     def _new_sequence(self, submit: Submit) -> NewSequence:
         now_s = self._now()

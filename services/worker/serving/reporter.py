@@ -208,6 +208,7 @@ class Reporter:
             "num_slack_blocks": stats.num_slack_blocks,
             "num_slack_demanded_blocks": stats.num_slack_demanded_blocks,
             "max_waiting": stats.max_waiting,
+            "best_effort": stats.best_effort,
             "num_coming_blocks": stats.num_coming_blocks,
             "num_host_blocks": stats.num_host_blocks,
             "num_used_host_blocks": stats.num_used_host_blocks,

@@ -44,7 +44,8 @@ async def burst(made: Cluster, rng: random.Random) -> tuple[Counter[Tier], Count
         try:
             await made.serve(name, tier=tier)
         except RequestFailedError as error:
-            refused[tier] += error.code is FailureCode.QUEUE_FULL
+            flex = FailureCode.RESOURCE_UNAVAILABLE
+            refused[tier] += error.code is (flex if tier is Tier.FLEX else FailureCode.QUEUE_FULL)
         else:
             served[tier] += 1
             ends_s.append(loop.time())
@@ -58,18 +59,21 @@ async def burst(made: Cluster, rng: random.Random) -> tuple[Counter[Tier], Count
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-@with_cluster(max_queued=32, queue_limit_s=2.0)
+@with_cluster(max_queued=32, max_queued_flex=32, queue_limit_s=2.0)
 async def test_under_a_burst_urgent_requests_are_served_flexible_ones_refused_and_the_worker_stays_busy(
     made: Cluster, seed: int
 ) -> None:
-    """Urgent requests are half of what the worker can do: none is refused. It answers at 95 % of its rate or more."""
+    """Urgent requests are half of what the worker can do: none is refused. It answers at 95 % of its rate or more.
+
+    Of best effort there is more than the others leave room for: what waits for it is served after the burst.
+    """
     limit_places(await made.add())
     served, refused, ends_s = await burst(made, random.Random(seed))
     assert served.total() + refused.total() == BURST_S * RATE_PER_S
     assert refused[Tier.PRIORITY] == 0
     rates = [refused[tier] / (served[tier] + refused[tier]) for tier in (Tier.DEFAULT, Tier.FLEX)]
     assert rates[0] < rates[1]
-    assert rates[1] > 0.9
+    assert rates[1] > 0.8
     under_load = [end_s for end_s in ends_s if ends_s[0] <= end_s <= ends_s[0] + BURST_S - 0.5]
     assert len(under_load) >= 0.95 * PLACES / ANSWER_S * (BURST_S - 0.5)
 

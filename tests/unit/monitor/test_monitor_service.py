@@ -20,6 +20,7 @@ from services.monitor.service import Monitor
 from services.planner.config import PlannerSettings
 from shared import view_parts
 from shared.ids import WorkerId
+from shared.messages.base import PROTOCOL_VERSION
 from shared.messages.event import Event
 from shared.messages.plan import Plan, PlanPhase
 from shared.messages.report import ClusterView, Liveness, WorkerPhase
@@ -386,11 +387,14 @@ def test_the_same_run_twice_gives_the_same_trace() -> None:
 
 @played_in(open_room)
 async def test_reports_of_another_major_version_are_shown_and_those_of_a_newer_minor_are_read(room: Room) -> None:
+    other = PROTOCOL_VERSION + 1
     newer = json.loads(encode_json(make_report("new")))
     await room.bus.publish("sluice.default.worker.new.report", json.dumps({**newer, "hue": {"a": 1}}).encode())
-    for data in (b'{"version":3}', b'{"version":3,"anything":[1]}', b'{"version":-7}'):
-        await room.bus.publish("sluice.default.worker.other.report", data)
-    await room.bus.publish("sluice.default.worker.a b.report".replace(" ", "%"), b'{"version":3}')
+    for fields in ({"version": other}, {"version": other, "anything": [1]}, {"version": -7}):
+        await room.bus.publish("sluice.default.worker.other.report", json.dumps(fields).encode())
+    await room.bus.publish(
+        "sluice.default.worker.a b.report".replace(" ", "%"), json.dumps({"version": other}).encode()
+    )
     await asyncio.sleep(1)
     assert [(name, about) for _, name, about in room.events] == [
         ("worker_ready", "new"),

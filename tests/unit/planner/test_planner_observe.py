@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from services.planner.policy.observe import ObserveParams, find_loss, linear_pro
 from services.planner.policy.plans.drop_facts import InstanceFacts
 from shared.ids import Incarnation, WorkerId
 from shared.layers import LayerRange
-from shared.messages.report import Liveness, WaitingRequests, WorkerPhase, WorkerStatus
+from shared.messages.report import BestEffortPart, Liveness, WaitingRequests, WorkerPhase, WorkerStatus
 from tests.support.drop_builders import (
     make_elastic,
     make_model,
@@ -53,11 +54,13 @@ def test_what_waits_in_dispatchers_waits_at_workers_of_its_model_in_proportion_t
         status(f"w{i}", num_blocks=blocks, num_queued_for_memory=queued, model=model, num_demanded_blocks=2 * queued)
         for i, (blocks, queued, model) in enumerate(workers)
     ]
-    waiting = WaitingRequests(model="m", tier="flex", num_requests=num_requests, num_tokens=num_tokens)
-    before, after = (
+    waiting = WaitingRequests(model="m", tier="default", num_requests=num_requests, num_tokens=num_tokens)
+    best_effort = waiting.model_copy(update={"tier": "flex"})
+    before, after, beside = (
         observe(make_view(*statuses).model_copy(update={"waiting": rows}), 0.1, OBSERVE).snapshot
-        for rows in ((), (waiting,))
+        for rows in ((), (waiting,), (best_effort,))
     )
+    assert beside == before, "best effort that waits asks for nothing"
     added = [
         new.num_demanded_blocks - old.num_demanded_blocks
         for old, new in zip(before.workers, after.workers, strict=True)
@@ -76,6 +79,43 @@ def test_what_waits_in_dispatchers_waits_at_workers_of_its_model_in_proportion_t
     queued = [b.num_queued - a.num_queued for a, b in zip(old, new, strict=True)]
     assert 0 <= sum(queued) <= num_requests
     assert all(more == 0 for more, each in zip(queued, old, strict=True) if not each.num_queued)
+
+
+COUNTS = st.tuples(*[st.integers(0, 50)] * 5)
+"""Blocks that are held, asked for and to be computed; sequences that run and that wait."""
+
+
+def counts_of(held: int, asked: int, uncomputed: int, running: int, waiting: int) -> dict[str, Any]:
+    return {
+        "num_used_blocks": held,
+        "num_demanded_blocks": asked,
+        "num_uncomputed_blocks": uncomputed,
+        "num_running": running,
+        "num_waiting": waiting,
+    }
+
+
+@given(COUNTS, COUNTS, st.integers(0, 2), st.booleans())
+def test_best_effort_that_gives_way_is_as_if_it_were_not_there(
+    others: tuple[int, ...], flex: tuple[int, ...], num_queued: int, gives_way: bool
+) -> None:
+    """Where it does not, it is as everybody's. A row of best effort decodes as fast as one of the others."""
+    said = counts_of(*(a + b for a, b in zip(others, flex, strict=True)))
+    common: dict[str, Any] = {"num_queued_for_memory": num_queued}
+    slack = {"num_slack_blocks": flex[0], "num_slack_demanded_blocks": flex[1]} if gives_way else {}
+    part = BestEffortPart(**counts_of(*flex), gives_way=gives_way)
+    rate = 10.0 * (others[3] + flex[3])
+    mixed = status("w", best_effort=part, tokens_per_s=rate, **said, **common, **slack)
+    alone = status("w", tokens_per_s=10.0 * others[3], **counts_of(*others), **common)
+    every = status("w", tokens_per_s=rate, **said, **common)
+    found, expected = (
+        observe(make_view(each), 0.1, OBSERVE).snapshot for each in (mixed, alone if gives_way else every)
+    )
+    assert found.workers == expected.workers
+    (found_facts,), (expected_facts,) = some(found.facts).instances, some(expected.facts).instances
+    rounded = replace(expected_facts, tokens_per_s=found_facts.tokens_per_s, growth_tokens=found_facts.growth_tokens)
+    assert found_facts == rounded
+    assert found_facts.tokens_per_s == pytest.approx(expected_facts.tokens_per_s)
 
 
 def instances(*statuses: WorkerStatus) -> tuple[InstanceFacts, ...]:

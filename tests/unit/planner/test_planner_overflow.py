@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from services.planner.policy.overflow import MAX_SOURCES, find_overflow, plan_moves
+from shared.api_keys import Tier
 from shared.ids import RequestId, WorkerId
 from shared.messages.queue import QueuedPart
-from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerStatus
+from shared.messages.report import BestEffortPart, ClusterView, Liveness, WorkerPhase, WorkerStatus
 from tests.support.drop_builders import make_elastic
 from tests.support.kinds import some
 from tests.support.statuses import make_status, make_view
@@ -89,6 +90,21 @@ def test_nobody_is_asked_for_the_sake_of_who_takes_nothing(other: WorkerStatus) 
 def test_nobody_is_asked_who_is_not_short_or_could_not_let_go() -> None:
     assert find_overflow(make_view(worker("a", used=50, num_waiting=4), worker("b"))) is None
     assert find_overflow(make_view(worker("a", used=100, waits=4, elastic=None), worker("b"))) is None
+
+
+def test_best_effort_that_gives_way_is_brought_nowhere_and_its_memory_is_room() -> None:
+    """The second worker is full of it: 8 sequences, 80 blocks. Where it would stay there is none."""
+    part = BestEffortPart(num_running=8, num_used_blocks=80, num_demanded_blocks=9, gives_way=True)
+    ours = BestEffortPart(num_waiting=1, max_parked=4, gives_way=True)
+    full: dict[str, Any] = {"used": 100, "num_running": 9, "num_demanded_blocks": 9, "num_waiting": 3}
+    flex, *others = queue("a", 3)
+    line = (flex.model_copy(update={"tier": Tier.FLEX}), *others)
+    crowd = make_view(worker("a", used=100, waits=3, best_effort=ours), worker("b", best_effort=part, **full))
+    assert moves_of(crowd, {"a": line}) == [("a-1", "b"), ("a-2", "b")]
+    stays = part.model_copy(update={"gives_way": False})
+    assert find_overflow(make_view(crowd.workers[0], worker("b", best_effort=stays, **full))) is None
+    by_arrival = make_view(worker("a", used=100, waits=3), worker("b"))
+    assert ("a-0", "b") in moves_of(by_arrival, {"a": line}), "it is in the way there"
 
 
 def test_the_longest_queues_are_asked_first() -> None:

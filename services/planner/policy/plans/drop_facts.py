@@ -86,7 +86,8 @@ class InstanceFacts:
     """Of the group that it is in now; empty: it is alone."""
     host: str = ""
     used_tokens: int = 0
-    """KV that its sequences hold, tokens. A group's leader reports for the group, the other members report none."""
+    """KV that its sequences hold, tokens. A group's leader reports for the group, the other members report none. Of
+    best effort that gives way no count has anything."""
     demanded_tokens: int = 0
     """KV that its queued requests need before they can run, tokens; as above."""
     growth_tokens: int = 0

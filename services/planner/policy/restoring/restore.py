@@ -13,7 +13,8 @@ Whether the KV fits: every request must find an instance that takes all of it. F
 
     used ≤ Σ over instances max(0, C - r + 1) + r - 1        in blocks; C: room of an instance, r: largest request
 
-because when it fails, every instance has less than r free. (With r = 1: used ≤ Σ C.)
+because when it fails, every instance has less than r free. (With r = 1: used ≤ Σ C.) Best effort that gives way counts
+for nothing: it has what room is left then, and waits if there is none.
 
 Pure and deterministic. Source: KunServe v1, section 4.2 (live KVCache restore); v2, section 4.4.
 """

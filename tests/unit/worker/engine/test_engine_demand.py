@@ -28,8 +28,11 @@ PROMPTS = st.lists(
 """Where a sequence is, tokens of its prompt, seconds of text that its reader has beyond what it takes to be back."""
 
 
-def placed(engine: Engine, rows: list[tuple[str, int, float, bool]]) -> list[tuple[str, int, bool, int]]:
-    """Have sequences in an engine that is at `NOW_S`; return of each where it is, its blocks, its slack, those held."""
+def placed(engine: Engine, rows: list[tuple[str, int, float, bool]]) -> list[tuple[str, int, bool, int, int]]:
+    """Have sequences in an engine that is at `NOW_S`.
+
+    Return of each where it is, its blocks, its slack, those held, and those that others may have.
+    """
     found, table = [], engine.table
     engine.noted_s = NOW_S
     for name, (place, num_prompt, text_s, is_read) in enumerate(rows):
@@ -49,7 +52,9 @@ def placed(engine: Engine, rows: list[tuple[str, int, float, bool]]) -> list[tup
             engine._transitions.preempt(row, num_kept=num_prompt // BLOCK_SIZE // 2)
         back_s = COST.token_s * (num_prompt - (int(table.num_computed[row]) if place == "gave way" else 0))
         table.qoe_last_s[row] = NOW_S + text_s + SLACK_S + back_s - table.qoe_gap_s[row] if is_read else np.nan
-        found.append((place, num_blocks, not is_read or text_s > 0, int(table.held_blocks[row])))
+        held = int(table.held_blocks[row])
+        may_lose_all = not is_read or text_s > (COST.token_s * held * BLOCK_SIZE if place == "gave way" else 0)
+        found.append((place, num_blocks, not is_read or text_s > 0, held, held * may_lose_all))
     return found
 
 
@@ -64,11 +69,11 @@ def test_only_rows_without_slack_ask_for_memory_and_those_with_slack_lend_theirs
     found = placed(engine, rows)
     line = [each for place in ("gave way", "waits") for each in found if each[0] == place]
     late = [each for each in line if not each[2]]
-    lent = sum(num_blocks for place, num_blocks, has_slack, _ in found if place == "runs" and has_slack)
+    lent = sum(num_free for *_, num_free in found)
     head = late[0][1] - late[0][3] if late else 0
     num_running = sum(place == "runs" for place, *_ in found)
     there = engine.blocks.num_free + lent - num_running
-    fits = [sum(size - held for _, size, _, held in late[: i + 1]) <= there for i in range(len(late))]
+    fits = [sum(size - held for _, size, _, held, _ in late[: i + 1]) <= there for i in range(len(late))]
     places = engine.config.max_batch_rows - num_running
     demand = take_demand(engine)
     assert demand.num_head_blocks == head
@@ -76,7 +81,7 @@ def test_only_rows_without_slack_ask_for_memory_and_those_with_slack_lend_theirs
     assert demand.num_queued == count_queued_for_memory(engine)
     assert demand.num_queued == min(fits.count(False), places)
     stats = take_stats(engine)
-    asked = sum(num_blocks - held for _, num_blocks, has_slack, held in line if has_slack)
+    asked = sum(num_blocks - held for _, num_blocks, has_slack, held, _ in line if has_slack)
     assert stats.num_slack_demanded_blocks == min(asked, stats.num_demanded_blocks)
     assert stats.num_slack_blocks <= stats.num_used_blocks
 
