@@ -34,7 +34,8 @@ class Sequences:
         size = max(self.held, default=0) + 1
         counts = np.array([len(self.held.get(row, ())) for row in range(size)])
         order = np.arange(size)
-        return SimpleNamespace(num_computed=counts, num_known=counts, arrival_s=order * 1.0, order=order)
+        tier = np.ones(size)
+        return SimpleNamespace(num_computed=counts, num_known=counts, arrival_s=order * 1.0, order=order, tier=tier)
 
     def computed(self, rows: Sequence[int]) -> KeptKv:
         found = [each for row in rows for each in self.held[row]]
