@@ -216,7 +216,7 @@ def test_deterministic_text_in_a_group_does_not_depend_on_which_readers_give_way
         running.wait_for_reports()
         check_under_pressure(running, work, alone, counted)
         assert {report["num_stages"] for report in running.reports()} == {2}
-        for _ in rounds("the group dissolves meanwhile", MAX_ROUNDS):
+        for _ in rounds("the group dissolves meanwhile", 3 * MAX_ROUNDS):
             if is_done_meanwhile(running, work, alone, "restore"):
                 break
 

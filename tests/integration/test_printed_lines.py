@@ -23,6 +23,7 @@ from tests.support.group_changes import group_env
 from tests.support.pasting import ROOT, Place, printed_table
 from tests.support.printed_lines import Line, collect
 from tests.support.processes import wait_until
+from tests.support.waiting import rounds
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -201,7 +202,9 @@ def typed_as_written() -> list[tuple[str, str]]:
 @pytest.mark.parametrize("line", [line for line in LINES if why_not(line) and line.kind == "sh"], ids=str)
 def test_what_is_not_typed_names_what_there_is(line: Line) -> None:
     words = [word for word in line.text.replace("[", " ").replace("]", " ").split() if not re.match(r"[A-Z_]+=", word)]
-    if "sluice" in words:
+    if words[:2] in (["python", "-m"], ["python3", "-m"]) and "<name>" not in line.text:
+        assert importlib.util.find_spec(words[2]) is not None
+    elif "sluice" in words:
         command: click.Command = cli
         for word in words[words.index("sluice") + 1 :]:
             if not isinstance(command, click.Group) or word not in command.commands:
@@ -212,8 +215,6 @@ def test_what_is_not_typed_names_what_there_is(line: Line) -> None:
         assert {word for word in words if word.startswith("--")} <= {*known, "--help"}
     elif words[0] == "make" and "docs/results/" not in line.place:
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    elif words[:2] in (["python", "-m"], ["python3", "-m"]) and "<name>" not in line.text:
-        assert importlib.util.find_spec(words[2]) is not None
 
 
 @pytest.mark.parametrize("text", [text for text, _ in sorted(TYPED, key=last_if_it_disturbs)])
@@ -232,9 +233,11 @@ def test_a_line_does_what_is_said(place: Place, text: str) -> None:
 @pytest.mark.parametrize("line", [line for line in LINES if line.kind == "python"], ids=lambda line: line.place)
 def test_an_example_in_python_prints_an_answer(place: Place, line: Line) -> None:
     code = line.text.replace("http://127.0.0.1:8000", place.env["URL"])
-    done = place.type(f"python -c {shlex.quote(code)}")
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout) > 20
+    for _ in rounds("an answer is more than a few tokens long", 3):  # one in twenty of the model's is not
+        done = place.type(f"python -c {shlex.quote(code)}")
+        assert done.returncode == 0, done.stderr
+        if len(done.stdout) > 20:
+            break
 
 
 def type_what_up_prints(place: Place, text: str, table: dict[str, str]) -> None:
