@@ -31,7 +31,7 @@ from services.worker.engine.engine import Engine
 from services.worker.scheduling.andes_settings import AndesSettings
 from services.worker.scheduling.ranking import rank
 from services.worker.scheduling.registry import make_scheduler
-from services.worker.scheduling.view import NOTHING_CACHED, CachedPrefix, SchedulerView
+from services.worker.scheduling.view import NOTHING_CACHED, CachedPrefix, Scheduler, SchedulerView
 from services.worker.sequences.events import StepEvents
 from shared.cost import load_profile
 from shared.process.log import only_from
@@ -110,9 +110,9 @@ class Spent:
 
 
 @contextmanager
-def watched(policy: type) -> Iterator[Spent]:
+def watched(policy: type[Scheduler]) -> Iterator[Spent]:
     """Count what all engines and this class of policies spend meanwhile."""
-    spent, schedule, absorb = Spent(), policy.schedule, Engine.absorb  # type: ignore[attr-defined]
+    spent, schedule, absorb = Spent(), policy.schedule, Engine.absorb
 
     def timed(self: Any, view: SchedulerView) -> Any:
         began_ns = time.thread_time_ns()

@@ -4,8 +4,7 @@
         └─► roomy: blocks are left for others ────┴─► ask those that are short who waits ─► GroupLoad ─► rebalance
 
 What waits at a worker for another reason than memory keeps its room there. Best effort that gives way is in nobody's
-way, and is brought nowhere. What a view says is up to a report old, so
-after each round some time passes.
+way, and is brought nowhere. What a view says is up to a report old, so after each round some time passes.
 
 Pure. Source: KunServe v1, section 4.3 ("Online dispatcher": after a drop, what overflows goes to spare groups).
 """

@@ -18,13 +18,13 @@ use; a step is bounded by the readers' slack (`StepBudget`), which decides more 
 from __future__ import annotations
 
 from itertools import groupby
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
 from services.worker.scheduling.andes_settings import AndesSettings
 from services.worker.scheduling.best_effort import Remainder
-from services.worker.scheduling.blocks_math import Places, among, missing_blocks, num_known
+from services.worker.scheduling.blocks_math import Places, among
 from services.worker.scheduling.gain import Gains
 from services.worker.scheduling.lanes import decode_lane, lane_decodes
 from services.worker.scheduling.plain import plain_decode
@@ -74,8 +74,8 @@ class AndesScheduler:
             decode_lane(plan, view.cost, served)
             _compute_prompts(plan, np.fromiter(plan.begun, dtype=np.int32), line, rows[order])
         else:
-            last = _Last(left, ranking.num_in_time, budget)
-            _serve_in_turn(plan, last, lane_decodes(plan, view.cost, served), rows[order])
+            decodes = lane_decodes(plan, view.cost, served)
+            _serve_in_turn(plan, left, decodes, rows[order], ranking.num_in_time, budget)
         if not plan.resumes:  # who gave way now could hold what those share
             plan.rescue()
         return plan.output(self._settings.holds_s)
@@ -97,45 +97,38 @@ class AndesScheduler:
         return StepBudget(view.cost, spent_s, max(slack_s, self._settings.least_step_s))
 
 
-class _Last(NamedTuple):
-    """What bounds those who come last."""
-
-    left: Remainder
-    num_in_time: int
-    """Decodes of a step, those of the others included."""
-    budget: StepBudget | None
-
-
-def _serve_in_turn(plan: StepPlan, last: _Last, decodes: I32, rows: I32) -> None:
+def _serve_in_turn(
+    plan: StepPlan, left: Remainder, decodes: I32, rows: I32, num_in_time: int, budget: StepBudget | None
+) -> None:
     """Choose decodes and prompts, and of those who come last what still fits beside the others'.
 
     Args:
         plan: nobody is chosen yet.
-        last: who comes last, and what they may have.
+        left: who comes last, and what they may have.
         decodes: those of the step.
         rows: [n] all rows, who comes first first.
+        num_in_time: see `Ranking`.
+        budget: of the plan.
     """
-    view, left, is_last = plan.view, last.left, last.left.last
+    view, is_last = plan.view, left.last
     begun: I32 = np.fromiter(plan.begun, dtype=np.int32)
     line = rows[among(view, rows, np.concatenate([view.preempted, view.waiting]))]
     line, last_line = line[~is_last[line]], line[is_last[line]]
     plan.decode(decodes[~is_last[decodes]])
-    lacking = int(missing_blocks(view, line, num_known(view.columns, line)).sum()) - plan.unpromised_blocks
-    is_full = _compute_prompts(plan, begun[~is_last[begun]], line, rows)
-    lacking += plan.unpromised_blocks  # but for those who come in
-    plan.decode(decodes[is_last[decodes]][: max(last.num_in_time - plan.num_decodes, 0)])
-    plan.leave_free(left.num_kept_free + max(lacking, 0))
-    if last.budget is not None:
-        last.budget.limit_s = min(last.budget.limit_s, left.step_s)
-    _compute_prompts(plan, begun[is_last[begun]], EMPTY_ROWS if is_full else last_line, rows)
+    _compute_prompts(plan, begun[~is_last[begun]], line, rows)
+    plan.decode(decodes[is_last[decodes]][: max(num_in_time - plan.num_decodes, 0)])
+    plan.leave_free(left.num_kept_free, line)
+    if budget is not None:
+        budget.limit_s = min(budget.limit_s, left.step_s)
+    _compute_prompts(plan, begun[is_last[begun]], last_line, rows)
     if plan.is_empty:  # who is served lacks blocks; others may go on without any
         plan.decode(plan.decoding)
     if plan.is_empty and not (view.running.size or view.num_in_flight or plan.resumes):
-        plan.leave_free(0)
+        plan.leave_free(0, EMPTY_ROWS)
         plan.admit(last_line)
 
 
-def _compute_prompts(plan: StepPlan, begun: I32, line: I32, rows: I32) -> bool:
+def _compute_prompts(plan: StepPlan, begun: I32, line: I32, rows: I32) -> None:
     """Choose prompts that were begun, and rows that come in, by priority; nobody comes in after who does not fit.
 
     Args:
@@ -143,13 +136,11 @@ def _compute_prompts(plan: StepPlan, begun: I32, line: I32, rows: I32) -> bool:
         begun: prompts that were begun.
         line: the rows that may come in, who comes first first.
         rows: [n] all of them, and those that run, who comes first first.
-
-    Returns:
-        Whether somebody does not fit.
     """
     line = line[:MOST_COMING]
     if not begun.size:
-        return plan.admit(line) is not None
+        plan.admit(line)
+        return
     place = dict(zip(rows.tolist(), range(rows.size), strict=True))  # but for those with a chunk in flight
     coming = set(line.tolist())
     is_full = False
@@ -160,7 +151,6 @@ def _compute_prompts(plan: StepPlan, begun: I32, line: I32, rows: I32) -> bool:
             plan.prefill(some)
         elif not is_full:
             is_full = plan.admit(some) is not None
-    return is_full
 
 
 def _is_worth(view: SchedulerView, gains: Gains, ranking: Ranking, is_head: Bool, victims: Places) -> bool:

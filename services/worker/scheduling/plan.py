@@ -120,10 +120,7 @@ class StepPlan:
 
     @property
     def begun(self) -> dict[int, int]:
-        """Rows with a prompt that was begun and not chosen yet, and where their next chunks begin.
-
-        Those with a chunk in flight come first.
-        """
+        """Prompts that were begun and not chosen yet, and where each goes on; first those with a chunk in flight."""
         view, running = self.view, self._running
         places = (running.remaining > 1).nonzero()[0]
         rows = chain(view.extensible.tolist(), running.rows[places].tolist())
@@ -135,9 +132,11 @@ class StepPlan:
         """Free blocks beside those that the running rows, and those that come in, are still to get."""
         return self._running.free_blocks - self._running.promised_blocks()
 
-    def leave_free(self, num_blocks: int) -> None:
-        """From now on nobody comes in unless so many blocks stay free, or takes any of parked rows; 0: as before."""
-        self._running.kept_free = num_blocks
+    def leave_free(self, num_blocks: int, line: I32) -> None:
+        """Let nobody come in any more unless so many blocks stay free, and what those of a line lack who stay out."""
+        lacks = line[~np.isin(line, list(self._running.come))]
+        needed = missing_blocks(self.view, lacks, num_known(self.view.columns, lacks) + 1)
+        self._running.kept_free = num_blocks + int(needed.sum())
 
     def decode(self, rows: I32) -> None:
         """Choose some rows of `decoding`, in the plan's order.

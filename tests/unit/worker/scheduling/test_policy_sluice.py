@@ -14,7 +14,16 @@ from services.worker.scheduling.registry import make_scheduler
 from services.worker.scheduling.view import Scheduler, SchedulerOutput, SchedulerView
 from shared.api_keys import Tier
 from shared.cost import CostModel
-from tests.support.engine_views import check_contract, chosen, decoding, make_view, parked, prefilling, random_view
+from tests.support.engine_views import (
+    check_contract,
+    chosen,
+    decoding,
+    host_view,
+    make_view,
+    parked,
+    prefilling,
+    random_view,
+)
 
 NOW_S = 100.0
 COST = CostModel(g0_s=0.01, b0_s=0.001, g1_s=0.0, b1_s=0.0, d_s=0.0, a_s=0.0)
@@ -95,6 +104,59 @@ def test_a_document_yields_to_a_reader_in_the_step_in_which_he_comes() -> None:
 def test_prompts_of_readers_come_before_those_of_documents_that_were_begun() -> None:
     view = tiered([FLEX, DEFAULT], running=[prefilling(40, 4)], waiting=[parked(30)], max_batch_tokens=32)
     assert chosen(decide(view)) == [(1, 30), (0, 2)]
+
+
+def test_a_document_yields_to_the_rest_of_a_prompt_that_was_begun() -> None:
+    """The prompt lacks nine blocks; the document has nine, and needs no more for its next token."""
+    view = tiered([DEFAULT, FLEX], running=[prefilling(40, 4), decoding(35)], free_blocks=0, max_batch_tokens=64)
+    output = decide(view)
+    assert output.preempt.tolist() == [1]
+    assert chosen(output) == [(0, 36)]
+
+
+@pytest.mark.parametrize(("free_blocks", "comes_back"), [(22, False), (30, True)])
+def test_a_document_is_not_brought_back_into_what_a_reader_lacks(free_blocks: int, comes_back: bool) -> None:
+    """The first reader takes the step's tokens; the second needs eight blocks in the next one, the document six."""
+    waiting = [parked(32), parked(32)]
+    view = tiered(
+        [FLEX, DEFAULT, DEFAULT],
+        preempted=[parked(20)],
+        waiting=waiting,
+        on_host={0: 20},
+        host=host_view(),
+        free_blocks=free_blocks,
+    )
+    output = decide(view, reserve_ratio=0)
+    assert chosen(output) == [(1, 32)]
+    assert (0 in output.resume) is comes_back
+
+
+def test_a_document_takes_nothing_that_a_parked_reader_holds() -> None:
+    """One reader takes the step's tokens and five blocks are left; the other holds five of six, the document needs six.
+
+    Two of these five would be enough for the document.
+    """
+    view = tiered(
+        [DEFAULT, FLEX, DEFAULT],
+        preempted=[parked(24, held=5), parked(20)],
+        waiting=[parked(32)],
+        on_host={1: 20},
+        host=host_view(),
+        free_blocks=15,
+    )
+    columns = replace(view.columns, qoe_last_s=np.array([60.0, 0.8, 0.8]))  # who is parked has text
+    output = decide(replace(view, columns=columns), reserve_ratio=0)
+    assert chosen(output) == [(2, 32)]
+    assert not output.preempt.size
+    assert not output.resume.size
+
+
+def test_no_more_documents_decode_than_leave_steps_as_fast_as_every_reader() -> None:
+    """A row takes 60 ms and a step 10: three rows are faster than a token in 0.2 s, four are not."""
+    slow = CostModel(g0_s=0.01, b0_s=0.06, g1_s=0.0, b1_s=0.0, d_s=0.0, a_s=0.0)
+    view = tiered([FLEX, FLEX, DEFAULT, FLEX, FLEX], running=[decoding(8)] * 5)
+    assert decide(replace(view, cost=slow)).rows.tolist() == [2, 0, 1]
+    assert decide(view).rows.size == 5
 
 
 def test_documents_come_in_as_they_came() -> None:
