@@ -91,7 +91,7 @@ def main() -> None:
         log = Path(folder) / "log"
         try:
             said = asyncio.run(answers_of([*flags, "--log-dir", folder], prompts, arguments.tokens, log))
-        except Exception:  # whatever it was: the logs that say why go with the folder
+        except BaseException:  # whatever it was, an interruption too: the logs that say why go with the folder
             sys.stderr.write("".join(each.read_text()[-4000:] for each in Path(folder).iterdir() if each.is_file()))
             raise
     answers = [[ids[token] for token in answer] for answer in said]

@@ -174,7 +174,9 @@ class Cluster:
 
     def _spawn(self, name: str, argv: list[str], env: Mapping[str, str]) -> None:
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLUICE_", "NATS_"))}
-        path = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), str(ROOT), str(ROOT / "client")]))
+        path = os.pathsep.join(
+            filter(None, [env.get("PYTHONPATH"), str(ROOT), str(ROOT / "client"), kept.get("PYTHONPATH")])
+        )
         with self.log_path(name).open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 argv,

@@ -5,7 +5,7 @@
 Then take the folder there, and
 
     python3 -m pip install --no-index --no-deps --target SITE FOLDER/*.whl
-    PYTHONPATH=SITE make gpu-check GPU_PYTHON=python3
+    PATH=SITE/bin:$PATH PYTHONPATH=SITE make gpu-check GPU_PYTHON=python3
 
 FREEZE is what `python3 -m pip freeze` prints there; what it names is left out. A torch that sees the GPU, transformers
 and CUDA's toolkit (`nvcc`, with the headers of cuRAND) must be there. FlashInfer's wheel holds sources of kernels that

@@ -12,10 +12,12 @@ The query heads that share a key head become rows of one product, so keys are no
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from services.worker.attention.base import Fold, KeyRanges, RaggedRows, slots_at
@@ -32,6 +34,11 @@ GROWTH_ELEMENTS = 2**18
 """The buffer of gathered keys and values grows by multiples of this: a context grows with every token."""
 WASTE_KEYS = 2048
 """Padding that a group may hold before another one, with its fixed cost, is cheaper."""
+CUDA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Of torch, without cuDNN's: a mask at an address that it does not expect ends all that the process has on the device,
+where the others say so (seen on an H200, torch 2.11)."""
+MASK_ALIGNMENT = 16
+"""Bytes, of a mask's address on CUDA."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +125,17 @@ class TorchPagedAttention:
 
     def attend(self, plan: PagedPlan, layer: int, queries: torch.Tensor) -> torch.Tensor:
         """Return the attention's output [t, num_heads * head_dim]; see `Attention`."""
-        spec, part = self._spec, plan[self._spec.windows[layer]]
+        with self._backends():
+            return self._attend(plan[self._spec.windows[layer]], layer, queries)
+
+    def _backends(self) -> AbstractContextManager[None]:
+        return sdpa_kernel(CUDA_BACKENDS) if self._device.type == "cuda" else nullcontext()
+
+    def _attend(self, part: WindowPlan, layer: int, queries: torch.Tensor) -> torch.Tensor:
         keys, values = self._cache.keys[layer].flatten(0, 1), self._cache.values[layer].flatten(0, 1)
         if len(part.groups) == 1 and part.groups[0].tokens is None:
             return self._decode(part.groups[0], queries, keys, values)
-        out = queries.new_empty(queries.shape[0], spec.q_size)
+        out = queries.new_empty(queries.shape[0], self._spec.q_size)
         for group in part.groups:
             assert group.tokens is not None, "a group that is not the whole batch names its tokens"
             out.index_copy_(0, group.tokens, self._decode(group, queries[group.tokens], keys, values))
@@ -160,7 +173,7 @@ class TorchPagedAttention:
             tile = queries[first:last].transpose(0, 1).reshape(shape)
             mask = row.tail[size - (last - first) :, width - (end - begin) :]
             if mask.device.type == "cuda":
-                mask = mask.contiguous()  # its kernels want aligned rows
+                mask = aligned(mask)
             attended = scaled_dot_product_attention(
                 tile,
                 gathered_keys[:, :, begin:end].expand(-1, spec.group_size, -1, -1),
@@ -229,6 +242,12 @@ class TorchPagedAttention:
             before = tail.tril(width - size - window) if window is not None else torch.zeros((), device=self._device)
             self._tails[size, window] = tail.triu_(width - size + 1).add_(before)
         return self._tails[size, window]
+
+
+def aligned(mask: torch.Tensor) -> torch.Tensor:
+    """Return the mask as kernels of CUDA take it: its rows one behind the other, from an aligned address on."""
+    mask = mask.contiguous()
+    return mask.clone() if mask.data_ptr() % MASK_ALIGNMENT else mask  # a single row is contiguous wherever it begins
 
 
 def first_keys(rows: RaggedRows, window: int | None) -> I32:

@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from services.worker.attention import torch_paged
 from services.worker.attention.fixed_splits import FixedSplitAttention
 from services.worker.attention.merge import merge_states
-from services.worker.attention.torch_paged import WASTE_KEYS, TorchPagedAttention, group_rows
+from services.worker.attention.torch_paged import (
+    MASK_ALIGNMENT,
+    WASTE_KEYS,
+    TorchPagedAttention,
+    aligned,
+    group_rows,
+)
 from tests.support.attention_cases import AttentionCase, attention_spec, torch_threads
 
 MAX_KEYS = 600
@@ -102,6 +108,18 @@ def test_groups_hold_every_row_once_and_keep_their_limits(num_keys: Any, max_key
         keys = num_keys[group // 3]
         assert len(group) == 1 or len(group) * keys.max() <= max_keys
         assert (keys.max() - keys).sum() <= WASTE_KEYS
+
+
+@pytest.mark.parametrize("num_queries", [1, 2, 7])
+@pytest.mark.parametrize("num_keys", [1, 16, 61, 64])
+def test_a_mask_that_is_the_corner_of_another_one_gets_an_address_of_its_own(num_queries: int, num_keys: int) -> None:
+    """A corner of one row is contiguous as it lies, wherever that is: kernels of CUDA refuse it, or fail."""
+    tail = torch.randn(128, 64).to(torch.bfloat16)
+    corner = tail[-num_queries:, -num_keys:]
+    found = aligned(corner)
+    assert torch.equal(found, corner)
+    assert found.is_contiguous()
+    assert found.data_ptr() % MASK_ALIGNMENT == 0
 
 
 def test_an_empty_part_leaves_the_other_bit_by_bit() -> None:
