@@ -109,7 +109,7 @@ _CLUSTER_OPTIONS = (
     ("dtype", "float32|bfloat16", "Type of parameters and KV. [float32]"),
     ("memory", "SIZE", "Hard budget of each worker, e.g. 512MiB, 4GiB: parameters, KV, workspace. [1GiB]"),
     ("host-memory", "SIZE", "Of the host, beside it, for KV that gives way; 0: none. [a share of what is free]"),
-    ("system", "NAME", "Named set of policies. [fcfs-chunked]"),
+    ("system", "NAME", "Named set of policies. [sluice]"),
     ("host", "ADDR", "Address to listen on. [127.0.0.1]"),
     ("api-keys-file", "FILE", "Keys that requests need (`sluice keys create`). [none: no key is asked for]"),
     ("api-key", "KEY", "One key, of 16 characters at least; better as SLUICE_API_KEY than as a flag. [none]"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
 
-DEFAULT_SYSTEM = "fcfs-chunked"
+DEFAULT_SYSTEM = "sluice"
 
 
 class Memory(StrEnum):
@@ -91,6 +91,10 @@ SYSTEMS: dict[str, System] = {
         System("kunserve-v2", scheduler="lookahead", placement="least-loaded", drops=True),
         # Both: who has text gives way first, and parameters only once readers without text lack memory.
         System("kunserve-andes", scheduler="andes", placement="least-loaded", drops=True, exchange=KvExchange.BY_PRICE),
+        # And best effort in what all of them leave, at whole instances and in groups.
+        System(
+            "kunserve-sluice", scheduler="sluice", placement="least-loaded", drops=True, exchange=KvExchange.BY_PRICE
+        ),
     )
 }
 

@@ -20,7 +20,7 @@ from services.planner.config import PlannerSettings
 from services.planner.service import Planner
 from services.worker.engine.invariants import check_engine
 from services.worker.engine.stats import take_stats
-from shared.systems import KvExchange, find_system
+from shared.systems import DEFAULT_SYSTEM, KvExchange, find_system
 from shared.transport.memory_bus import LATENCY_S, MemoryBroker
 from sim.devices.channel import ModelledLink
 from sim.devices.modelled_network import ModelledNetwork
@@ -42,7 +42,7 @@ class ClusterParams:
     """What runs."""
 
     workers: tuple[SimWorkerParams, ...]
-    system: str = "fcfs-chunked"
+    system: str = DEFAULT_SYSTEM
     """Of the dispatcher; each worker names its own."""
     latency_s: float = LATENCY_S
     """Of every message, from sender to receiver."""

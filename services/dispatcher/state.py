@@ -32,7 +32,8 @@ _RUNS_NOTHING = (WorkerPhase.LOADING, WorkerPhase.STOPPED)
 """What was placed on a worker that loads was placed on the process before this one."""
 FLEX_RATIO = 0.5
 """Share of a worker's KV memory up to which best effort may come that would not give way, where want of memory drops
-parameters. Higher lets more of it run, and has real-time work run short sooner."""
+parameters: higher lets more of it run, and has real-time work run short sooner. One that needs more comes where nobody
+is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,12 +304,14 @@ def _load_now(worker: _Known, *, is_flex: bool) -> PlacementLoad:
     own = [change for change in worker.recent if bool(change.flex_tokens) == is_flex]
     num_tokens = sum(change.tokens_since(worker.reported_s) for change in changes)
     num_sent = sum(change.num_tokens for change in changes if change.num_sequences > 0)
+    num_sequences = max(0, load.num_sequences + sum(each.num_sequences for each in (changes if is_flex else own)))
     room = load.room_tokens if gives_way or not is_flex or num_real_time <= 0 else 0
     if room is not None:
-        room = max(room - sum(change.flex_tokens or change.num_tokens for change in changes if change.num_sequences), 0)
+        room -= sum(change.flex_tokens or change.num_tokens for change in changes if change.num_sequences)
+        room = max(room, 0) if num_sequences else None  # where nobody is, whoever fits at all may come
     return replace(
         load,
-        num_sequences=max(0, load.num_sequences + sum(each.num_sequences for each in (changes if is_flex else own))),
+        num_sequences=num_sequences,
         num_waiting=max(0, load.num_waiting + sum(change.num_waiting for change in own)),
         num_demanded_blocks=max(0, load.num_demanded_blocks + -(-num_tokens // max(1, report.block_size))),
         waiting_s=load.waiting_s + num_sent * _token_s(report),

@@ -118,6 +118,8 @@ class Checker:
                 return self._may_be_blamed(answer)
             case FailureCode.TIMED_OUT:
                 return _is_late(call)
+            case FailureCode.RESOURCE_UNAVAILABLE:
+                return _is_late(call) and call.ask.request.tier.is_best_effort
         return False
 
     def _had_no_worker(self, dispatcher: str, begun_s: float, ended_s: float) -> bool:
@@ -139,6 +141,8 @@ class Checker:
 
     def _judge_gaps(self, call: ClientCall, answer: SimAnswer) -> Iterator[str]:
         """I7: each fault costs a reader at most its own duration and the time to recover."""
+        if call.ask.request.tier.is_best_effort:
+            return  # it waits as long as others need
         times = [call.begun_s, *(call.answers[0].arrival_s + at_s for at_s in answer.delivered_s), call.ended_s]
         for before_s, after_s in pairwise(times):
             allowed_s = CALM_GAP_S + sum(

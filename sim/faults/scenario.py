@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from shared.api_keys import Tier
 from shared.cost import CostModel
 from shared.messages.report import ElasticFacts
-from shared.systems import KvExchange
+from shared.systems import DEFAULT_SYSTEM, KvExchange
 from shared.types import ReaderTarget
 from sim.faults.kinds import GROUP_KINDS, FaultPlan, FaultSpace, draw_faults, draw_merging
 from sim.faults.nodes import POISON_SEED
@@ -32,6 +33,11 @@ LINK_BYTES_PER_S = (5e3, 2e5)
 
 MERGING_RATIO = 0.45
 """Of the seeds in which groups come and go: those in which groups of two become one of four."""
+
+DEFAULT_RATIO = 0.4
+"""Of all seeds: those with the default system, or the one that joins it with drops."""
+TIER_RATIOS = {Tier.FLEX: 0.25, Tier.PRIORITY: 0.1, Tier.DEFAULT: 0.65}
+"""Of the requests, in whatever system."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +76,15 @@ class FaultScenario:
 def draw_scenario(seed: int) -> FaultScenario:
     """Return what this seed stands for."""
     random = np.random.default_rng(seed)
-    workers = _with_host_memory(_draw_workers(random), np.random.default_rng([seed, 5]))
+    workers = _with_host_memory(_draw_workers(random, seed), np.random.default_rng([seed, 5]))
     dispatchers = tuple(f"d{i}" for i in range(int(random.integers(1, 3))))
     planners = tuple(f"planner{i}" for i in range(int(random.integers(1, 3))))
     names = tuple(worker.worker_id for worker in workers)
     plan = draw_faults(FaultSpace(names, dispatchers, (MONITOR, *planners)), random)
     asks = [_draw_ask(f"r{i}", len(dispatchers), random) for i in range(int(random.integers(8, 18)))]
     asks += [_draw_poison(f"poison{i}", len(dispatchers), random) for i in range(plan.num_poisonous)]
-    return FaultScenario(seed, workers, dispatchers, planners, tuple(asks), plan)
+    scenario = FaultScenario(seed, workers, dispatchers, planners, tuple(asks), plan)
+    return _with_tiers(scenario, np.random.default_rng([seed, 7]))
 
 
 def draw_group_scenario(seed: int) -> FaultScenario:
@@ -85,7 +92,9 @@ def draw_group_scenario(seed: int) -> FaultScenario:
     random = np.random.default_rng([seed, 3])
     scenario, num_workers = draw_scenario(seed), int(random.integers(2, 5))
     params, has_others = scenario.workers[0], random.random() < 0.7
-    system = str(random.choice(["fcfs", "fcfs-chunked", "round-robin", "kunserve"]))
+    system = _system_or(
+        str(random.choice(["fcfs", "fcfs-chunked", "round-robin", "kunserve"])), "kunserve-sluice", seed
+    )
     elastic = _elastic_facts(params.num_blocks)
     workers = tuple(
         replace(params, worker_id=f"w{i}", system=system, elastic=elastic, remap_s=0.02) for i in range(num_workers)
@@ -104,6 +113,16 @@ def draw_group_scenario(seed: int) -> FaultScenario:
     scenario = replace(scenario, workers=workers, asks=tuple(asks), plan=plan, link_bytes_per_s=link_bytes_per_s)
     merging = np.random.default_rng([seed, 4])
     return _draw_merging(scenario, merging) if merging.random() < MERGING_RATIO else scenario
+
+
+def _with_tiers(scenario: FaultScenario, random: np.random.Generator) -> FaultScenario:
+    """Return the scenario with requests of all tiers."""
+    tiers = random.choice(list(TIER_RATIOS), len(scenario.asks), p=list(TIER_RATIOS.values()))
+    asks = tuple(
+        replace(ask, request=replace(ask.request, tier=Tier(tier), qoe=None if tier == Tier.FLEX else ask.request.qoe))
+        for ask, tier in zip(scenario.asks, tiers, strict=True)
+    )
+    return replace(scenario, asks=asks)
 
 
 def _draw_merging(scenario: FaultScenario, random: np.random.Generator) -> FaultScenario:
@@ -131,8 +150,13 @@ def _elastic_facts(num_blocks: int) -> ElasticFacts:
     )
 
 
-def _draw_workers(random: np.random.Generator) -> tuple[SimWorkerParams, ...]:
-    system = str(random.choice(["fcfs", "fcfs-chunked", "round-robin", "swap"]))
+def _system_or(drawn: str, own: str, seed: int) -> str:
+    """Return the system that was drawn, or in some seeds the one that tells tiers apart."""
+    return own if np.random.default_rng([seed, 6]).random() < DEFAULT_RATIO else drawn
+
+
+def _draw_workers(random: np.random.Generator, seed: int) -> tuple[SimWorkerParams, ...]:
+    system = _system_or(str(random.choice(["fcfs", "fcfs-chunked", "round-robin", "swap"])), DEFAULT_SYSTEM, seed)
     num_blocks, caching = int(random.integers(36, 90)), bool(random.random() < 0.7)
     return tuple(
         SimWorkerParams(

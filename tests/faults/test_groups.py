@@ -113,7 +113,7 @@ async def there_and_back(
 
 
 @pytest.mark.parametrize(
-    ("seed", "system"), [*((seed, "kunserve") for seed in range(3)), (3, "kunserve-andes"), (4, "kunserve-andes")]
+    ("seed", "system"), [*((seed, "kunserve") for seed in range(3)), (3, "kunserve-andes"), (4, "kunserve-sluice")]
 )
 async def test_texts_are_those_of_an_undisturbed_run_through_drops_and_restores(
     seed: int, system: str, tmp_path: Path

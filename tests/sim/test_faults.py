@@ -49,6 +49,7 @@ REQUIRED = (
     "system fcfs-chunked",
     "system round-robin",
     "system swap",
+    "system sluice",
     "preempted",
     "swapped out",
     "swapped in",

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from cli.main import run_command
+from shared.systems import DEFAULT_SYSTEM
 from tests.support.scenarios import small_scenario
 from tests.unit.sim.test_experiment_compare import FIXED_KEYS
 
@@ -140,9 +141,9 @@ def test_a_trace_is_run_with_its_own_times_and_lengths(scenario: str, tmp_path: 
     out = tmp_path / "out.json"
     tree = written(out, "simulate", "--trace", str(trace), "--instances", "1")
     assert tree["scenario"]["name"] == "three"
-    assert tree["systems"]["fcfs-chunked"]["requests"] == 3
+    assert tree["systems"][DEFAULT_SYSTEM]["requests"] == 3
     tree = written(out, "simulate", "--trace", str(trace), "--upscale", "4")
-    assert tree["systems"]["fcfs-chunked"]["requests"] == 12
+    assert tree["systems"][DEFAULT_SYSTEM]["requests"] == 12
 
 
 def test_the_load_of_another_scenario_comes_with_its_readers_to_the_same_cluster(scenario: str, tmp_path: Path) -> None:
@@ -178,7 +179,7 @@ def test_a_plan_says_how_many_instances_are_enough(
 
     simulated = written(out, "simulate", *flags, "--instances", "auto")
     assert simulated["scenario"]["instances"] == count
-    assert simulated["systems"]["fcfs-chunked"]["slo"]["both_share"] == tree["share"]
+    assert simulated["systems"][DEFAULT_SYSTEM]["slo"]["both_share"] == tree["share"]
 
 
 def test_a_plan_that_cannot_be_kept_says_so(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:

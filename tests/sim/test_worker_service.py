@@ -201,8 +201,8 @@ async def test_refusals_say_why() -> None:
 
 
 async def test_beyond_one_batch_who_has_no_token_yet_is_refused_as_full() -> None:
-    """Four run at a time, so four may wait; a copy of one that waits, and one with tokens already, are taken."""
-    async with one_worker(max_batch_rows=4) as lone:
+    """Of four that run at a time, as they came; a copy of one that waits, and one with tokens already, are taken."""
+    async with one_worker(system="fcfs-chunked", max_batch_rows=4) as lone:
         for _ in range(4):
             await lone.submitted([300] * 8, 50)
         await asyncio.sleep(5 * STEP_S)

@@ -22,6 +22,8 @@ _HELD_BACK = Hold.CANCELLED | Hold.NO_ROOM | Hold.FORK | Hold.PAUSED | Hold.ENDE
 """Who is none that steps are made for; a row in a step or copy is, and so is one that is to be tried again."""
 MIN_WAITING: Final = 32
 """Sequences that may wait however few the memory holds: the first to come may be much longer than those that follow."""
+REORDERED_BATCHES: Final = 4
+"""Batches of which so many may wait for a policy that reorders."""
 MIN_PARKED: Final = 8
 """The same of best effort, whose place nobody else takes: a few, for a policy to choose from."""
 
@@ -107,11 +109,14 @@ def take_stats(engine: Engine, pace: StepPace = StepPace.STEPPING) -> EngineStat
 
 
 def most_waiting(engine: Engine) -> int:
-    """Return `EngineStats.max_waiting`: all if the policy reorders, else one batch.
+    """Return `EngineStats.max_waiting`: one batch, or some if the policy reorders.
 
-    Whoever waits here can neither be overtaken then nor go to another worker.
+    Whoever waits here cannot go to another worker, nor be overtaken if the policy takes all as they came. One that
+    reorders is to see those whom it may prefer, but tenants take turns in the dispatchers only.
     """
-    return engine.config.max_sequences if engine.reorders else _one_batch(engine, MIN_WAITING)
+    if not engine.reorders:
+        return _one_batch(engine, MIN_WAITING)
+    return min(REORDERED_BATCHES * _one_batch(engine, MIN_WAITING), engine.config.max_sequences)
 
 
 def most_parked(engine: Engine) -> int:

@@ -33,7 +33,7 @@ from services.worker.scheduling.prediction import period_s
 from services.worker.scheduling.ranking import Ranking, rank
 from services.worker.scheduling.recompute_or_swap import again_s
 from services.worker.scheduling.step_budget import LONGEST_STEP_S, StepBudget
-from services.worker.scheduling.view import EMPTY_ROWS, I32, Bool, SchedulerOutput, SchedulerView
+from services.worker.scheduling.view import EMPTY_ROWS, F64, I32, Bool, SchedulerOutput, SchedulerView
 
 MOST_COMING: Final = 128
 """Rows that may come in with one step, the first of the line."""
@@ -56,7 +56,7 @@ class AndesScheduler:
         if (plain := plain_decode(view)) is not None and not _is_slow(view):
             return plain
         left = self._left(view)
-        ranking, gains = rank(view, self._settings, left)
+        ranking, gains = rank(view, self._settings, left, self._weights(view))
         rows, order, is_running = gains.rows.astype(np.int32), ranking.order, ranking.order < view.running.size
         kept, line = order[is_running], rows[order[~is_running]]
         num_kept = np.count_nonzero(is_running[: ranking.num_served])
@@ -82,6 +82,10 @@ class AndesScheduler:
 
     def _left(self, view: SchedulerView) -> Remainder | None:
         """Return what is left for those who come last; None: nobody does."""
+        return None
+
+    def _weights(self, view: SchedulerView) -> F64 | None:
+        """Return [rows of the table] by how much more each request counts; None: all count alike."""
         return None
 
     def _budget(self, view: SchedulerView, gains: Gains) -> StepBudget | None:

@@ -97,12 +97,19 @@ class Gains:
             gain[is_kept] = 1.0
         return np.maximum(gain, 0.0, out=gain)
 
-    def priority(self, gain: F64) -> F64:
-        """Return [n]: who comes first, given what each gains; below 0 those who come last."""
+    def priority(self, gain: F64, weights: F64 | None = None) -> F64:
+        """Return [n]: who comes first, given what each gains; below 0 those who come last.
+
+        Args:
+            gain: [n]
+            weights: [rows of the table] by how much more each counts; None: all count alike.
+        """
         priority: F64 = gain + self._aged
         priority[: self._view.running.size] *= self._settings.keeps
         if self._size is not None:
             priority = priority / self._size
+        if weights is not None:
+            priority = priority * weights[self.rows]
         if self.is_last is not None:
             number = self._view.columns.order.take(self.rows[self.is_last])
             is_parked = np.flatnonzero(self.is_last) >= self._view.running.size

@@ -36,7 +36,9 @@ class Ranking(NamedTuple):
     """So many can decode in steps that are as fast as every reader."""
 
 
-def rank(view: SchedulerView, settings: AndesSettings, left: Remainder | None = None) -> tuple[Ranking, Gains]:
+def rank(
+    view: SchedulerView, settings: AndesSettings, left: Remainder | None = None, weights: F64 | None = None
+) -> tuple[Ranking, Gains]:
     """Return who of all rows is served: all while memory is enough and steps are as fast as every reader.
 
     It is at least one: alone a row may use every block.
@@ -45,30 +47,33 @@ def rank(view: SchedulerView, settings: AndesSettings, left: Remainder | None = 
         view: of this moment.
         settings: of the policy.
         left: who comes last; None: nobody.
+        weights: see `Gains.priority`.
     """
     rows = np.concatenate([view.running, view.preempted, view.waiting]).astype(np.intp)
     num_blocks, capacity = blocks_taken(view, rows)
     gains, first = Gains(view, rows, num_blocks, capacity, settings, left), np.arange(rows.size)
     if gains.is_last is not None:
         first = np.flatnonzero(~gains.is_last)
-    weights = num_blocks[first]
-    most, num = max(view.limits.max_batch_rows * view.limits.num_lanes - view.num_in_flight, 0), weights.size
-    fits = num <= most and int(weights.sum()) <= capacity + 1
-    largest = num if fits else most_that_fit(weights, capacity + 1, most)
+    taken = num_blocks[first]
+    most, num = max(view.limits.max_batch_rows * view.limits.num_lanes - view.num_in_flight, 0), taken.size
+    fits = num <= most and int(taken.sum()) <= capacity + 1
+    largest = num if fits else most_that_fit(taken, capacity + 1, most)
     quickest_s = float(gains.readers.gap_s[first].min(initial=np.inf))
     is_slow, in_time = gains.period_s(largest) > quickest_s, most
     if is_slow or left is not None:
         in_time = most_in_time(gains.period_s, quickest_s, largest if is_slow else most)
     if fits and not is_slow:
         gain = gains.gain(gains.period_s(num))
-        return Ranking(np.argsort(-gains.priority(gain), kind="stable"), num, num, gain, is_slow, in_time), gains
+        return Ranking(
+            np.argsort(-gains.priority(gain, weights), kind="stable"), num, num, gain, is_slow, in_time
+        ), gains
     sizes = [largest]
     if is_slow:
         sizes = batch_sizes(in_time, largest, settings.num_batch_sizes)
     best, most_gained = None, -1.0
     for size in sizes:
         gain = gains.gain(gains.period_s(size))
-        order, count = greedy(gains.priority(gain), num_blocks, capacity + 1, size)
+        order, count = greedy(gains.priority(gain, weights), num_blocks, capacity + 1, size)
         if (gained := float(gain[order[:count]].sum())) > most_gained:
             best, most_gained = Ranking(order, num, max(count, 1), gain, is_slow, in_time), gained
     assert best is not None, "there is a size to try"

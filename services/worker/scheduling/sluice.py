@@ -10,12 +10,18 @@ are per iteration, limits here are part of what a request gains; its blocks that
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
 
 from services.worker.scheduling.andes import AndesScheduler
 from services.worker.scheduling.best_effort import BestEffortRule, Remainder
 from services.worker.scheduling.sluice_settings import SluiceSettings
-from services.worker.scheduling.view import SchedulerView
+from services.worker.scheduling.view import F64, SchedulerView
+from shared.api_keys import Tier
+
+URGENT: Final = 2.0**20
+"""More than the ratio of any two requests' urgency: tier `priority` comes before all others."""
 
 
 class SluiceScheduler(AndesScheduler):
@@ -33,3 +39,8 @@ class SluiceScheduler(AndesScheduler):
     def _left(self, view: SchedulerView) -> Remainder | None:
         """Return what is left for best effort; None: there is none."""
         return self._best_effort.left(view)
+
+    def _weights(self, view: SchedulerView) -> F64 | None:
+        """Return by how much more each request counts; None: all are equally urgent, or best effort."""
+        is_urgent = view.columns.tier == Tier.PRIORITY
+        return np.where(is_urgent, URGENT, 1.0) if is_urgent.any() else None

@@ -107,6 +107,10 @@ def test_where_it_would_not_give_way_and_parameters_could_be_dropped_it_comes_up
     assert state_of(make_status(num_used_blocks=140, best_effort=part)).loads(Tier.FLEX)[0].room_tokens is None
     waiting = make_status(num_waiting=1, best_effort=part)
     assert state_of(waiting).loads(Tier.FLEX)[0].room_tokens == 0, "it would be served before the next of the others"
+    state = state_of(make_status(elastic=make_elastic()))
+    assert state.loads(Tier.FLEX)[0].room_tokens is None, "nobody is there: one that needs more than the share"
+    state.submitted(W0, 16, 0, 1.0, flex_tokens=9000)
+    assert state.loads(Tier.FLEX)[0].room_tokens == 0
     for state, num_free in ((state_of(elastic), free), (state_of(waiting), 0)):
         lines = WorkerLines(state)
         assert lines.crowded(Claimant(Tier.FLEX, num_tokens=num_free)) == set()

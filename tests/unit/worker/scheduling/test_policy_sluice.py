@@ -232,6 +232,13 @@ def test_who_can_keep_its_limit_comes_first_and_who_cannot_as_any_reader(limit_s
     assert chosen(decide(with_limits(view, [np.inf, limit_s])))[0][0] == first
 
 
+@pytest.mark.parametrize(("tier", "first"), [(DEFAULT, 0), (Tier.PRIORITY, 1)])
+def test_tier_priority_comes_before_all_others_however_much_it_takes(tier: Tier, first: int) -> None:
+    """The second prompt is forty times as long as the first, and there is memory for one of them."""
+    view = tiered([DEFAULT, tier, FLEX], waiting=[parked(10), parked(400), parked(4)], max_batch_tokens=400)
+    assert chosen(decide(view))[0][0] == first
+
+
 def test_a_step_ends_before_a_limit_per_token_is_missed() -> None:
     """The row that decodes had its token 150 ms ago and has to have one each 350.5 ms; its reader has text for long."""
     view = tiered([DEFAULT] * 2, running=[decoding(8)], waiting=[parked(3000)], max_batch_tokens=4000, free_blocks=999)

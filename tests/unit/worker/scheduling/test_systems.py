@@ -25,7 +25,7 @@ from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 
 UNLIMITED = ["oracle", "andes-unlimited"]
 VERSIONS = ["kunserve", "kunserve-v1", "kunserve-v2"]
-KUNSERVE = [*VERSIONS, "kunserve-andes"]
+KUNSERVE = [*VERSIONS, "kunserve-andes", "kunserve-sluice"]
 
 
 def settings(system: str, **changes: Any) -> WorkerSettings:
@@ -50,6 +50,7 @@ def test_names_are_built_or_planned_but_not_both() -> None:
         "kunserve-v1",
         "kunserve-v2",
         "kunserve-andes",
+        "kunserve-sluice",
     }
     assert not set(SYSTEMS) & set(PLANNED_SYSTEMS)
     assert all(name == system.name for name, system in SYSTEMS.items())
@@ -87,8 +88,10 @@ def test_the_papers_versions_have_one_mode_of_exchange_each_and_kunserve_chooses
     assert replace(SYSTEMS["kunserve"], name="kunserve-v2", exchange=KvExchange.COORDINATED) == SYSTEMS["kunserve-v2"]
 
 
-def test_readers_first_in_groups_is_kunserve_by_the_scheduler_of_andes() -> None:
-    assert replace(SYSTEMS["kunserve"], name="kunserve-andes", scheduler="andes") == SYSTEMS["kunserve-andes"]
+@pytest.mark.parametrize("scheduler", ["andes", "sluice"])
+def test_readers_first_in_groups_is_kunserve_by_another_scheduler(scheduler: str) -> None:
+    name = f"kunserve-{scheduler}"
+    assert replace(SYSTEMS["kunserve"], name=name, scheduler=scheduler) == SYSTEMS[name]
 
 
 def test_the_oracle_differs_from_what_it_is_compared_with_in_memory_alone() -> None:
