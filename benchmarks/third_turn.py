@@ -44,9 +44,9 @@ class Reader:
         self._session = session
         self._url = url
 
-    async def ttft_s(self, prompt: list[int]) -> tuple[float, int]:
+    async def ttft_s(self, prompt: list[int], num_tokens: int = ANSWER_TOKENS) -> tuple[float, int]:
         """Ask, and read to the end; return the seconds until the first token, and how much of the prompt was cached."""
-        body: dict[str, Any] = {"model": "small", "prompt": prompt, "max_tokens": ANSWER_TOKENS, "stream": True}
+        body: dict[str, Any] = {"model": "small", "prompt": prompt, "max_tokens": num_tokens, "stream": True}
         body["stream_options"] = {"include_usage": True}
         began_s, first_s, num_cached = time.perf_counter(), 0.0, 0
         async with self._session.post(f"{self._url}/v1/completions", json=body) as answer:
@@ -64,7 +64,7 @@ class Reader:
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """One of several clusters that differ in host memory alone."""
+    """One of several clusters that differ in one flag."""
 
     cluster: LiveCluster
     reader: Reader
@@ -101,22 +101,22 @@ class Chats:
 
 
 @asynccontextmanager
-async def twins(checkpoint: Path, memory: str, host_memory: Mapping[str, str]) -> AsyncIterator[dict[str, Twin]]:
+async def twins(checkpoint: Path, memory: str, flags: Mapping[str, Sequence[str]]) -> AsyncIterator[dict[str, Twin]]:
     """Run clusters of one worker with one thread each; gives them by name.
 
     Args:
         checkpoint: that they serve.
         memory: of each worker.
-        host_memory: of each worker, by the name of its cluster.
+        flags: of `sluice up`, by the name of the cluster.
     """
     async with AsyncExitStack() as stack:
         session, found = await stack.enter_async_context(aiohttp.ClientSession()), dict[str, Twin]()
-        for name, size in host_memory.items():
+        for name, own in flags.items():
             cluster = LiveCluster()
             stack.push_async_callback(cluster.stop)
-            flags = ["--model", str(checkpoint), "--memory", memory, "--host-memory", size]
             log = checkpoint.with_name(f"{name}.log")
-            await cluster.serve(*flags, "--workers", "1", "--threads", "1", log=log)
+            common = ["--model", str(checkpoint), "--memory", memory, "--workers", "1", "--threads", "1"]
+            await cluster.serve(*common, *own, log=log)
             found[name] = Twin(cluster, Reader(session, cluster.url))
         yield found
 
@@ -124,8 +124,8 @@ async def twins(checkpoint: Path, memory: str, host_memory: Mapping[str, str]) -
 async def measure(chosen: argparse.Namespace, folder: Path) -> None:
     """Print the table."""
     rows: dict[str, list[tuple[float, int]]] = {"with host memory": [], "without": [], "warm": []}
-    host_memory = {"with host memory": chosen.host_memory, "without": "0"}
-    async with twins(folder / "small", chosen.memory, host_memory) as found:
+    flags = {"with host memory": ("--host-memory", chosen.host_memory), "without": ("--host-memory", "0")}
+    async with twins(folder / "small", chosen.memory, flags) as found:
         for repeat in range(chosen.repeats + 1):
             for name, of in (("with host memory",) * 2, ("without",) * 2, ("warm", "without")):
                 chats = Chats(chosen.turn, chosen.asks, chosen.others, [repeat, name == "warm"])

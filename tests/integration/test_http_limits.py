@@ -408,6 +408,29 @@ async def test_best_effort_waits_apart_and_more_urgent_requests_take_the_place_o
         }
 
 
+@pytest.mark.parametrize("limit", ["max_connections", "max_connections_per_address"])
+async def test_best_effort_leaves_a_quarter_of_the_connections_to_others(limited: Limited, limit: str) -> None:
+    """Of eight: the seventh that wants to wait is refused and its connection closed; others have that and the last."""
+    async with limited('tier = "priority"', **{limit: 8}) as running:
+        running.worker.refuse = RefusalReason.FULL
+        sessions, doorway = running.front.sessions, running.front.doorway
+        waiting = []
+        for number in range(1, 7):
+            waiting.append(asyncio.create_task(ask(running, service_tier="flex", seed=number)))
+            await until(lambda number=number: sessions.num_queued == number)
+        for _ in range(3):
+            status, headers, body = await ask(running, service_tier="flex")
+            assert (status, body["error"]["code"], headers["connection"]) == (429, "resource_unavailable", "close")
+            await until(lambda: doorway.num_open == 6)
+        for number, tier in ((7, None), (8, "priority")):
+            waiting.append(asyncio.create_task(ask(running, service_tier=tier, seed=number)))
+            await until(lambda number=number: sessions.num_queued == number)
+        running.worker.refuse = None
+        await running.view(make_status())
+        assert [status for status, _, _ in await asyncio.gather(*waiting)] == [200] * 8
+        assert await samples(running, "sluice:shed_total") == {("resource_unavailable", "flex"): 3}
+
+
 async def test_one_request_may_not_take_the_whole_dispatcher(serve: Serve) -> None:
     async with serve(lambda _: [65], max_choices=6) as running:
         status, body = await running.post(COMPLETIONS, prompt=["a"] * 3, n=2)

@@ -16,6 +16,7 @@ from services.dispatcher.endpoints.call import CheckedCall, Choice, Prompt
 from services.dispatcher.http import quota
 from services.dispatcher.http.arrival import Arrival, Caller, note_arrival
 from services.dispatcher.http.cors import page_headers
+from services.dispatcher.http.doorway import address_of
 from services.dispatcher.http.errors import ApiError, failure_error, invalid
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.guard import grant_of
@@ -47,10 +48,21 @@ async def respond(
     arrival = note_arrival(front)
     sender = Caller(request.headers, public_id, grant_of(request))
     call = await arrival.read(request, partial(make_call, arrival, sender))
+    if call.params.tier.is_best_effort and front.doorway.is_crowded(address_of((request.remote,))):
+        raise _no_connection(front, call)
     call.headers.update(page_headers(front.browsers, request))
     response = await generate(front, call, partial(front.streams.open, request))
     assert response is not None, "it goes over HTTP"
     return response
+
+
+def _no_connection(front: Front, call: CheckedCall) -> ApiError:
+    """Return the refusal of best effort whose connection is needed for others."""
+    code = FailureCode.RESOURCE_UNAVAILABLE
+    front.metrics.refused(code.value, call.params.service_tier)
+    refusal = failure_error(code)
+    refusal.close = True
+    return refusal
 
 
 async def generate(front: Front, call: CheckedCall, open_stream: Open) -> web.StreamResponse | None:

@@ -64,6 +64,14 @@ class Doorway:
         self.num_open += 1
         return None
 
+    def is_crowded(self, address: str) -> bool:
+        """Return whether less than a quarter of the places is left, in all or for an address: best effort has to go.
+
+        Its tier is known only when it is inside.
+        """
+        count = self._by_address.get(address, 0)
+        return self.num_open > _mostly(self.max_connections) or count > _mostly(self._max_per_address)
+
     def visit(self, visitor: Visitor) -> None:
         """Let one that `enter` turned away stay until `end_visit`, or until it is sent away for another."""
         if len(self._visitors) >= MAX_VISITORS:
@@ -89,6 +97,10 @@ class Doorway:
         else:
             del self._by_address[address]
         self.num_open -= 1
+
+
+def _mostly(most: int) -> int:
+    return most - most // 4
 
 
 def address_of(peer: object) -> str:
