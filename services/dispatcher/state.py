@@ -304,14 +304,14 @@ def _load_now(worker: _Known, *, is_flex: bool) -> PlacementLoad:
     own = [change for change in worker.recent if bool(change.flex_tokens) == is_flex]
     num_tokens = sum(change.tokens_since(worker.reported_s) for change in changes)
     num_sent = sum(change.num_tokens for change in changes if change.num_sequences > 0)
-    num_sequences = max(0, load.num_sequences + sum(each.num_sequences for each in (changes if is_flex else own)))
+    is_empty = not load.num_sequences and num_real_time <= 0 and not any(each.num_sequences > 0 for each in changes)
     room = load.room_tokens if gives_way or not is_flex or num_real_time <= 0 else 0
     if room is not None:
         room -= sum(change.flex_tokens or change.num_tokens for change in changes if change.num_sequences)
-        room = max(room, 0) if num_sequences else None  # where nobody is, whoever fits at all may come
+        room = None if is_empty else max(room, 0)  # where nobody is, whoever fits at all may come
     return replace(
         load,
-        num_sequences=num_sequences,
+        num_sequences=max(0, load.num_sequences + sum(each.num_sequences for each in (changes if is_flex else own))),
         num_waiting=max(0, load.num_waiting + sum(change.num_waiting for change in own)),
         num_demanded_blocks=max(0, load.num_demanded_blocks + -(-num_tokens // max(1, report.block_size))),
         waiting_s=load.waiting_s + num_sent * _token_s(report),

@@ -22,8 +22,7 @@ PAGE_BYTES = 2 * 2**20
 LINK_LATENCY_S = 50e-6
 """Of a message between the stages of a pipeline on two machines."""
 MAX_SEQUENCES = 4096
-"""Taken by an instance, running and waiting: requests wait where they were sent on arrival, as in the papers' systems.
-Only an overload beyond repair makes them wait in the dispatcher."""
+"""Taken by an instance, running and waiting; of the latter no more than its `max_waiting`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -429,6 +429,7 @@ async def test_best_effort_leaves_a_quarter_of_the_connections_to_others(limited
         await running.view(make_status())
         assert [status for status, _, _ in await asyncio.gather(*waiting)] == [200] * 8
         assert await samples(running, "sluice:shed_total") == {("resource_unavailable", "flex"): 3}
+        assert sum((await samples(running, "sluice:requests_total")).values()) == 8 + 3
 
 
 async def test_one_request_may_not_take_the_whole_dispatcher(serve: Serve) -> None:

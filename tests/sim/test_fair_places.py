@@ -66,6 +66,28 @@ async def test_one_tenants_flood_leaves_places_for_other_tenants_and_tiers_and_m
         cluster.check_idle()
 
 
+async def test_floods_of_others_leave_rows_for_whoever_comes() -> None:
+    """With the limits that workers have: those who wait take no row that whoever comes needs."""
+    async with SimCluster(cluster_of(1, 4000, system="sluice", max_batch_rows=256, max_sequences=1024)) as cluster:
+        engine, order = cluster.workers[0].service.engine, list[str]()
+        async with asyncio.TaskGroup() as group:
+            floods = []
+            for tenant in ("a", "b", "d"):
+                for request in flood(tenant, 1000, 200):
+                    floods.append(group.create_task(ask(cluster, request, order)))
+                await asyncio.sleep(0.3)
+            stats = take_stats(engine)
+            assert stats.num_running == 256
+            assert stats.num_waiting >= 256, "each had half of the places that the ones before it left"
+            assert engine.table.num_sequences < 1024
+            began_s = asyncio.get_running_loop().time()
+            answers = await cluster.ask_choices(SimRequest("c", PROMPT, 5, tenant="c"), 1)
+            assert asyncio.get_running_loop().time() - began_s < 2.0
+            assert len(answers[0].tokens) == 5
+            for each in floods:
+                each.cancel()
+
+
 async def _most_waiting(engine: Engine, seconds: float) -> int:
     """Return how many waited at a worker at most."""
     most = 0

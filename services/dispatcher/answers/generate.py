@@ -48,21 +48,11 @@ async def respond(
     arrival = note_arrival(front)
     sender = Caller(request.headers, public_id, grant_of(request))
     call = await arrival.read(request, partial(make_call, arrival, sender))
-    if call.params.tier.is_best_effort and front.doorway.is_crowded(address_of((request.remote,))):
-        raise _no_connection(front, call)
+    call = replace(call, address=address_of((request.remote,)))
     call.headers.update(page_headers(front.browsers, request))
     response = await generate(front, call, partial(front.streams.open, request))
     assert response is not None, "it goes over HTTP"
     return response
-
-
-def _no_connection(front: Front, call: CheckedCall) -> ApiError:
-    """Return the refusal of best effort whose connection is needed for others."""
-    code = FailureCode.RESOURCE_UNAVAILABLE
-    front.metrics.refused(code.value, call.params.service_tier)
-    refusal = failure_error(code)
-    refusal.close = True
-    return refusal
 
 
 async def generate(front: Front, call: CheckedCall, open_stream: Open) -> web.StreamResponse | None:
@@ -154,6 +144,7 @@ async def _admit(front: Front, live: Live, permit: Permit) -> None:
     try:
         async with call.stopper.waiting():
             if not live.has_replaced:
+                _check_connection(front, call)
                 front.sessions.check_admission(len(choices), call.params.tier, call.grant.tenant.name)
             prompts = live.prompts = live.prompts or await _encode(front, call)
             _check_prompts(front, call, prompts)
@@ -179,6 +170,18 @@ async def _admit(front: Front, live: Live, permit: Permit) -> None:
     refusal = failure_error(code)
     refusal.headers |= quota.rate_headers(front, call.grant.tenant)
     raise refusal
+
+
+def _check_connection(front: Front, call: CheckedCall) -> None:
+    """Raise the 429 of best effort whose connection is needed for others."""
+    if call.address is None or not call.params.tier.is_best_effort or not front.doorway.is_crowded(call.address):
+        return
+    front.metrics.refused(FailureCode.RESOURCE_UNAVAILABLE.value, call.params.service_tier)
+    text = (
+        "Resource Unavailable: the connections that are left are for other requests. Try again later, or with another"
+    )
+    code = FailureCode.RESOURCE_UNAVAILABLE.value
+    raise ApiError(429, code, f"{text} 'service_tier'.", retry_after_s=10.0, close=True)
 
 
 def _check_logprobs(call: CheckedCall, requests: Sequence[NewRequest]) -> None:

@@ -111,6 +111,8 @@ class CheckedCall:
     headers: dict[str, str] = field(default_factory=dict)
     """Of the answer, besides the usual ones; known once the request is admitted."""
     fate: Fate = field(default_factory=Fate)
+    address: str | None = None
+    """Of whom its connection counts for; None: it shares one with others."""
 
     @property
     def num_choices(self) -> int:

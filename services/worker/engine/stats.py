@@ -23,7 +23,7 @@ _HELD_BACK = Hold.CANCELLED | Hold.NO_ROOM | Hold.FORK | Hold.PAUSED | Hold.ENDE
 MIN_WAITING: Final = 32
 """Sequences that may wait however few the memory holds: the first to come may be much longer than those that follow."""
 REORDERED_BATCHES: Final = 4
-"""Batches of which so many may wait for a policy that reorders."""
+"""Batches of which so many may wait for a policy that reorders, in half of the rows that those who run leave."""
 MIN_PARKED: Final = 8
 """The same of best effort, whose place nobody else takes: a few, for a policy to choose from."""
 
@@ -116,7 +116,9 @@ def most_waiting(engine: Engine) -> int:
     """
     if not engine.reorders:
         return _one_batch(engine, MIN_WAITING)
-    return min(REORDERED_BATCHES * _one_batch(engine, MIN_WAITING), engine.config.max_sequences)
+    one, config = _one_batch(engine, MIN_WAITING), engine.config
+    left = config.max_sequences - config.max_batch_rows * config.num_lanes
+    return min(max(min(REORDERED_BATCHES * one, left // 2), one), config.max_sequences)
 
 
 def most_parked(engine: Engine) -> int:

@@ -4,7 +4,7 @@
     cuMemCreate           a page, when it is first mapped: until then torch may use the memory
     cuMemMap, cuMemSetAccess, cuMemUnmap   a page to an address, and away
 
-Written from what the driver documents, not run on a GPU yet (docs/gpu.md); a stand-in of the driver proves order and
+Written from what the driver documents, and seen on an H200 (docs/gpu.md); a stand-in of the driver proves order and
 arguments of the calls on the CPU. What is relied on: mapping gives no access before it is set; access can be set for
 neighbouring mappings in one call; unmapping takes exactly what one call mapped, and does not wait for kernels, so that
 the device is waited for before; a handle exports as a descriptor only if it was created for that.

@@ -1,6 +1,7 @@
 """One urgency for all: readers by what they gain, limits that can be kept, and best effort in what these leave.
 
-    readers, by what they gain (`andes.py`; a limit that can be kept is a whole experience) ──► memory, tokens, time
+    tier `priority`, then all others, by what they gain (`andes.py`; a limit that can be kept
+    is a whole experience) ──► memory, tokens, time
         what is left, less a reserve for those to come (`best_effort.py`) ──► best effort, as it came
 
 Source: the project's own design; BROS ("Efficient LLM serving on hybrid real-time and best-effort requests", sections
@@ -20,8 +21,8 @@ from services.worker.scheduling.sluice_settings import SluiceSettings
 from services.worker.scheduling.view import F64, SchedulerView
 from shared.api_keys import Tier
 
-URGENT: Final = 2.0**20
-"""More than the ratio of any two requests' urgency: tier `priority` comes before all others."""
+URGENT: Final = 2.0**60
+"""More than the ratio of any two requests' urgency: tier `priority` comes before all but best effort that is old."""
 
 
 class SluiceScheduler(AndesScheduler):

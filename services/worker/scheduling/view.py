@@ -246,7 +246,7 @@ class Scheduler(Protocol):
 
     @property
     def reorders(self) -> bool:
-        """Whether it lets who waits run in another order than that of arrival, and so should see all who wait."""
+        """Whether it lets who waits run in another order than that of arrival, and so should see more of them."""
 
     def schedule(self, view: SchedulerView) -> SchedulerOutput:
         """Choose the next step.

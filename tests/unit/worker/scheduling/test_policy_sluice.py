@@ -239,6 +239,13 @@ def test_tier_priority_comes_before_all_others_however_much_it_takes(tier: Tier,
     assert chosen(decide(view))[0][0] == first
 
 
+def test_tier_priority_keeps_its_memory_however_much_text_its_reader_has() -> None:
+    """It gains nothing by more text for now; the newcomer gains all, and takes a fortieth of the memory."""
+    rows = [decoding(390), decoding(10)]
+    view = tiered([Tier.PRIORITY, DEFAULT, DEFAULT], running=rows, waiting=[parked(9)], free_blocks=0)
+    assert 0 not in decide(view).preempt.tolist()
+
+
 def test_a_step_ends_before_a_limit_per_token_is_missed() -> None:
     """The row that decodes had its token 150 ms ago and has to have one each 350.5 ms; its reader has text for long."""
     view = tiered([DEFAULT] * 2, running=[decoding(8)], waiting=[parked(3000)], max_batch_tokens=4000, free_blocks=999)
