@@ -141,7 +141,9 @@ class Dispatcher:
                 max_flex=settings.max_queued_flex,
                 flex_memory=settings.flex_memory,
             ),
-            bodies=TextPool(1, settings.max_tokenizing),
+            bodies=TextPool(
+                1, settings.max_tokenizing, max_flex=settings.max_queued_flex, flex_memory=settings.flex_memory
+            ),
             sessions=self.service.sessions,
             streams=EventStreams(settings.keep_alive_s, ReaderLimits(settings.write_limit_s, settings.max_unsent), now),
             sockets=Sockets(settings.write_limit_s, lambda: self.service.sessions.draining, now),

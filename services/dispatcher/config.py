@@ -66,8 +66,8 @@ class DispatcherSettings(ServiceSettings):
     step_limit_s: _Seconds = 10.0
     """Seconds without a finished step, while sequences could run, after which a worker counts as lost."""
     max_connections: Annotated[int, Field(ge=1, le=1_048_576)] = 16_384
-    """Connections at a time; more are turned away with 503. Fewer if the system grants fewer open files. Of these, as of an
-    address's, a quarter is not for best effort."""
+    """Connections at a time; more are turned away with 503. Fewer if the system grants fewer open files. A quarter of
+    them, as of an address's, is not for best effort."""
     max_connections_per_address: Annotated[int, Field(ge=1, le=1_048_576)] = 4096
     """Connections at a time of one IPv4 address or one IPv6 network (/64); more are turned away with 429."""
     head_limit_s: _Seconds = 10.0

@@ -129,6 +129,30 @@ async def test_the_answer_to_a_short_body_does_not_wait_for_long_ones(serve: Ser
         running.front.bodies.num_pending = 0
 
 
+@pytest.mark.parametrize("is_http", [True, False])
+async def test_long_bodies_of_best_effort_wait_apart(serve: Serve, *, is_http: bool) -> None:
+    """Either crowd is full; the other one's next body is read."""
+    path, body = LONG["parts"][:2]
+    flex = body[:1] + b'"service_tier": "flex", ' + body[1:]
+
+    async def said(running: Running, asked: bytes) -> str:
+        if is_http:
+            _, answer = await asyncio.to_thread(post, running, path, asked)
+            return str(json.loads(answer).get("error", {}).get("code", "served"))
+        async with talk(running) as client:
+            await client.socket.send_str(f'{{"type":"request","id":"a","body":{asked.decode()}}}')
+            heard = await client.hear()
+            return str(heard["error"]["code"] if heard["type"] == "error" else "served")
+
+    async with serve("fox") as running:
+        pool = running.front.bodies
+        pool.num_pending = running.front.settings.max_tokenizing
+        assert [await said(running, each) for each in (body, flex)] == ["queue_full", "served"]
+        pool.num_pending, pool._num_flex = 0, running.front.settings.max_queued_flex
+        assert [await said(running, each) for each in (body, flex)] == ["served", "resource_unavailable"]
+        pool._num_flex = 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_many_choices_with_many_log_probabilities_keep_the_loop_no_longer_than_a_step(

@@ -40,7 +40,7 @@ _KNOWN: Final = frozenset(
 async def tokenize(front: Front, request: web.BaseRequest, _public_id: str) -> web.StreamResponse:
     """Return the token ids of a prompt or of a conversation."""
     work = await note_arrival(front).read(request, partial(_tokenizing, front))
-    ids, strings = await in_thread(front.pool, work)
+    ids, strings = await in_thread(front.pool.run, work)
     return WholeAnswer(front.streams, _listed(ids, strings, front.max_request_tokens), {})
 
 
@@ -95,7 +95,7 @@ def _array(values: Sequence[int] | Sequence[str]) -> Iterator[bytes]:
 async def detokenize(front: Front, request: web.BaseRequest, _public_id: str) -> web.StreamResponse:
     """Return the text of token ids, control tokens included."""
     ids = await note_arrival(front).read(request, partial(_ids_of, front))
-    text = await in_thread(front.pool, lambda: front.codec.decode(ids))
+    text = await in_thread(front.pool.run, lambda: front.codec.decode(ids))
     return WholeAnswer(front.streams, chain((b'{"prompt": ',), json_text_parts(text), (b"}",)), {})
 
 

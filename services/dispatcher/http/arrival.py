@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from aiohttp import web
@@ -17,8 +19,10 @@ from services.dispatcher.endpoints.params import Params
 from services.dispatcher.http.body import parse_object, read_body
 from services.dispatcher.http.errors import ApiError, failure_error, invalid
 from services.dispatcher.http.front import Front
+from services.dispatcher.http.guard import grant_of
 from services.dispatcher.session.request import FailureCode
-from services.dispatcher.text.pool import TextPool, TextPoolFullError
+from services.dispatcher.text.pool import TextPoolFullError
+from shared.api_keys import Tier
 from shared.ids import RequestId
 
 R = TypeVar("R")
@@ -26,6 +30,8 @@ R = TypeVar("R")
 MAX_ECHOED_CHARS: Final = 64
 MAX_SHORT_BYTES: Final = 64 * 1024
 """Of a body that is read on the event loop: what is in a longer one takes its time."""
+_ASKS_BEST_EFFORT: Final = re.compile(rb'"service_tier"\s*:\s*"flex"')
+"""Of a body that has not been read. Within a string its quotes would have a backslash each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +87,9 @@ class Arrival:
         """
         settings = self.front.settings
         data = await read_body(request, settings.body_limit, settings.body_limit_s)
-        return await at_length(self.front, len(data), lambda: understand(parse_object(data)))
+        return await at_length(
+            self.front, data, lambda: understand(parse_object(data)), max_tier=grant_of(request).tenant.max_tier
+        )
 
 
 def note_arrival(front: Front) -> Arrival:
@@ -89,25 +97,44 @@ def note_arrival(front: Front) -> Arrival:
     return Arrival(front, RequestId(uuid.uuid4().hex), front.now(), int(front.unix_now()))
 
 
-async def at_length(front: Front, num_bytes: int, work: Callable[[], R]) -> R:
-    """Return the result of reading so many bytes: at once if they are few, else in a thread, one after the other.
+async def at_length(front: Front, data: bytes, work: Callable[[], R], *, max_tier: Tier) -> R:
+    """Return the result of reading what came: at once if it is short, else in a thread, one after the other.
+
+    Best effort waits apart: no more of it than one is before somebody else's.
+
+    Args:
+        front: whose thread.
+        data: what came.
+        work: reads it.
+        max_tier: of whose it is.
 
     Raises:
         ApiError: the work raised it; 429 if too many wait.
     """
-    return work() if num_bytes <= MAX_SHORT_BYTES else await in_thread(front.bodies, work)
+    if len(data) <= MAX_SHORT_BYTES:
+        return work()
+    if max_tier.is_best_effort or _ASKS_BEST_EFFORT.search(data):
+        return await in_thread(partial(front.bodies.run_flex, num_chars=len(data)), work, is_flex=True)
+    return await in_thread(front.bodies.run, work)
 
 
-async def in_thread(pool: TextPool, work: Callable[[], R]) -> R:
+async def in_thread(
+    run: Callable[[Callable[[], R]], Awaitable[R]], work: Callable[[], R], *, is_flex: bool = False
+) -> R:
     """Return the result of work that takes its time.
+
+    Args:
+        run: of a `TextPool`.
+        work: that is done.
+        is_flex: it is best effort.
 
     Raises:
         ApiError: the work raised it; 429 if too many wait for a thread.
     """
     try:
-        return await pool.run(work)
+        return await run(work)
     except TextPoolFullError:
-        raise failure_error(FailureCode.QUEUE_FULL) from None
+        raise failure_error(FailureCode.RESOURCE_UNAVAILABLE if is_flex else FailureCode.QUEUE_FULL) from None
 
 
 def check_model(front: Front, fields: Fields) -> None:

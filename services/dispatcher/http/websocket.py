@@ -34,6 +34,7 @@ from services.dispatcher.http.socket_messages import (
 from services.dispatcher.http.sockets import CLOSE_LIMIT_S, MAX_UNSENT_BYTES, UNREAD, CloseReason
 from services.dispatcher.http.sse import Outgoing, Stream
 from services.dispatcher.session.request import FailureCode
+from shared.api_keys import Tier
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
 
@@ -207,9 +208,13 @@ class WebSocketConnection:
         while not self._transport.is_closing() and self._front.now() < until_s:
             await asyncio.sleep(_POLL_S)
 
+    @property
+    def _max_tier(self) -> Tier:
+        return grant_of(self._handshake).tenant.max_tier
+
     async def _take(self, data: bytes) -> None:
         try:
-            message = await at_length(self._front, len(data), partial(parse_message, data))
+            message = await at_length(self._front, data, partial(parse_message, data), max_tier=self._max_tier)
         except ApiError as error:  # no thread is left for a long one
             self._refuse(None, error)
             return
@@ -224,9 +229,9 @@ class WebSocketConnection:
         elif message.name in self._calls:
             self.close(_NAME_IN_USE)
         else:
-            await self._start(message, len(data))
+            await self._start(message, data)
 
-    async def _start(self, message: Request, num_bytes: int) -> None:
+    async def _start(self, message: Request, data: bytes) -> None:
         if len(self._calls) >= MAX_IN_FLIGHT:
             text = f"This connection has {MAX_IN_FLIGHT} answers under way, which is its limit."
             self._refuse(message.name, ApiError(429, "too_many_in_flight", text, retry_after_s=1.0))
@@ -235,7 +240,7 @@ class WebSocketConnection:
             authorise(self._front, self._handshake)
             sender = Caller(message.headers, f"req_{uuid.uuid4().hex}", grant_of(self._handshake))
             check = partial(_CALLS[message.endpoint], note_arrival(self._front), sender, message.body)
-            call = await at_length(self._front, num_bytes, check)
+            call = await at_length(self._front, data, check, max_tier=self._max_tier)
         except ApiError as error:
             self._refuse(message.name, error)
             return
