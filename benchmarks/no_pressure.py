@@ -80,13 +80,13 @@ class Phase:
     def lines(self) -> list[list[str]]:
         """Return a line for each figure: medians, the median ratio of pairs, its interval, and those by start."""
         random, lines = np.random.default_rng(1), list[list[str]]()
-        without, with_it = (np.array(self._seen[name]) for name in self._names)
+        first, second = (np.array(self._seen[name]) for name in self._names)
         for place, name in enumerate(("TTFT, ms", "whole answer, ms", "CPU time, ms")):
-            pairs = with_it[:, :, place] / without[:, :, place]
+            pairs = second[:, :, place] / first[:, :, place]
             starts = random.integers(len(pairs), size=(NUM_DRAWS, len(pairs)))  # drawn anew, and pairs of each as well
             drawn = pairs[starts[:, :, None], random.integers(pairs.shape[1], size=(*starts.shape, pairs.shape[1]))]
             low, high = np.percentile(np.median(drawn, axis=(1, 2)), [2.5, 97.5])
-            medians = [f"{np.median(each[:, :, place]):.1f}" for each in (without, with_it)]
+            medians = [f"{np.median(each[:, :, place]):.1f}" for each in (first, second)]
             by_start = ", ".join(f"{ratio:.3f}" for ratio in np.median(pairs, axis=1))
             lines.append([name, *medians, f"{np.median(pairs):.3f}", f"{low:.3f} to {high:.3f}", by_start])
         means = [statistics.mean(self._resident[name]) for name in self._names]
