@@ -57,6 +57,10 @@ class Timed:
     def reorders(self) -> bool:
         return self.scheduler.reorders
 
+    @property
+    def best_effort_gives_way(self) -> bool:
+        return self.scheduler.best_effort_gives_way
+
     def schedule(self, view: SchedulerView) -> SchedulerOutput:
         began_s = time.perf_counter()
         output = self.scheduler.schedule(view)

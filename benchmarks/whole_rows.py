@@ -39,6 +39,7 @@ class WholeRows:
     def __init__(self, policy: Callable[[], Scheduler]) -> None:
         self._policy = policy()
         self.reorders = self._policy.reorders
+        self.best_effort_gives_way = self._policy.best_effort_gives_way
 
     def schedule(self, view: SchedulerView) -> SchedulerOutput:
         """Choose the next step."""

@@ -83,10 +83,13 @@ SYSTEMS: dict[str, System] = {
         System("sluice", scheduler="sluice", placement="least-loaded"),
         # TokenFlow, which parks in host memory: by how much text readers have unread.
         System("tokenflow", scheduler="tokenflow", placement="least-loaded", swaps=True),
-        # KunServe: `fcfs-chunked`, but for replicated parameters that give way to KV under pressure.
+        # KunServe: `fcfs-chunked`, but for best effort, which gives way first, and replicated parameters, which give
+        # way to KV under pressure. (The papers have one class of requests; without best effort it is as they say.)
         System("kunserve", scheduler="lookahead", placement="least-loaded", drops=True, exchange=KvExchange.BY_PRICE),
         # As version 1 of the paper has it: prompts are cut by token count, and KV is exchanged live.
-        System("kunserve-v1", scheduler="chunked", placement="least-loaded", drops=True, exchange=KvExchange.LIVE),
+        System(
+            "kunserve-v1", scheduler="chunked-flex-last", placement="least-loaded", drops=True, exchange=KvExchange.LIVE
+        ),
         # As version 2 has it.
         System("kunserve-v2", scheduler="lookahead", placement="least-loaded", drops=True),
         # Both: who has text gives way first, and parameters only once readers without text lack memory.

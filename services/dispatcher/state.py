@@ -30,10 +30,6 @@ UNNAMED_LIMIT_S = 10.0
 report: several times what a monitor that has just started needs to hear everybody."""
 _RUNS_NOTHING = (WorkerPhase.LOADING, WorkerPhase.STOPPED)
 """What was placed on a worker that loads was placed on the process before this one."""
-FLEX_RATIO = 0.5
-"""Share of a worker's KV memory up to which best effort may come that would not give way, where want of memory drops
-parameters: higher lets more of it run, and has real-time work run short sooner. One that needs more comes where nobody
-is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +43,8 @@ class Counted:
     """Tokens; none of a fork, whose prompt is there already."""
     num_output: int
     """Tokens of output that it had then."""
-    flex_tokens: int = 0
-    """Of best effort the most tokens that it may have in all; 0: it is real time."""
+    is_flex: bool = False
+    """It is best effort."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +61,8 @@ class _Change:
     num_grown: int = 0
     """Tokens that one that has left had got since it was sent."""
     sent_s: float = 0.0
-    flex_tokens: int = 0
-    """See `Counted`; negative if it has left."""
+    is_flex: bool = False
+    """See `Counted`."""
 
     def tokens_since(self, reported_s: float) -> int:
         """Return by how many tokens the worker's memory differs from what its report of that time says.
@@ -186,7 +182,7 @@ class ClusterState:
         return worker.status.liveness is Liveness.DEAD or self._has_ended(worker)
 
     def submitted(
-        self, worker_id: WorkerId, num_prompt: int, num_output: int, now_s: float, flex_tokens: int = 0
+        self, worker_id: WorkerId, num_prompt: int, num_output: int, now_s: float, tier: Tier = Tier.DEFAULT
     ) -> Counted:
         """Count a request that is sent to the worker, with the tokens that it has; the next report contains it.
 
@@ -195,19 +191,19 @@ class ClusterState:
             num_prompt: see `Counted`; so the others.
             num_output: likewise.
             now_s: the event loop's clock.
-            flex_tokens: likewise.
+            tier: of the request.
         """
-        self._note(worker_id, _Change(now_s, 1, num_prompt + num_output, 1, flex_tokens=flex_tokens))
-        return Counted(worker_id, now_s, num_prompt, num_output, flex_tokens)
+        self._note(worker_id, _Change(now_s, 1, num_prompt + num_output, 1, is_flex=tier.is_best_effort))
+        return Counted(worker_id, now_s, num_prompt, num_output, tier.is_best_effort)
 
     def began(self, worker_id: WorkerId, now_s: float, tier: Tier = Tier.DEFAULT) -> None:
         """Count a request that waits at the worker no more: it has begun there, or is about to leave."""
-        self._note(worker_id, _Change(now_s, 0, 0, -1, flex_tokens=int(tier.is_best_effort)))
+        self._note(worker_id, _Change(now_s, 0, 0, -1, is_flex=tier.is_best_effort))
 
     def ended(self, counted: Counted, num_output: int, now_s: float) -> None:
         """Count a request that has left its worker with so many tokens of output."""
         num_tokens, num_grown = counted.num_prompt + counted.num_output, num_output - counted.num_output
-        change = _Change(now_s, -1, -num_tokens, 0, num_grown, counted.at_s, -counted.flex_tokens)
+        change = _Change(now_s, -1, -num_tokens, 0, num_grown, counted.at_s, counted.is_flex)
         self._note(counted.worker_id, change)
 
     def _note(self, worker_id: WorkerId, change: _Change) -> None:
@@ -286,10 +282,6 @@ def _loads(status: WorkerStatus, *, ready: bool) -> tuple[PlacementLoad, Placeme
             num_demanded_blocks=max(every.num_demanded_blocks - flex_blocks, 0),
             waiting_s=max(others, 0) * report.block_size * _token_s(report),
         )
-    elif report.elastic is not None:
-        reserved = every.num_demanded_blocks - flex_blocks + max(flex.num_full_blocks, flex_blocks)
-        free = int(FLEX_RATIO * report.num_blocks) - reserved
-        every = replace(every, room_tokens=max(free, 0) * report.block_size)
     return real_time, every
 
 
@@ -298,24 +290,19 @@ def _load_now(worker: _Known, *, is_flex: bool) -> PlacementLoad:
     report = worker.status.report
     load, gives_way = worker.loads[is_flex], report.best_effort.gives_way
     num_real_time = worker.loads[False].num_waiting + sum(
-        change.num_waiting for change in worker.recent if not change.flex_tokens
+        change.num_waiting for change in worker.recent if not change.is_flex
     )
-    changes = [change for change in worker.recent if is_flex or not (gives_way and change.flex_tokens)]
-    own = [change for change in worker.recent if bool(change.flex_tokens) == is_flex]
+    changes = [change for change in worker.recent if is_flex or not (gives_way and change.is_flex)]
+    own = [change for change in worker.recent if change.is_flex == is_flex]
     num_tokens = sum(change.tokens_since(worker.reported_s) for change in changes)
     num_sent = sum(change.num_tokens for change in changes if change.num_sequences > 0)
-    is_empty = not load.num_sequences and num_real_time <= 0 and not any(each.num_sequences > 0 for each in changes)
-    room = load.room_tokens if gives_way or not is_flex or num_real_time <= 0 else 0
-    if room is not None:
-        room -= sum(change.flex_tokens or change.num_tokens for change in changes if change.num_sequences)
-        room = None if is_empty else max(room, 0)  # where nobody is, whoever fits at all may come
     return replace(
         load,
         num_sequences=max(0, load.num_sequences + sum(each.num_sequences for each in (changes if is_flex else own))),
         num_waiting=max(0, load.num_waiting + sum(change.num_waiting for change in own)),
         num_demanded_blocks=max(0, load.num_demanded_blocks + -(-num_tokens // max(1, report.block_size))),
         waiting_s=load.waiting_s + num_sent * _token_s(report),
-        room_tokens=room,
+        is_crowded=is_flex and not gives_way and num_real_time > 0,  # it would come before the next of the others
     )
 
 

@@ -146,8 +146,6 @@ class BestEffortPart(MessagePart):
     num_demanded_blocks: _Count = 0
     num_uncomputed_blocks: _Count = 0
     """As the report's own, of what is parked, and of what runs."""
-    num_full_blocks: _Count = 0
-    """Blocks that all of it takes at its full length, whatever of them is there."""
     gives_way: bool = False
     """The worker's policy has others come first, and lets them have its blocks: it presses for nothing there."""
 

@@ -16,6 +16,7 @@ from services.worker.engine.stats import most_parked
 from shared.api_keys import Tier
 from shared.messages.event import Event
 from shared.messages.request import RefusalReason, Submit, pack_token_ids
+from shared.systems import SYSTEMS
 from shared.types import FinishReason, ReaderTarget
 from sim.cluster import SimCluster
 from sim.requests import SimRequest
@@ -25,7 +26,7 @@ from tests.support.sim_clusters import ask_all, ask_planner, hear_events, reason
 
 pytestmark = pytest.mark.virtual_time
 
-NUM_DOCUMENTS = 60
+NUM_DOCUMENTS, NUM_PEOPLE = 60, 28
 READER = ReaderTarget(ttft_s=2.0, speed_tokens_per_s=8.0)
 
 
@@ -56,8 +57,10 @@ async def beside_documents(system: str) -> AsyncIterator[tuple[SimCluster, list[
         await reading
 
 
-@pytest.mark.parametrize("system", [pytest.param("kunserve", marks=pytest.mark.slow), "kunserve-andes"])
+@pytest.mark.slow
+@pytest.mark.parametrize("system", [name for name, system in SYSTEMS.items() if system.drops])
 async def test_a_backlog_of_documents_drops_nothing_and_asks_for_nobody(system: str) -> None:
+    """The people need most of the memory, and documents hold all of it when they come."""
     async with beside_documents(system) as (cluster, events):
         sessions = cluster.dispatcher.sessions
         engines = [worker.service.engine for worker in cluster.workers]
@@ -66,7 +69,7 @@ async def test_a_backlog_of_documents_drops_nothing_and_asks_for_nobody(system: 
             await asyncio.sleep(0.02)
             for engine in engines:
                 assert parked_best_effort(engine).size <= most_parked(engine) + engine.config.max_batch_rows
-        answers = await ask_all(cluster, people(6))
+        answers = await ask_all(cluster, people(NUM_PEOPLE))
         assert max(answer.delivered_s[0] for answer in answers) < 2.0
     assert not reasons(events, "plan_done")
     assert not reasons(events, "instances_wanted")

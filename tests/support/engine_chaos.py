@@ -29,7 +29,7 @@ class UnrulyScheduler:
         self._whims = whims
         self._random = random
         self.is_calm = False
-        self.reorders = calm.reorders
+        self.reorders, self.best_effort_gives_way = calm.reorders, calm.best_effort_gives_way
 
     def schedule(self, view: SchedulerView) -> SchedulerOutput:
         if self.is_calm or self._random.random() < 1 - self._whims:

@@ -14,7 +14,7 @@ STEPS_AWAKE = 3
 class Napping:
     """Serves as `chunked` does, but that all sit out for a while after each few steps."""
 
-    reorders = False
+    reorders = best_effort_gives_way = False
 
     def __init__(self, nap_s: float = 60.0) -> None:
         self._chunked, self._nap_s, self._left, self._until_s = make_scheduler("chunked"), nap_s, STEPS_AWAKE, 0.0

@@ -47,6 +47,7 @@ class PriorityScheduler:
     weigh: Weigh
     pause: Pause
     reorders: ClassVar[bool] = True
+    best_effort_gives_way: ClassVar[bool] = True
 
     def schedule(self, view: SchedulerView) -> SchedulerOutput:
         order, line = self._sorted(view, view.running), self._sorted(view, np.append(view.preempted, view.waiting))
@@ -60,14 +61,14 @@ class PriorityScheduler:
         decoding = plan.decoding
         plan.decode(lane_share(view, decoding[~self.pause(view, decoding)]))
         begun = self._sorted(view, np.fromiter(plan.begun, dtype=np.int32))
-        if not plan.preempts and (self.weigh(view, begun) < first).all():
+        if not plan.preempted.size and (self.weigh(view, begun) < first).all():
             plan.admit(line)
         plan.prefill(begun[:1])
         if plan.is_empty:
             plan.decode(plan.decoding)
             plan.prefill(begun)
         plan.rescue()
-        if not plan.preempts:
+        if not plan.preempted.size:
             plan.admit(line)
         return plan.output()
 

@@ -35,7 +35,7 @@ class WorkerLines:
         return {load.worker_id for load in loads if not self._may_wait(claimant, load)}
 
     def _may_wait(self, claimant: Claimant, load: PlacementLoad) -> bool:
-        if load.room_tokens is not None and claimant.num_tokens > load.room_tokens:
+        if load.is_crowded:
             return False
         num_own = self._num_of[load.worker_id, (claimant.tier, claimant.tenant)]
         return not load.num_waiting or may_wait(num_own, load.num_waiting, load.max_waiting)

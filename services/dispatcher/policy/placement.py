@@ -50,9 +50,8 @@ class PlacementLoad:
     """KV blocks in all; 0 if unknown."""
     max_request_tokens: int
     """Most tokens of prompt and output together that ever fit one request there; 0 if unknown."""
-    room_tokens: int | None = None
-    """Most tokens of prompt and output together that may come now; None: any, and who finds no memory waits there. See
-    `services.dispatcher.limits.lines`."""
+    is_crowded: bool = False
+    """Nobody may come to wait there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -252,7 +252,7 @@ class Placing:
         submit = next_submit(session, self._leases.sender, self._now(), fork_of)
         request, num_output = session.request, len(session.tokens)
         num_prompt = 0 if fork_of is not None else request.num_prompt_tokens
-        counted = self._cluster.submitted(worker_id, num_prompt, num_output, self._now(), request.flex_tokens)
+        counted = self._cluster.submitted(worker_id, num_prompt, num_output, self._now(), request.tier)
         self._lines.leave(session.stream, self._now())  # of one that is moved
         session.offer(worker_id, submit.attempt, counted, self._now())
         self._lines.join(session.stream, worker_id, _claimant(session))

@@ -64,11 +64,6 @@ class NewRequest:
         """Most tokens of prompt and output together."""
         return self.num_prompt_tokens + self.sampling.max_tokens
 
-    @property
-    def flex_tokens(self) -> int:
-        """The same of best effort; 0: it is real time."""
-        return self.num_tokens if self.tier.is_best_effort else 0
-
 
 class FailureCode(StrEnum):
     """Why a request has no (whole) answer; also the `code` that the client sees."""

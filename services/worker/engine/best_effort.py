@@ -1,7 +1,7 @@
 """What of one engine is best effort's, as reports say it: dispatchers and planners count it apart.
 
 rows      wait │ gave way │ run          parked ones are few (`most_parked`): the rest waits in dispatchers
-blocks    held, asked for, still to be computed; and all that they take at their full length
+blocks    held, asked for, still to be computed
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ def count_best_effort(engine: Engine, max_parked: int) -> BestEffortPart:
     num_waiting = _best_effort(engine, table.waiting.view).size
     rows: I32 = np.concatenate([running, parked])
     if not rows.size:
-        return BestEffortPart(max_parked=max_parked, gives_way=engine.reorders)
+        return BestEffortPart(max_parked=max_parked, gives_way=engine.best_effort_gives_way)
     known, held = -(-table.num_known[parked] // size), table.held_blocks[parked]
     there = np.maximum(-(-table.host_tokens[parked] // size), held)
     unheld = -(-(table.num_known[running] - 1) // size) - table.held_blocks[running]
-    full = -(-(table.num_prompt[rows] + table.max_output[rows] - 1) // size)
     holding = rows[table.held_blocks[rows] > 0]
     used = int(engine.sharing.freeable(holding).sum()) if holding.size else 0
     return BestEffortPart(
@@ -42,8 +41,7 @@ def count_best_effort(engine: Engine, max_parked: int) -> BestEffortPart:
         num_used_blocks=min(used, engine.num_used_blocks, engine.capacity_blocks),
         num_demanded_blocks=min(int((known - held).sum()), engine.num_demanded_blocks),
         num_uncomputed_blocks=int(np.maximum(known - there, 0).sum() + np.maximum(unheld, 0).sum()),
-        num_full_blocks=int(full.sum()),
-        gives_way=engine.reorders,
+        gives_way=engine.best_effort_gives_way,
     )
 
 

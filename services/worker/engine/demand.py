@@ -1,8 +1,9 @@
 """Who asks for KV memory that is not there, as reports say it, and by what a worker counts as short of it.
 
-Under a policy that takes who waits in order of arrival everybody does who waits. One that reorders lets rows wait while
-their readers have text. A row with *slack* asks for nothing: its reader has text for longer than `SLACK_S` and than its
-KV takes to be there again, or nobody reads it. If it runs, others may have its blocks.
+Under a policy that takes who waits in order of arrival everybody does who waits, but for best effort if that gives way.
+One that reorders lets rows wait while their readers have text. A row with *slack* asks for nothing: it is best effort
+that gives way, or its reader has text for longer than `SLACK_S` and than its KV takes to be there again, or nobody
+reads it. If it runs, others may have its blocks.
 
     parked, in order    slack · slack · late · slack · late        the head of the line is the first that is late
     blocks              free │ of rows with slack │ of others      short: those who are late do not fit the first two
@@ -20,6 +21,7 @@ import numpy as np
 from services.worker.contract.arrays import I32, Bool
 from services.worker.engine.engine import Engine
 from services.worker.sequences import qoe_columns
+from shared.api_keys import Tier
 
 SLACK_S: Final = 1.0
 """As far as the monitor looks ahead (`throttling.py`): who has text for longer is not short within that time."""
@@ -38,7 +40,7 @@ class KvDemand:
 
 def take_demand(engine: Engine) -> KvDemand:
     """Return what is asked for at the moment when the engine was last asked for a step."""
-    if not engine.reorders:
+    if not engine.best_effort_gives_way:
         return KvDemand(_num_head_blocks(engine), count_queued_for_memory(engine))
     parked, slack = _parked(engine)
     late, idle = parked[~slack], parked[slack]
@@ -58,7 +60,7 @@ def count_queued_for_memory(engine: Engine) -> int:
     if not num_queued:
         return 0
     num_free = engine.blocks.num_free - num_running
-    if engine.reorders:
+    if engine.best_effort_gives_way:
         num_queued = _num_late(engine, num_free)
     elif _num_head_blocks(engine) <= num_free:
         return 0
@@ -68,17 +70,20 @@ def count_queued_for_memory(engine: Engine) -> int:
 def _num_late(engine: Engine, num_free: int) -> int:
     """Return how many parked rows without slack do not fit together, were all blocks theirs that rows with slack hold.
 
+    Of a policy that keeps to the order of arrival it is all of them if the first one does not fit.
+
     Args:
-        engine: its policy reorders.
+        engine: best effort gives way.
         num_free: blocks that are free beside one for each row that runs.
     """
     parked, slack = _parked(engine)
     late = parked[~slack]
     asked = np.maximum(_num_blocks(engine, late) - engine.table.held_blocks[late], 0).cumsum()
     num_free += engine.sharing.num_kept_blocks
-    if not late.size or asked[-1] <= num_free:
+    if not late.size or asked[-1 if engine.reorders else 0] <= num_free:
         return 0
-    return int(late.size - np.searchsorted(asked, num_free + _num_slack_blocks(engine), side="right"))
+    num_fit = int(np.searchsorted(asked, num_free + _num_slack_blocks(engine), side="right"))
+    return int(late.size) - num_fit if engine.reorders or not num_fit else 0
 
 
 def _parked(engine: Engine) -> tuple[I32, Bool]:
@@ -107,6 +112,9 @@ def _have_slack(engine: Engine, rows: I32, there: I32) -> Bool:
         there: [n] tokens that need not be computed again: copies from the host are not counted.
     """
     table, cost = engine.table, engine.cost.now
+    if not engine.reorders:
+        last: Bool = table.tier[rows] == Tier.FLEX
+        return last
     slack_s = qoe_columns.slack_s(table, rows, engine.noted_s)
     if cost is not None:
         missing = (table.num_known[rows] - there).astype(np.float64)

@@ -96,7 +96,7 @@ class Engine:
         self._viewing = Viewing(self.table, self.blocks, self.sharing, self.swapping, self.flights, self.cost)
         self.ahead = GoingAhead(self.table, self.blocks, self.flights)
         self._scheduler = scheduler
-        self.reorders = scheduler.reorders
+        self.reorders, self.best_effort_gives_way = scheduler.reorders, scheduler.best_effort_gives_way
         """See there."""
         self.limits = _limits(config)
         """Of one step."""

@@ -49,17 +49,17 @@ class EngineStats:
     """Blocks of KV that is still to be computed for the tokens known so far, as if nothing were cached: of sequences
     that run what they do not hold yet, of the others all that is neither held, nor on the host, nor on its way."""
     num_head_blocks: int
-    """Of these, the blocks that the next one in line lacks; of a policy that reorders the next one without slack
+    """Of these, the blocks that the next one in line lacks; where best effort gives way the next one without slack
     (`demand.py`)."""
     num_queued_for_memory: int
     """Waiting and preempted sequences for which there is a place among those that run, while the next one in line finds
-    too few free blocks beside one more for each that runs; of a policy that reorders those without slack, while
+    too few free blocks beside one more for each that runs; where best effort gives way those without slack, while
     the blocks of those with slack are too few as well."""
     num_slack_blocks: int
-    """Of the used blocks, those of sequences that run and have slack: others may have them. 0 unless the policy
-    reorders."""
+    """Of the used blocks, those of sequences that run and have slack: others may have them. 0 unless best effort
+    gives way."""
     num_slack_demanded_blocks: int
-    """Of the demanded blocks, those that sequences with slack need. 0 unless the policy reorders."""
+    """Of the demanded blocks, those that sequences with slack need. 0 unless best effort gives way."""
     max_waiting: int
     """Real-time sequences that may wait; who comes when so many do is refused."""
     num_coming_blocks: int
@@ -127,7 +127,7 @@ def most_parked(engine: Engine) -> int:
     One batch gives a policy enough to choose from; without one, others would wait behind it. Half of the rows stay with
     those that run, and real-time work.
     """
-    knows_sizes = engine.reorders and engine.table.num_sequences
+    knows_sizes = engine.best_effort_gives_way and engine.table.num_sequences
     wanted = _one_batch(engine, MIN_PARKED) if knows_sizes else MIN_PARKED
     return min(wanted, max(engine.config.max_sequences // 2, 1))
 

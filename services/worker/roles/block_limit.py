@@ -76,7 +76,7 @@ class BlockLimit:
         try:
             self._set(num_blocks)
         except ValueError as error:
-            if self._engine.reorders and self._engine.memory.shed(num_blocks):
+            if self._engine.best_effort_gives_way and self._engine.memory.shed(num_blocks):
                 self._has_shed = True
                 self._wake()
                 return False

@@ -47,6 +47,7 @@ class AndesScheduler:
     """
 
     reorders: Final = True
+    best_effort_gives_way: Final = True
 
     def __init__(self, **settings: Any) -> None:
         self._settings = AndesSettings(**settings)
@@ -66,7 +67,7 @@ class AndesScheduler:
             num_first = np.count_nonzero(is_running[: ranking.num_first])
             plan.keep_for(rows[kept[:num_first]], rows[kept[num_first:]][::-1])
             line = line[: ranking.num_first - num_first]
-        head = plan.head(line) if victims.size and not plan.preempts else None
+        head = plan.head(line) if victims.size and not plan.preempted.size else None
         if head is not None and (not self._settings.refines or _is_worth(view, gains, ranking, rows == head, victims)):
             plan.preempt_for(head, rows[victims])
         plan.budget = budget = self._budget(view, gains)

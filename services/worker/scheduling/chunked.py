@@ -11,6 +11,7 @@ from __future__ import annotations
 from math import inf
 from typing import Final
 
+from services.worker.scheduling.flex_last import FlexLast
 from services.worker.scheduling.lanes import decode_lane
 from services.worker.scheduling.plain import plain_decode
 from services.worker.scheduling.plan import StepPlan
@@ -18,18 +19,28 @@ from services.worker.scheduling.view import SchedulerOutput, SchedulerView
 
 
 class ChunkedScheduler:
-    """First come, first served, with chunked prefill."""
+    """First come, first served, with chunked prefill.
+
+    Args:
+        best_effort_gives_way: best effort comes behind all others (`flex_last.py`).
+    """
 
     reorders: Final = False
+
+    def __init__(self, *, best_effort_gives_way: bool = False) -> None:
+        self.best_effort_gives_way = best_effort_gives_way
 
     def schedule(self, view: SchedulerView) -> SchedulerOutput:
         """Choose the next step."""
         if (plain := plain_decode(view)) is not None:
             return plain
-        plan = StepPlan(view)
+        in_turn = FlexLast(view) if self.best_effort_gives_way else None
+        plan = StepPlan(view) if in_turn is None else in_turn.plan
         decode_lane(plan)
         plan.prefill()
         plan.rescue()
-        if not plan.preempts:
+        if in_turn is not None:
+            in_turn.admit()
+        elif not plan.preempted.size:
             plan.admit()
         return plan.output(holds_s=inf)

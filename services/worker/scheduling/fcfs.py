@@ -29,6 +29,7 @@ class FcfsScheduler:
     """First come, first served, prefill before decode."""
 
     reorders: Final = False
+    best_effort_gives_way: Final = False
 
     def schedule(self, view: SchedulerView) -> SchedulerOutput:
         """Choose the next step."""

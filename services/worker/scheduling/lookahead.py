@@ -6,7 +6,8 @@
 
 Everything that is queued and fits the memory stands in one line, first come first; what this call hands out is the next
 piece of it. Chunks of one prompt may be in neighbouring steps: stages work first in, first out. When nothing is queued
-the decodes alone are split. With one lane it is `chunked`.
+the decodes alone are split. With one lane it is `chunked-flex-last`: best effort comes behind
+all others (`flex_last.py`).
 
 Source: KunServe, version 2, section 4.3; deviations of the formation: `shares.py`. Memory is given, and taken, as
 in `chunked`. Of a prompt that waits the whole work counts, as if none of it was cached.
@@ -20,8 +21,8 @@ import numpy as np
 
 from services.worker.scheduling.blocks_math import num_known
 from services.worker.scheduling.chunked import ChunkedScheduler
+from services.worker.scheduling.flex_last import FlexLast
 from services.worker.scheduling.lanes import decode_lane
-from services.worker.scheduling.plan import StepPlan
 from services.worker.scheduling.shares import Line, Room, Shares
 from services.worker.scheduling.view import I32, SchedulerOutput, SchedulerView
 from shared.cost import CostModel
@@ -34,10 +35,11 @@ class LookaheadScheduler:
     """Keeps, from call to call, how large the pieces of the line are and how many are left."""
 
     reorders: Final = False
+    best_effort_gives_way: Final = True
 
     def __init__(self) -> None:
         """Begin with nothing cut."""
-        self._single = ChunkedScheduler()
+        self._single = ChunkedScheduler(best_effort_gives_way=True)
         self._shares = Shares(1)
 
     def schedule(self, view: SchedulerView) -> SchedulerOutput:
@@ -56,13 +58,14 @@ class LookaheadScheduler:
         return self._single.schedule(view)  # only memory can be in the way, so lanes do not matter
 
     def _next(self, view: SchedulerView, cost: CostModel) -> SchedulerOutput:
-        plan = StepPlan(view)
+        in_turn = FlexLast(view)
+        plan = in_turn.plan
         decode_lane(plan, cost)
-        line, room = _line(view, cost, plan.unpromised_blocks), Room.beside(plan.num_decodes, view.limits, cost)
+        parked = _fitting(view, in_turn.line, plan.unpromised_blocks)
+        line, room = _line(view, cost, parked), Room.beside(plan.num_decodes, view.limits, cost)
         plan.budget = _Share(cost, self._shares.next_s(line, room, is_alone=not _any_decodes(view)))
         plan.prefill()
-        if not plan.preempts:
-            plan.admit()
+        in_turn.admit()
         return plan.output()
 
 
@@ -99,18 +102,17 @@ def _any_decodes(view: SchedulerView) -> bool:
     return bool(np.count_nonzero(num_known(columns, view.in_flight) <= view.in_flight_ends))
 
 
-def _line(view: SchedulerView, cost: CostModel, room_blocks: int) -> Line:
+def _line(view: SchedulerView, cost: CostModel, parked: I32) -> Line:
     """Return what is left of the prompts that were begun and of those that fit the memory.
 
     Args:
         view: the moment.
         cost: of a step.
-        room_blocks: that nobody has been promised.
+        parked: those that fit.
     """
     columns, running = view.columns, view.running
     computed = columns.num_computed[running]
     begun = num_known(columns, running) - computed > 1
-    parked = _fitting(view, room_blocks)
     rows = np.concatenate([view.extensible, running[begun], parked])
     done = np.zeros(rows.size)
     done[: rows.size - parked.size] = np.concatenate([view.extensible_begins, computed[begun]])
@@ -119,9 +121,14 @@ def _line(view: SchedulerView, cost: CostModel, room_blocks: int) -> Line:
     return Line(float(works.sum()), int(left.sum()), int(rows.size))
 
 
-def _fitting(view: SchedulerView, room_blocks: int) -> I32:
-    """Return the parked rows without KV on the host whose tokens fit the memory together, and the first in any case."""
-    parked = np.concatenate([view.preempted, view.waiting]) if view.preempted.size else view.waiting
+def _fitting(view: SchedulerView, parked: I32, room_blocks: int) -> I32:
+    """Return the parked rows without KV on the host whose tokens fit the memory together, and the first in any case.
+
+    Args:
+        view: the moment.
+        parked: who comes in first first.
+        room_blocks: that nobody has been promised.
+    """
     parked = parked[view.columns.host_tokens[parked] == 0]
     blocks = -(-(num_known(view.columns, parked) + 1) // view.block_size) + 1  # one for the headroom of each
     fitting: I32 = parked[: max(int(np.searchsorted(blocks.cumsum(), room_blocks, side="right")), 1)]

@@ -99,9 +99,9 @@ class StepPlan:
         return self._chosen.is_empty
 
     @property
-    def preempts(self) -> bool:
-        """Somebody gives way."""
-        return self._running.any_gone
+    def preempted(self) -> I32:
+        """Who gives way."""
+        return self._running.gone()[0]
 
     @property
     def resumes(self) -> bool:
@@ -217,7 +217,7 @@ class StepPlan:
             if running.gives_way(row) or not (copied or chunk):
                 return row
             need, held = _num_to_fit(self.view, row, is_alone=not self._running.count), int(columns.held_blocks[row])
-            shared = 0 if self.preempts else cached.num_shared_blocks  # who gives way may be the other holder
+            shared = 0 if self._running.any_gone else cached.num_shared_blocks  # who gives way may be the other holder
             if need - shared > room:
                 room, shared = room + (0 if self._counts_shared else running.take_lent(need - room, row)), 0
                 if need > room:
@@ -283,7 +283,7 @@ class StepPlan:
             self._running.dropped = EMPTY_ROWS
         preempt, how, kept = self._running.gone()
         rows, num_tokens, resume = self._chosen.arrays()
-        reason, look_s = self._chosen.reason(preempts=self.preempts), self.view.now_s + holds_s if holds_s else inf
+        reason, look_s = self._chosen.reason(preempts=preempt.size > 0), self.view.now_s + holds_s if holds_s else inf
         holds = holds_s > 0 and reason == "decode" and not (self.resumes or self._may_change or self.begun)
         return SchedulerOutput(rows, num_tokens, preempt, how, kept, reason, resume, look_s, holds)
 

@@ -19,6 +19,7 @@ from services.worker.scheduling.view import Scheduler
 SCHEDULERS: dict[str, Callable[..., Scheduler]] = {
     "fcfs": FcfsScheduler,
     "chunked": ChunkedScheduler,
+    "chunked-flex-last": partial(ChunkedScheduler, best_effort_gives_way=True),
     "round-robin": RoundRobinScheduler,
     "lookahead": LookaheadScheduler,
     "andes": AndesScheduler,

@@ -32,6 +32,7 @@ class RoundRobinScheduler:
     """Quanta of equal length. Keeps for each sequence when it joined the line, and where its quantum began."""
 
     reorders: Final = True
+    best_effort_gives_way: Final = False
 
     def __init__(self, quantum_tokens: int = QUANTUM_TOKENS) -> None:
         assert quantum_tokens >= 1, "a quantum is at least one token"

@@ -52,6 +52,7 @@ class TokenflowScheduler:
     """
 
     reorders: Final = True
+    best_effort_gives_way: Final = True
 
     def __init__(self, **settings: Any) -> None:
         self._settings = TokenflowSettings(**settings)

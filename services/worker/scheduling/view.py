@@ -248,6 +248,13 @@ class Scheduler(Protocol):
     def reorders(self) -> bool:
         """Whether it lets who waits run in another order than that of arrival, and so should see more of them."""
 
+    @property
+    def best_effort_gives_way(self) -> bool:
+        """Whether best effort comes behind all others, who may have its blocks.
+
+        If it reorders too, readers who have text give way to those who have none.
+        """
+
     def schedule(self, view: SchedulerView) -> SchedulerOutput:
         """Choose the next step.
 

@@ -13,13 +13,12 @@ from services.dispatcher.limits.lines import WorkerLines
 from services.dispatcher.limits.waiting_room import Claimant
 from services.dispatcher.policy.placement import place_least_loaded
 from services.dispatcher.session.request import FailureCode
-from services.dispatcher.state import FLEX_RATIO, ClusterState
+from services.dispatcher.state import ClusterState
 from shared.api_keys import Tier
 from shared.ids import WorkerId
 from shared.messages.report import BestEffortPart
 from shared.messages.request import RefusalReason, pack_token_ids
 from shared.types import LatencyLimits
-from tests.support.drop_builders import make_elastic
 from tests.support.fake_worker import make_status
 from tests.support.kinds import some
 from tests.support.session_cluster import ANSWER, Cluster, with_cluster
@@ -83,7 +82,7 @@ def test_a_chat_goes_where_other_chats_are_fewer_and_a_document_where_all_is_les
 def test_own_submissions_count_for_those_who_mind_them() -> None:
     """48 tokens are 3 blocks; a real-time request does not mind best effort, which gives way."""
     state = state_of(make_status(max_waiting=5, best_effort=BestEffortPart(max_parked=7, gives_way=True)))
-    sent = state.submitted(W0, 48, 0, 1.0, flex_tokens=100)
+    sent = state.submitted(W0, 48, 0, 1.0, tier=Tier.FLEX)
     state.submitted(W0, 16, 0, 1.0)
     (real_time,), (flex,) = state.loads(), state.loads(Tier.FLEX)
     assert (real_time.num_sequences, real_time.num_waiting, real_time.num_demanded_blocks) == (1, 1, 1)
@@ -94,28 +93,22 @@ def test_own_submissions_count_for_those_who_mind_them() -> None:
     assert state.loads(Tier.FLEX)[0].num_sequences == 1
 
 
-def test_where_it_would_not_give_way_and_parameters_could_be_dropped_it_comes_up_to_a_share() -> None:
-    """Of 1000 blocks 100 are others', 40 are its own, which will be 200: 200 of the half are left, 3200 tokens."""
-    part = BestEffortPart(num_running=3, num_used_blocks=40, num_full_blocks=200, max_parked=7)
-    elastic = make_status(num_running=8, num_used_blocks=140, best_effort=part, elastic=make_elastic())
-    state = state_of(elastic)
-    free = int((FLEX_RATIO * 1000 - 300) * 16)
-    assert state.loads(Tier.FLEX)[0].room_tokens == free
-    state.submitted(W0, 16, 0, 1.0, flex_tokens=free - 160)
-    assert state.loads(Tier.FLEX)[0].room_tokens == 160
-    assert state.loads()[0].room_tokens is None
-    assert state_of(make_status(num_used_blocks=140, best_effort=part)).loads(Tier.FLEX)[0].room_tokens is None
-    waiting = make_status(num_waiting=1, best_effort=part)
-    assert state_of(waiting).loads(Tier.FLEX)[0].room_tokens == 0, "it would be served before the next of the others"
-    state = state_of(make_status(elastic=make_elastic()))
-    assert state.loads(Tier.FLEX)[0].room_tokens is None, "nobody is there: one that needs more than the share"
-    state.submitted(W0, 16, 0, 1.0, flex_tokens=9000)
-    assert state.loads(Tier.FLEX)[0].room_tokens == 0
-    for state, num_free in ((state_of(elastic), free), (state_of(waiting), 0)):
-        lines = WorkerLines(state)
-        assert lines.crowded(Claimant(Tier.FLEX, num_tokens=num_free)) == set()
-        assert lines.crowded(Claimant(Tier.FLEX, num_tokens=num_free + 1, has_output=True)) == {W0}
-        assert lines.crowded(Claimant(num_tokens=num_free + 1)) == set()
+@pytest.mark.parametrize("gives_way", [True, False])
+def test_where_it_would_not_give_way_none_comes_while_somebody_else_waits(gives_way: bool) -> None:
+    """It would be served before the next of the others."""
+    part = BestEffortPart(num_running=3, max_parked=7, gives_way=gives_way)
+    waiting, others = state_of(make_status(num_waiting=1, best_effort=part)), state_of(make_status(best_effort=part))
+    assert WorkerLines(others).crowded(Claimant(Tier.FLEX)) == set()
+    sent = others.submitted(W0, 99, 0, 0.5, tier=Tier.FLEX)
+    others.ended(sent, 9, 0.9)
+    others.submitted(W0, 16, 0, 1.0)
+    for state in (waiting, others):
+        crowded = set() if gives_way else {W0}
+        assert WorkerLines(state).crowded(Claimant(Tier.FLEX)) == crowded
+        assert WorkerLines(state).crowded(Claimant(Tier.FLEX, has_output=True)) == crowded
+        assert WorkerLines(state).crowded(Claimant()) == set()
+    others.began(W0, 2.0)
+    assert WorkerLines(others).crowded(Claimant(Tier.FLEX)) == set()
 
 
 # --- the queue -------------------------------------------------------------------------------------------------------

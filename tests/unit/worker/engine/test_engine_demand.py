@@ -1,4 +1,4 @@
-"""Which rows ask for KV memory, as a worker reports it: of a policy that reorders only those without slack."""
+"""Which rows ask for KV memory, as a worker reports it: where others may have their blocks only those without slack."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def placed(engine: Engine, rows: list[tuple[str, int, float, bool]]) -> list[tup
 
 
 @settings(max_examples=60)
-@given(PROMPTS, st.sampled_from(["andes", "lqsf", "round-robin"]))
+@given(PROMPTS, st.sampled_from(["andes", "lqsf", "sluice"]))
 def test_only_rows_without_slack_ask_for_memory_and_those_with_slack_lend_theirs(
     rows: list[tuple[str, int, float, bool]], scheduler: str
 ) -> None:
@@ -86,7 +86,28 @@ def test_only_rows_without_slack_ask_for_memory_and_those_with_slack_lend_theirs
     assert stats.num_slack_blocks <= stats.num_used_blocks
 
 
-@pytest.mark.parametrize("scheduler", ["fcfs", "chunked", "lookahead"])
+@pytest.mark.parametrize("scheduler", ["chunked-flex-last", "lookahead"])
+@settings(max_examples=40)
+@given(PROMPTS)
+def test_who_keeps_to_the_order_of_arrival_counts_everybody_but_best_effort_that_gives_way(
+    scheduler: str, rows: list[tuple[str, int, float, bool]]
+) -> None:
+    """Whose blocks others may have, whatever text they have; if the first of them does not fit all of them wait."""
+    engine = make_engine(scheduler, num_blocks=NUM_BLOCKS, cost=COST)
+    found = [(*each, is_read) for each, (*_, is_read) in zip(placed(engine, rows), rows, strict=True)]
+    lent = sum(held for *_, held, _, is_read in found if not is_read)
+    line = [each for place in ("gave way", "waits") for each in found if each[0] == place and each[-1]]
+    lacks = [num_blocks - held for _, num_blocks, _, held, *_ in line]
+    num_running = len(engine.table.running)
+    is_short = bool(lacks) and lacks[0] > engine.blocks.num_free + lent - num_running
+    demand = take_demand(engine)
+    assert demand.num_head_blocks == (lacks[0] if lacks else 0)
+    assert demand.num_slack_blocks == lent
+    assert demand.num_queued == count_queued_for_memory(engine)
+    assert demand.num_queued == min(len(lacks) * is_short, engine.config.max_batch_rows - num_running)
+
+
+@pytest.mark.parametrize("scheduler", ["fcfs", "chunked", "round-robin"])
 @settings(max_examples=40)
 @given(PROMPTS)
 def test_who_keeps_to_the_order_of_arrival_counts_everybody(

@@ -15,7 +15,7 @@ from tests.support.engine_harness import EngineHarness, make_harness
 class Pieces:
     """Gives everybody who may run as many tokens as it is told, step by step; decodes whoever decodes."""
 
-    reorders = False
+    reorders = best_effort_gives_way = False
 
     def __init__(self, *sizes: int) -> None:
         self.sizes = list(sizes)

@@ -242,6 +242,7 @@ class Watched:
     def __init__(self, policy: Scheduler, *, may_hold: bool) -> None:
         self._policy, self._may_hold = policy, may_hold
         self.reorders, self.num_asked = policy.reorders, 0
+        self.best_effort_gives_way = policy.best_effort_gives_way
 
     def schedule(self, view: SchedulerView) -> SchedulerOutput:
         self.num_asked += 1

@@ -52,7 +52,7 @@ class _Engine:
 
     def __init__(self, num_looks: int) -> None:
         self.limits: list[int | None] = []
-        self.reorders = False
+        self.best_effort_gives_way = False
         self.memory = self.blocks = self
         self._left = num_looks
 

@@ -49,7 +49,7 @@ def same(one: SchedulerOutput, other: SchedulerOutput) -> bool:
 @given(st.integers(0, 2**32 - 1), st.booleans())
 def test_with_one_lane_it_is_chunked(seed: int, swaps: bool) -> None:
     view = replace(random_view(np.random.default_rng(seed), swaps=swaps), cost=COST)
-    assert same(LookaheadScheduler().schedule(view), make_scheduler("chunked").schedule(view))
+    assert same(LookaheadScheduler().schedule(view), make_scheduler("chunked-flex-last").schedule(view))
 
 
 @pytest.mark.slow

@@ -57,14 +57,14 @@ def decide(view: SchedulerView, policy: Scheduler | None = None, **settings: Any
 
 
 @settings(deadline=None, max_examples=300)
-@given(st.integers(0, 2**32 - 1), st.booleans())
-def test_best_effort_keeps_nothing_that_a_reader_lacks(seed: int, swaps: bool) -> None:
+@given(st.sampled_from(["sluice", "chunked-flex-last", "lookahead"]), st.integers(0, 2**32 - 1), st.booleans())
+def test_best_effort_keeps_nothing_that_a_reader_lacks(scheduler: str, seed: int, swaps: bool) -> None:
     """Who of the readers runs gives way only once nobody of best effort holds what they would free.
 
     And nobody of best effort comes in while a reader whose turn it is does not.
     """
     view = random_view(np.random.default_rng(seed), swaps=swaps)
-    output, columns = decide(view), view.columns
+    output, columns = decide(view, make_scheduler(scheduler)), view.columns
     is_flex = columns.tier == FLEX
     gone, parked_rows = output.preempt, np.concatenate([view.preempted, view.waiting])
     if np.isin(gone, view.running[~is_flex[view.running]]).any():
@@ -81,10 +81,10 @@ def test_best_effort_keeps_nothing_that_a_reader_lacks(seed: int, swaps: bool) -
 
 
 @settings(deadline=None, max_examples=300)
-@given(st.integers(0, 2**32 - 1))
-def test_a_reader_who_decodes_is_in_the_step_if_best_effort_is(seed: int) -> None:
+@given(st.sampled_from(["sluice", "chunked-flex-last", "lookahead"]), st.integers(0, 2**32 - 1))
+def test_a_reader_who_decodes_is_in_the_step_if_best_effort_is(scheduler: str, seed: int) -> None:
     view = random_view(np.random.default_rng(seed))
-    output, columns = decide(view), view.columns
+    output, columns = decide(view, make_scheduler(scheduler)), view.columns
     is_flex, known = columns.tier == FLEX, columns.num_prompt + columns.num_output
     decodes = view.running[(known - columns.num_computed)[view.running] == 1]
     lacks = columns.held_blocks * view.block_size <= columns.num_computed
