@@ -40,6 +40,8 @@ class System:
     swaps: bool = False
     """It is about KV that moves to the host and back: a worker without memory for that refuses it, and a simulated one
     has 64 GiB, of which the other systems have none there (unless a variant says so)."""
+    recomputes: bool = False
+    """It is about KV that is computed again: it keeps none on the host, live neither."""
     memory: Memory = Memory.BOUNDED
     """Where it is unlimited, the system runs in the simulator only."""
     num_stages: int = 1
@@ -57,7 +59,7 @@ class System:
     @property
     def keeps_on_host(self) -> bool:
         """Whether KV may lie in host memory: not where the device's memory is as large as is asked for."""
-        return self.memory is Memory.BOUNDED
+        return self.memory is Memory.BOUNDED and not self.recomputes
 
 
 SYSTEMS: dict[str, System] = {
@@ -83,6 +85,11 @@ SYSTEMS: dict[str, System] = {
         System("sluice", scheduler="sluice", placement="least-loaded"),
         # TokenFlow, which parks in host memory: by how much text readers have unread.
         System("tokenflow", scheduler="tokenflow", placement="least-loaded", swaps=True),
+        # BROS without blocks that two requests share: who gives way goes to the host as a whole, or is computed again,
+        # as in the paper's comparison. And its round-robin, which alternates between the classes.
+        System("bros-whole", scheduler="bros-whole", placement="least-loaded", swaps=True),
+        System("bros-recompute", scheduler="bros", placement="least-loaded", recomputes=True),
+        System("bros-rr", scheduler="class-round-robin", placement="least-loaded"),
         # KunServe: `fcfs-chunked`, but for best effort, which gives way first, and replicated parameters, which give
         # way to KV under pressure. (The papers have one class of requests; without best effort it is as they say.)
         System("kunserve", scheduler="lookahead", placement="least-loaded", drops=True, exchange=KvExchange.BY_PRICE),

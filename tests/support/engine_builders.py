@@ -19,7 +19,9 @@ from shared.ids import RequestId, StreamId
 from shared.types import ReaderTarget, SamplingParams
 
 FOREVER = 1e12
-FIRST_COME = sorted(set(SCHEDULERS) - {"andes", "lqsf", "sluice", "tokenflow"})
+FIRST_COME = sorted(
+    set(SCHEDULERS) - {"andes", "lqsf", "sluice", "tokenflow", "bros", "bros-whole", "class-round-robin"}
+)
 """Schedulers that serve who comes first, and whose steps take all that their limits allow."""
 
 

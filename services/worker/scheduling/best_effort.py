@@ -45,6 +45,35 @@ class Remainder(NamedTuple):
     """A step takes their prompts until it takes so long."""
 
 
+class Patience:
+    """Follows who of best effort is the oldest.
+
+    Args:
+        patience_s: how long somebody may be that.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._oldest = -1
+        self._row = 0
+        self._since_s = 0.0
+
+    def overdue(self, view: SchedulerView, rows: I32) -> int | None:
+        """Return the row that has been the oldest one for too long, in flight or not; None: there is none.
+
+        Args:
+            view: of this moment.
+            rows: of best effort, at least one.
+        """
+        columns, cost = view.columns, view.cost
+        if columns.order[self._row] != self._oldest or columns.tier[self._row] != Tier.FLEX:
+            self._row = int(rows[columns.order.take(rows).argmin()])
+            self._oldest, self._since_s = int(columns.order[self._row]), view.now_s
+        prompt_s = 0.0 if cost is None else cost.chunk_s(0, int(columns.num_prompt[self._row]))
+        waited_s = view.now_s - self._since_s
+        return self._row if waited_s >= max(self._patience_s, PATIENCE_RATIO * prompt_s) else None
+
+
 class BestEffortRule:
     """Follows which readers come, and who of best effort is the oldest.
 
@@ -57,9 +86,7 @@ class BestEffortRule:
         self._newest = -1  # sequence that was seen
         self._at_s = -inf
         self._blocks = self._squares = 0.0  # that readers who came need, and their squares; those of long ago for less
-        self._oldest = -1
-        self._oldest_row = 0
-        self._since_s = 0.0
+        self._patience = Patience(settings.patience_s)
 
     def left(self, view: SchedulerView) -> Remainder | None:
         """Return what is left for best effort in the next step; None: there is none."""
@@ -69,7 +96,7 @@ class BestEffortRule:
         rows = rows[last[rows]]
         if not rows.size:
             return None
-        first = self._oldest_row if self._is_impatient(view, rows) else None
+        first = self._patience.overdue(view, rows)
         if first is not None:
             last[first] = False
         step_s = self._settings.best_effort_step_s if self._blocks > LEAST_BLOCKS else LONGEST_STEP_S
@@ -99,12 +126,3 @@ class BestEffortRule:
         ahead_s = min(back_s, settings.reserve_s) / MEMORY_S
         capacity = view.free_blocks + int(view.columns.held_blocks.take(view.running).sum())
         return int(min(self._blocks * ahead_s + sqrt(self._squares * ahead_s), MOST_KEPT_FREE * capacity))
-
-    def _is_impatient(self, view: SchedulerView, rows: I32) -> bool:
-        """Return whether the oldest one has been that for too long."""
-        columns, cost = view.columns, view.cost
-        if columns.order[self._oldest_row] != self._oldest or columns.tier[self._oldest_row] != Tier.FLEX:
-            self._oldest_row = int(rows[columns.order.take(rows).argmin()])
-            self._oldest, self._since_s = int(columns.order[self._oldest_row]), view.now_s
-        prompt_s = 0.0 if cost is None else cost.chunk_s(0, int(columns.num_prompt[self._oldest_row]))
-        return view.now_s - self._since_s >= max(self._settings.patience_s, PATIENCE_RATIO * prompt_s)

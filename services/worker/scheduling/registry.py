@@ -8,7 +8,9 @@ from typing import Any
 
 from services.worker.scheduling.andes import AndesScheduler
 from services.worker.scheduling.andes_settings import Weighing
+from services.worker.scheduling.bros import BrosScheduler
 from services.worker.scheduling.chunked import ChunkedScheduler
+from services.worker.scheduling.class_round_robin import ClassRoundRobinScheduler
 from services.worker.scheduling.fcfs import FcfsScheduler
 from services.worker.scheduling.lookahead import LookaheadScheduler
 from services.worker.scheduling.round_robin import RoundRobinScheduler
@@ -26,6 +28,9 @@ SCHEDULERS: dict[str, Callable[..., Scheduler]] = {
     "lqsf": partial(AndesScheduler, weighing=Weighing.GAIN),
     "sluice": SluiceScheduler,
     "tokenflow": TokenflowScheduler,
+    "bros": BrosScheduler,
+    "bros-whole": partial(BrosScheduler, swaps_whole=True),
+    "class-round-robin": ClassRoundRobinScheduler,
 }
 
 

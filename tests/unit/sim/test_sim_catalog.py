@@ -46,6 +46,7 @@ ARCHITECTURES = {
     "qwen2.5-72b": _gated(80, 8192, 1024, 29_568, 152_064, qkv_bias=True),
     # OPT: tied embedding, 2 050 positions, two plain matrices of the feed-forward, biases and norms with two vectors
     "opt-13b": 5120 * (50_272 + 2_050 + 2) + 40 * (4 * 5120 * 5121 + 2 * 5120 * 20_480 + 20_480 + 5120 + 4 * 5120),
+    "opt-30b": 7168 * (50_272 + 2_050 + 2) + 48 * (4 * 7168 * 7169 + 2 * 7168 * 28_672 + 28_672 + 7168 + 4 * 7168),
 }
 
 
@@ -55,7 +56,14 @@ def test_parameters_are_those_of_the_architectures() -> None:
 
 @pytest.mark.parametrize(
     ("model", "kib"),
-    [("llama-2-7b", 512), ("llama-2-13b", 800), ("llama-3-8b", 128), ("llama-3-70b", 320), ("opt-13b", 800)],
+    [
+        ("llama-2-7b", 512),
+        ("llama-2-13b", 800),
+        ("llama-3-8b", 128),
+        ("llama-3-70b", 320),
+        ("opt-13b", 800),
+        ("opt-30b", 1344),
+    ],
 )
 def test_kv_of_one_token(model: str, kib: int) -> None:
     assert models()[model].kv_bytes_per_token == kib * 1024

@@ -57,7 +57,7 @@ def test_every_answer_keeps_the_contract(scheduler: str, seed: int) -> None:
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.sampled_from(sorted(SCHEDULERS)), st.integers(0, 2**32 - 1))
+@given(st.sampled_from(sorted(set(SCHEDULERS) - {"class-round-robin"})), st.integers(0, 2**32 - 1))
 def test_the_same_view_gives_the_same_answer(scheduler: str, seed: int) -> None:
     policy, view = make_scheduler(scheduler), random_view(np.random.default_rng(seed))
     first, second = policy.schedule(view), policy.schedule(view)

@@ -46,6 +46,9 @@ def test_names_are_built_or_planned_but_not_both() -> None:
         "lqsf",
         "sluice",
         "tokenflow",
+        "bros-whole",
+        "bros-recompute",
+        "bros-rr",
         "kunserve",
         "kunserve-v1",
         "kunserve-v2",
@@ -159,7 +162,7 @@ def test_asking_a_modelled_worker_makes_no_memory_and_refuses_what_loading_would
 
 
 @pytest.mark.parametrize("kind", [ExecutorKind.MODELLED, ExecutorKind.TORCH])
-@pytest.mark.parametrize("system", sorted(set(SYSTEMS) - set(UNLIMITED)))
+@pytest.mark.parametrize("system", sorted(set(SYSTEMS) - {*UNLIMITED, "bros-recompute"}))
 async def test_a_worker_has_the_host_memory_that_it_is_given(system: str, kind: ExecutorKind) -> None:
     """2 layers · 2 (keys, values) · 2 heads · 16 dimensions · 4 bytes · 16 slots are 8 192 bytes; 25 GB/s."""
     chosen = settings(system, executor=kind, memory=2**25, page_bytes=2**16)
