@@ -28,7 +28,7 @@ from services.worker.scheduling.bros_settings import BrosSettings
 from services.worker.scheduling.lanes import lane_share
 from services.worker.scheduling.plan import StepPlan
 from services.worker.scheduling.prediction import period_s
-from services.worker.scheduling.residual_packing import Packed, BatchRoom, RowWork, pack
+from services.worker.scheduling.residual_packing import BatchRoom, Packed, RowWork, pack
 from services.worker.scheduling.view import F64, I32, SchedulerOutput, SchedulerView
 from shared.api_keys import Tier
 from shared.cost import CostModel

@@ -28,7 +28,9 @@ def tiered(tiers: list[Tier], **view: Any) -> SchedulerView:
     columns = {name: view.pop(name) for name in ("since_s", "slo_ttft_s", "slo_tpot_s", "num_output") if name in view}
     made = make_view(now_s=NOW_S, cost=COST, **{"free_blocks": 100, "max_batch_tokens": 512, **view})
     since_s = NOW_S - np.array(columns.pop("since_s", [0.0] * len(tiers)), dtype=np.float64)
-    told: dict[str, Any] = {name: np.array(values, dtype=getattr(made.columns, name).dtype) for name, values in columns.items()}
+    told: dict[str, Any] = {
+        name: np.array(values, dtype=getattr(made.columns, name).dtype) for name, values in columns.items()
+    }
     tier = np.array(tiers, dtype=np.uint8)
     moments = {"arrival_s": since_s, "last_token_s": since_s}
     return replace(made, columns=replace(made.columns, **{"tier": tier, **moments, **told}))

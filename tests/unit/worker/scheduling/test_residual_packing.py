@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.scheduling.residual_packing import LEAST_CUT, Packed, BatchRoom, RowWork, pack
+from services.worker.scheduling.residual_packing import LEAST_CUT, BatchRoom, Packed, RowWork, pack
 from shared.phase_cost import PhaseCost, StepCost
 
 COST = StepCost(PhaseCost(1e-4, 1e-8, 2e-3), PhaseCost(5e-4, 1e-9, 5e-3))
@@ -159,7 +159,13 @@ ONES = st.builds(
     st.floats(-0.2, 0.4),
 )
 ROOMS = st.builds(
-    BatchRoom, st.integers(1, 12), st.integers(0, 120), st.integers(0, 60), st.just(1e-3), st.floats(0, 0.1), st.just(0.05)
+    BatchRoom,
+    st.integers(1, 12),
+    st.integers(0, 120),
+    st.integers(0, 60),
+    st.just(1e-3),
+    st.floats(0, 0.1),
+    st.just(0.05),
 )
 
 
