@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.qoe_sweep import changed, draw, measure, report
+from benchmarks.load_sweep import FIGURES, changed, draw, measure, report
 from shared.errors import StartupError
 from sim.scenarios.files import load_scenario
 
@@ -33,9 +33,19 @@ def test_each_system_has_its_figures_in_the_order_of_the_values(
     found = measure(load, "rate_per_s", values, ["fcfs", "andes"], 1)
     assert [each["requests"] for each in found["fcfs"]] == [each["requests"] for each in found["andes"]]
     assert found["fcfs"][0]["requests"] > found["fcfs"][1]["requests"]
-    report("rate_per_s", values, found)
+    report("rate_per_s", values, found, FIGURES["qoe"])
     assert capsys.readouterr().out.count("| andes |") == 2
     if importlib.util.find_spec("matplotlib") is not None:
         for name in ("a.svg", "b.svg"):
-            draw("rate_per_s", values, found, tmp_path / name)
+            draw("rate_per_s", values, found, FIGURES["qoe"], tmp_path / name)
         assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+@pytest.mark.slow
+def test_limits_and_best_effort_are_told_where_there_are_some(capsys: pytest.CaptureFixture[str]) -> None:
+    load = load_scenario("bros-13b").with_overrides(duration_s=20)
+    report("rate_per_s", [2.0], measure(load, "rate_per_s", [2.0], ["bros-whole", "alone"], 1), FIGURES["limits"])
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("| bros-whole", "| alone"))]
+    assert [row.split(" | ")[3] for row in rows] == ["100.0 %", "100.0 %"]
+    assert rows[1].split(" | ")[5] == "–"
+    assert float(rows[0].split(" | ")[5]) > 0

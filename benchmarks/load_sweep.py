@@ -1,0 +1,150 @@
+"""One quantity of a drawn load, by system: Andes's figures 15 (intensity), 16 (duration), 20 (rate), BROS's 10 to 12.
+
+    python -m benchmarks.load_sweep SCENARIO rate_per_s 0.5 1 1.5 [--systems fcfs,andes] [--jobs N] [--svg FILE]
+    python -m benchmarks.load_sweep bros-13b rate_per_s 4 6 8 --figures limits [--lengths lmsys]
+
+The quantity is a field of the scenario's arrivals (`sim/scenarios/arrivals.py`): `rate_per_s`, `intensity`,
+`burst_ratio`. Each value is one run by each system.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import print_table
+from cli.simulate.jobs import Job, run_jobs
+from shared.host import count_cores
+from sim.experiment.summary import GOOD_QOE, Summary
+from sim.scenarios.files import load_scenario
+from sim.scenarios.scenario import Scenario, validated
+
+TITLES = {
+    "rate_per_s": "requests per second",
+    "intensity": "rate of the burst / mean rate",
+    "burst_ratio": "share of the cycle that the burst lasts",
+}
+_Told = Callable[[Summary], float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number of a run."""
+
+    title: str
+    of: _Told
+    shown: str = "{:.3f}"
+    is_drawn: bool = True
+
+
+def _until(which: str) -> _Told:
+    return lambda summary: summary["tokens_until_s"][which]
+
+
+def _best_effort_rate(summary: Summary) -> float | None:
+    told = summary["best_effort"]
+    return None if told is None else told["cut_off"]["requests_per_s"]
+
+
+FIGURES: dict[str, tuple[Figure, ...]] = {
+    "qoe": (
+        Figure("QoE, mean", lambda summary: summary["qoe"]["mean"]),
+        Figure(f"readers ≥ {GOOD_QOE:g}", lambda summary: summary["qoe"]["share_ge_0_95"], "{:.1%}", is_drawn=False),
+        Figure("QoE, P1", lambda summary: summary["qoe"]["p1"]),
+        Figure("99 % of tokens by, s", _until("p99"), "{:.0f}", is_drawn=False),
+        Figure("last token, s", _until("last"), "{:.0f}", is_drawn=False),
+    ),
+    "limits": (
+        Figure("normalised latency, s", lambda summary: summary["normalised_latency_s"]["mean"]),
+        Figure("TTFT in time", lambda summary: summary["slo"]["ttft_share"], "{:.1%}"),
+        Figure("TPOT in time", lambda summary: summary["slo"]["tpot_share"], "{:.1%}"),
+        Figure("best effort, requests/s", _best_effort_rate, "{:.2f}"),
+        Figure("both, tokens/s", lambda summary: summary["cut_off"]["tokens_per_s"], "{:.0f}", is_drawn=False),
+    ),
+}
+"""What is told: of readers, or of requests with limits and best effort beside them."""
+Found = Mapping[str, Sequence[Summary]]
+"""By system, of each value."""
+
+
+def changed(scenario: Scenario, quantity: str, value: float) -> Scenario:
+    """Return the scenario with this value.
+
+    Raises:
+        StartupError: its arrivals have no such quantity, or do not allow the value.
+    """
+    arrivals = {**scenario.arrivals.model_dump(), quantity: value}
+    return validated({**scenario.model_dump(), "arrivals": arrivals}, f"scenario {scenario.name}")
+
+
+def measure(
+    scenario: Scenario, quantity: str, values: Sequence[float], systems: Sequence[str], num_processes: int
+) -> Found:
+    """Return what came of each value."""
+    loads = [changed(scenario, quantity, value) for value in values]
+    jobs = [Job(load, system, 0) for system in systems for load in loads]
+    done = [each.summary for each in run_jobs(jobs, num_processes)]
+    return {system: done[i * len(values) : (i + 1) * len(values)] for i, system in enumerate(systems)}
+
+
+def report(quantity: str, values: Sequence[float], found: Found, figures: Sequence[Figure]) -> None:
+    """Print a row for each run."""
+    rows = [
+        [system, f"{value:g}", *(_cell(figure, summary) for figure in figures)]
+        for system, summaries in found.items()
+        for value, summary in zip(values, summaries, strict=True)
+    ]
+    print_table(TITLES.get(quantity, quantity), ["", quantity, *(figure.title for figure in figures)], rows)
+
+
+def _cell(figure: Figure, summary: Summary) -> str:
+    value = figure.of(summary)
+    return "–" if value is None else figure.shown.format(value).replace("%", " %")
+
+
+def draw(quantity: str, values: Sequence[float], found: Found, figures: Sequence[Figure], path: Path) -> None:
+    """Draw those that are."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure as Picture
+
+    settings: Any = {"svg.hashsalt": "sluice", "svg.fonttype": "none"}
+    drawn = [figure for figure in figures if figure.is_drawn]
+    with mpl.rc_context(settings):
+        picture = Picture(figsize=(4 * len(drawn), 3.5), layout="constrained")
+        for axes, figure in zip(picture.subplots(1, len(drawn)), drawn, strict=True):
+            for system, summaries in found.items():
+                axes.plot(values, [figure.of(each) for each in summaries], marker=".", label=system)
+            axes.set(xlabel=TITLES.get(quantity, quantity), ylabel=figure.title)
+            axes.set_ylim(0, 1.02 if figure.title.startswith("QoE") or "in time" in figure.title else None)
+            axes.grid(visible=True, lw=0.3)
+            axes.legend(fontsize="small")
+            if figure.title.startswith("QoE"):
+                axes.axhline(GOOD_QOE, color="black", lw=0.6, ls="--")
+        picture.savefig(path, metadata={"Date": None, "Creator": None})
+
+
+def main() -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("scenario", help="name or file")
+    parser.add_argument("quantity", help="field of its arrivals")
+    parser.add_argument("values", type=float, nargs="+")
+    parser.add_argument("--systems", type=lambda text: text.split(","), default=["fcfs", "andes"])
+    parser.add_argument("--figures", choices=sorted(FIGURES), default="qoe")
+    parser.add_argument("--lengths", help="of prompts and answers, and not the scenario's")
+    parser.add_argument("--jobs", type=int, default=count_cores(), help="runs at a time [cores]")
+    parser.add_argument("--svg", type=Path, help="file for the picture")
+    chosen = parser.parse_args()
+    load = load_scenario(chosen.scenario).with_overrides(lengths=chosen.lengths)
+    found = measure(load, chosen.quantity, chosen.values, chosen.systems, chosen.jobs)
+    figures = FIGURES[chosen.figures]
+    report(chosen.quantity, chosen.values, found, figures)
+    if chosen.svg:
+        draw(chosen.quantity, chosen.values, found, figures, chosen.svg)
+
+
+if __name__ == "__main__":
+    main()
