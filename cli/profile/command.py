@@ -22,7 +22,7 @@ from cli.console import Console
 from cli.exit_codes import DONE, FAILED, CommandError
 from cli.profile.driver import Driver, find_worker
 from cli.profile.shapes import WARM_UP, plan_shapes
-from cli.profile.steps import columns_of, groups_of, overheads_s
+from cli.profile.steps import columns_of, groups_of, overheads_s, phases_of
 from shared.cost import CostModel, Profile, profile_toml
 from shared.cost_fit import Fit, TooFewStepsError, error_ratios, fit_held_out
 from shared.errors import StartupError
@@ -30,10 +30,12 @@ from shared.host import processor_name
 from shared.ids import WorkerId
 from shared.messages.report import WorkerReport
 from shared.messages.steps import StepRecord
+from shared.phase_cost import fit_phase
 from shared.process.tasks import ends_before
 from shared.subjects import Subjects
 from shared.transport.bus import Bus
 
+_LEAST_PHASE_STEPS = 8
 DEFAULTS = {"port": 0}
 """Where the cluster of `sluice profile` differs from that of `sluice up`."""
 
@@ -158,6 +160,26 @@ def describe_own(measured: Measured) -> str:
     return f"error of the worker's own model on these {len(columns)} steps: {'; '.join(said)}"
 
 
+def describe_phases(steps: Sequence[StepRecord]) -> str:
+    """Return what the person reads of BROS's cost functions, which the systems of that name schedule by."""
+    lines = [
+        "BROS's cost functions, ms: α0·N + α1·N·L + β for prompts, the same for decodes; error on the steps of each"
+    ]
+    for name, (num_tokens, num_context, duration_s) in zip(
+        ("prompts", "decodes"), (phase.T for phase in phases_of(steps)), strict=True
+    ):
+        if num_tokens.size < _LEAST_PHASE_STEPS:
+            lines.append(f"  {name:<9}too few steps of them alone")
+            continue
+        phase = fit_phase(num_tokens, num_context, duration_s)
+        error = np.abs(phase.of(num_tokens, num_context) / duration_s - 1)
+        found = (f"{1e3 * each:.5g}" for each in (phase.token_s, phase.product_s, phase.fixed_s))
+        lines.append(
+            f"  {name:<9}{'  '.join(found)}   mean {error.mean():.1%}, 95th percentile {np.percentile(error, 95):.1%}"
+        )
+    return "\n".join(lines)
+
+
 def describe_overhead(steps: Sequence[StepRecord]) -> str:
     """Return what the person reads of the time between steps, which is no part of the fit."""
     overheads = overheads_s(steps)
@@ -217,5 +239,5 @@ async def _profile(
     fit = await asyncio.to_thread(fit_steps, measured.steps, settings.seed)
     path.write_text(profile_toml(make_profile(report, fit, path.stem, how)), encoding="utf-8")
     use = f"use it with `python -m services.worker --executor modelled --profile {path}`"
-    said = [describe_fit(fit), describe_own(measured), describe_overhead(measured.steps), f"written to {path}; {use}"]
-    sys.stdout.write("\n".join([*said, ""]))
+    own = describe_own(measured), describe_phases(measured.steps), describe_overhead(measured.steps)
+    sys.stdout.write("\n".join([describe_fit(fit), *own, f"written to {path}; {use}", ""]))

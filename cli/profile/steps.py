@@ -20,6 +20,21 @@ def columns_of(steps: Sequence[StepRecord]) -> StepColumns:
     return StepColumns(num_tokens, kv_decode_tokens, np.array(pairs, dtype=np.float64), duration_s)
 
 
+def phases_of(steps: Sequence[StepRecord]) -> tuple[F64, F64]:
+    """Return of the steps with prompts alone, and of those with decodes alone, [k, 3] each.
+
+    Columns: tokens, lengths of the contexts with them, seconds.
+    """
+    prompts = [
+        (step.num_tokens, sum(sum(chunk) for chunk in step.chunks), step.duration_s)
+        for step in steps
+        if not step.num_decodes
+    ]
+    decodes = [(step.num_decodes, step.kv_decode_tokens, step.duration_s) for step in steps if not step.chunks]
+    first, second = (np.array(rows, dtype=np.float64).reshape(-1, 3) for rows in (prompts, decodes))
+    return first, second
+
+
 def groups_of(steps: Sequence[StepRecord]) -> NDArray[np.intp]:
     """Return [n] group numbers: a group is a run of steps with equal numbers of decodes and chunks."""
     sizes = np.array([(step.num_decodes, len(step.chunks)) for step in steps]).reshape(-1, 2)

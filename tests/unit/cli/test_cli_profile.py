@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from cli.profile.command import Measured, ProfileSettings, describe_fit, describe_own, make_profile, out_path
+from cli.profile.command import (
+    Measured,
+    ProfileSettings,
+    describe_fit,
+    describe_own,
+    describe_phases,
+    make_profile,
+    out_path,
+)
 from shared.cost import CostModel, load_profile, profile_toml
 from shared.cost_fit import Fit
 from shared.messages.steps import StepRecord
@@ -79,3 +87,21 @@ def test_the_error_of_the_workers_own_model_is_that_on_the_steps_that_were_measu
         "after them median 0.0%, 90th percentile 50.0%"
     )
     assert "before them unknown; after them median 0.0%" in describe_own(Measured(steps, None, exact))
+
+
+def test_the_papers_cost_functions_are_told_with_their_errors() -> None:
+    prompts = [
+        StepRecord(step_id=i, num_decodes=0, kv_decode_tokens=0, chunks=((0, n),), duration_s=2e-3 + 1e-4 * n)
+        for i, n in enumerate((4, 8, 16, 32, 64, 128, 256, 512))
+    ]
+    decodes = [
+        StepRecord(step_id=i, num_decodes=n, kv_decode_tokens=9 * n, duration_s=5e-3 + 3e-4 * n)
+        for i, n in enumerate((1, 2, 4, 8, 16, 32, 64, 128))
+    ]
+    said = describe_phases([*prompts, *decodes]).splitlines()
+    for line, name, coefficients in ((said[1], "prompts", (0.1, 0, 2)), (said[2], "decodes", (0.3, 0, 5))):
+        told = line.split()
+        assert (told[0], told[5]) == (name, "0.0%,")
+        assert [float(each) for each in told[1:4]] == pytest.approx(coefficients, rel=1e-4, abs=1e-9)
+    mixed = prompts[0].model_copy(update={"num_decodes": 3})
+    assert describe_phases([mixed] * 20).count("too few steps of them alone") == 2
