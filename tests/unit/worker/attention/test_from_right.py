@@ -206,7 +206,8 @@ def check_flashinfer(case: AttentionCase, seed: int) -> None:
 
 @pytest.mark.parametrize("block_size", [1, 8, 16])
 def test_flashinfer_computes_what_its_calls_promise(block_size: int) -> None:
-    case = AttentionCase(attention_spec((4, 2, 64), (None, 100)), MIXED[1:], block_size=block_size, seed=5)
+    lengths = [*MIXED[1:], (block_size, 1), (2 * block_size, 1), (block_size, 5)]
+    case = AttentionCase(attention_spec((4, 2, 64), (None, 100)), lengths, block_size=block_size, seed=5)
     check_flashinfer(case, 5)
 
 
