@@ -319,14 +319,14 @@ class Attention {
 #endif
 
   __attribute__((noinline)) void find_keys(const Item& item, int64_t kv_head, int64_t base, int64_t from, int64_t to, SplitKeys& at) const {
-    const int32_t* table = args_.rows.table(item.row);
     const int64_t token_stride = args_.kv_heads * args_.head_dim, size = args_.block_size;
+    const int32_t* entry = args_.rows.table(item.row) + (base + from) / size;
+    int64_t offset = (base + from) % size;
     const T* keys = static_cast<const T*>(args_.keys) + kv_head * args_.head_dim;
     const T* values = static_cast<const T*>(args_.values) + kv_head * args_.head_dim;
-    for (int64_t t = from; t < to;) {
-      const int64_t offset = (base + t) % size, count = std::min(size - offset, to - t);
-      const int64_t entry = table[(base + t) / size], step = step_of(entry) * token_stride;
-      int64_t place = slot_of(entry, offset, size) * token_stride;
+    for (int64_t t = from; t < to; entry++, offset = 0) {
+      const int64_t count = std::min(size - offset, to - t), step = step_of(*entry) * token_stride;
+      int64_t place = slot_of(*entry, offset, size) * token_stride;
       for (int64_t i = 0; i < count; i++, t++, place += step) {
         at.keys[t] = keys + place;
         at.values[t] = values + place;
