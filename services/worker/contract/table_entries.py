@@ -5,10 +5,12 @@
     slot      id * size + p % size               id * size + size - 1 - p % size
                                                  = ~(~id * size + p % size)
 
-p is a position of the row, size the token slots of a block. So two rows can share a block from both ends, and one that
-is full can be named in either direction only as it was filled.
+p is a position of the row, size the token slots of a block. So two rows can write one block from both ends. A block
+that is full is named as it was filled.
 
-Source: BROS, bidirectional KV blocks. Deviation: the direction belongs to the entry, not to the slots.
+The sign is no message: it goes with the entry wherever that goes, and kernels read tables as they are.
+
+Source: BROS, bidirectional KV blocks. Deviations: none.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ def blocks_of(entries: I32) -> I32:
     return np.asarray(entries ^ (entries >> 31), dtype=np.int32)
 
 
-def slots_of(entries: I32, positions: I64, block_size: int) -> I64:
+def slots_of(entries: I32, positions: I64 | I32, block_size: int) -> I64:
     """Return where the keys of positions lie, block_id * block_size + offset.
 
     Args:

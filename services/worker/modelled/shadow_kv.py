@@ -29,7 +29,7 @@ from services.worker.contract.arrays import I32
 from services.worker.contract.batch import OWN_SAMPLE, Batch, TableDelta
 from services.worker.contract.executor import HostCopy
 from services.worker.contract.kept_kv import as_host_id
-from services.worker.contract.table_entries import blocks_of
+from services.worker.contract.table_entries import blocks_of, slots_of
 from shared.layers import LayerRange
 from shared.stream_extras import TokenLogprob
 
@@ -170,8 +170,7 @@ class ShadowKv:
         self._slots: U64 = np.zeros((0, block_size), dtype=np.uint64)
         self._host_slots: U64 = np.full((num_host_blocks, block_size), _POISON, dtype=np.uint64)
         self._table: I32 = np.zeros((1, 1), dtype=np.int32)
-        self._any_from_right = False
-        """Some entry has been below 0: a block that its row fills from the right."""
+        self._any_from_right = False  # some entry has been below 0, see `contract/table_entries.py`
         self._table_length: I32 = np.zeros(1, dtype=np.int32)
         self._sum_length: I32 = np.full(1, _UNKNOWN, dtype=np.int32)  # tokens that the running sum covers
         self._sum: U64 = np.zeros(1, dtype=np.uint64)
@@ -354,20 +353,17 @@ class ShadowKv:
         values = mix(tokens.astype(np.uint64), positions.astype(np.uint64))
         entries = self._table[rows, index]
         if self._any_from_right:
-            entries, offset = blocks_of(entries), np.where(entries < 0, self.block_size - 1 - offset, offset)
+            entries, offset = np.divmod(slots_of(entries, positions, self.block_size), self.block_size)
         self._slots[entries, offset] = values
         return values
 
     def _sum_of_blocks(self, row: int, length: int) -> np.uint64:
         entries = self._table[row, : -(-length // self.block_size)]
-        ids = blocks_of(entries)
-        slots = self._slots[ids]
+        slots = self._slots[blocks_of(entries)]
         if self._elsewhere:
-            slots = np.stack([self.read_block(block) for block in ids.tolist()])
-        if self._any_from_right:
-            slots[entries < 0] = slots[entries < 0, ::-1]
-        total: np.uint64 = slots.reshape(-1)[:length].sum()
-        return total
+            slots = np.stack([self.read_block(block) for block in blocks_of(entries).tolist()])
+        slots[entries < 0] = slots[entries < 0, ::-1]
+        return np.uint64(slots.reshape(-1)[:length].sum())
 
     def _change_tables(self, delta: TableDelta) -> None:
         row, index = delta.row.astype(np.intp), delta.index

@@ -253,6 +253,7 @@ def test_flashinfer_leaves_folds_of_such_rows_to_torch() -> None:
     case = turned(AttentionCase(attention_spec((4, 2, 64), (None,)), [(700, 2), (600, 1)], seed=3), 1)
     zeros, end = np.zeros(2, np.int32), np.array([512, 256], np.int32)
     states = [new_states(3, 4, 64) for _ in range(2)]
-    for maker, each in zip((flashinfer, FixedSplitAttention), states, strict=True):
+    makers: list[Maker] = [flashinfer, FixedSplitAttention]
+    for maker, each in zip(makers, states, strict=True):
         maker(case.spec, case.cache).plan_fold(KeyRanges(case.rows, zeros, end))(0, case.queries, each)
     assert torch.equal(*states)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from services.worker.contract.arrays import I32, I64
 from services.worker.executor import inputs as inputs_module
 from services.worker.executor.model_runner import ModelRunner
 from services.worker.executor.selftest import prove_deterministic
@@ -132,8 +133,8 @@ def test_the_proof_at_the_start_finds_a_platform_that_writes_such_blocks_wrongly
     runner = open_runner(SHAPE, deterministic=True, kernels="torch")
     prove_deterministic(runner, 96)
 
-    def wrong(entries: np.ndarray[Any, Any], positions: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
-        return np.where(entries < 0, ~entries, entries) * size + positions % size
+    def wrong(entries: I32, positions: I64, size: int) -> I64:
+        return np.asarray(np.where(entries < 0, ~entries, entries) * size + positions % size, dtype=np.int64)
 
     monkeypatch.setattr(inputs_module, "slots_of", wrong)
     with pytest.raises(StartupError, match="deterministic"):
