@@ -18,7 +18,7 @@ from services.worker.attention.remote import attended_of, new_states, remote_row
 from services.worker.attention.torch_paged import TorchPagedAttention
 from services.worker.contract.arrays import I32
 from services.worker.executor.kernels import choose_kernels
-from tests.support.attention_cases import AttentionCase, attention_spec
+from tests.support.attention_cases import AttentionCase, attention_spec, turned
 from tests.support.gpu import NEEDS_FLASHINFER, WITH_LIBRARIES
 
 pytestmark = [*WITH_LIBRARIES, NEEDS_FLASHINFER]
@@ -70,6 +70,57 @@ def test_random_steps_equal_torchs_attention(seed: int, block_size: int) -> None
     for layer in range(2):
         found, expected = own.attend(plan, layer, case.queries), other.attend(other_plan, layer, case.queries)
         torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype"), [*((heads, torch.bfloat16) for heads in HEADS), ((32, 8, 128), torch.float16)], ids=str
+)
+def test_blocks_from_the_right_equal_attention_written_out(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Half of the blocks, some of them shared from both ends, in the three kinds of layer."""
+    case = AttentionCase(
+        attention_spec(heads, (None, 100, 4096)), MIXED, dtype=dtype, device=CUDA, block_size=16, seed=1
+    )
+    other = turned(case, 1)
+    attention = attention_of(other)
+    plan = attention.plan(other.rows)
+    for layer in range(3):
+        out = attention.attend(plan, layer, case.queries)
+        torch.testing.assert_close(out.cpu().double(), case.expected(layer), atol=LIMITS[dtype], rtol=LIMITS[dtype])
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 16, 64])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_steps_with_blocks_from_the_right_equal_torchs_attention(seed: int, block_size: int) -> None:
+    """Torch's has the bits of blocks from the left; FlashInfer's is close to both."""
+    case = AttentionCase(
+        attention_spec((32, 8, 128), (None, 333)), random_lengths(seed), device=CUDA, block_size=block_size, seed=seed
+    )
+    mixed = turned(case, seed)
+    own, other, alone = attention_of(mixed), TorchPagedAttention(mixed.spec, mixed.cache), attention_of(case)
+    ordinary = TorchPagedAttention(case.spec, case.cache)
+    plans = own.plan(mixed.rows), other.plan(mixed.rows), alone.plan(case.rows), ordinary.plan(case.rows)
+    for layer in range(2):
+        found, by_torch = own.attend(plans[0], layer, case.queries), other.attend(plans[1], layer, case.queries)
+        assert torch.equal(by_torch, ordinary.attend(plans[3], layer, case.queries))
+        torch.testing.assert_close(found, by_torch, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(found, alone.attend(plans[2], layer, case.queries), atol=2e-2, rtol=2e-2)
+
+
+def test_steps_of_both_kinds_one_behind_the_other_do_not_disturb_each_other() -> None:
+    """Plans of rows from the right are sent from the same host memory by turns."""
+    lengths = random_lengths(1)
+    case = AttentionCase(attention_spec((32, 8, 128), (None, 200)), lengths, device=CUDA, block_size=16)
+    cases = case, turned(case, 1)
+    attentions = [attention_of(each) for each in cases]
+    alone = [[a.attend(a.plan(c.rows), i, c.queries) for i in range(2)] for a, c in zip(attentions, cases, strict=True)]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        results = []
+        for attention, each in zip(attentions, cases, strict=True):
+            plan = attention.plan(each.rows)
+            results.append([attention.attend(plan, layer, each.queries) for layer in range(2)])
+        for found, expected in zip(results, alone, strict=True):
+            assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 def test_steps_one_behind_the_other_do_not_disturb_each_other() -> None:

@@ -50,6 +50,25 @@ def test_logits_of_recorded_steps_are_those_of_computed_ones(num_rows: int) -> N
             torch.testing.assert_close(ours, theirs, atol=5e-2 * float(theirs.abs().amax()), rtol=0)
 
 
+def test_rows_with_blocks_from_the_right_are_computed_among_recorded_steps() -> None:
+    """Of ten rows half of the blocks; steps of others in between are recorded ones. The logits stay close."""
+    drivers = []
+    for share in (0.0, 0.5):
+        runner = open_runner(WIDE, device="cuda", **LIMITS)
+        soil(runner)
+        driver = Driver(runner, num_blocks=512, from_right=share)
+        own = [driver.add(prompt) for prompt in random_prompts(10)]
+        for sequence in own:
+            driver.step_logits([(sequence, len(sequence.tokens))], [7])
+        for token in range(20, 40):
+            driver.step_logits([(sequence, 1) for sequence in own], [token] * 10)
+            driver.step_logits([(own[token % 10], 1)], [token])
+        drivers.append(driver)
+    for ordinary, other in zip(*(driver.sequences for driver in drivers), strict=True):
+        for expected, found in zip(ordinary.logits, other.logits, strict=True):
+            torch.testing.assert_close(found, expected, atol=5e-2 * float(expected.abs().amax()), rtol=0)
+
+
 def test_graphs_stay_within_the_budget() -> None:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()

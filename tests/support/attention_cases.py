@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -123,3 +125,40 @@ class AttentionCase:
             scores = scores.masked_fill(~seen, -torch.inf)
             out.append(torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), values).flatten(1))
         return torch.cat(out)
+
+
+def slot_written_out(entry: int, position: int, block_size: int) -> int:
+    """Return the slot of a position whose block this entry of a table names."""
+    offset = position % block_size
+    return entry * block_size + offset if entry >= 0 else ~entry * block_size + block_size - 1 - offset
+
+
+def turned(case: AttentionCase, seed: int) -> AttentionCase:
+    """Return the same rows over another cache, in blocks that are filled from random ends.
+
+    Wherever the last blocks of two rows have room for each other, they are one, filled from both ends.
+    """
+    rng, size = random.Random(seed), case.cache.block_size
+    tables, num_keys = case.rows.tables.copy(), case.rows.num_keys.tolist()
+    for row, length in enumerate(num_keys):
+        for index in range(-(-length // size)):
+            tables[row, index] ^= -rng.randrange(2)
+    last = [(row, (length - 1) // size, (length - 1) % size + 1) for row, length in enumerate(num_keys)]
+    rng.shuffle(last)
+    while last:
+        row, index, used = last.pop()
+        other = next((each for each in last if each[2] + used <= size), None)
+        if other is not None:
+            last.remove(other)
+            tables[other[:2]] = ~tables[row, index]
+    made = copy.copy(case)
+    made.rows = RaggedRows(case.rows.num_tokens, case.rows.start, tables)
+    made.cache = KVCache(case.spec, case.cache.num_blocks, size, case.cache.keys[0].dtype, case.cache.keys[0].device)
+    for pool in made.cache.pools():
+        pool.fill_(torch.nan)
+    for layer, rows in enumerate(case.written):
+        for table, (keys, values) in zip(tables.tolist(), rows, strict=True):
+            slots = [slot_written_out(table[p // size], p, size) for p in range(len(keys))]
+            sent = torch.tensor(slots, device=made.cache.keys[0].device)
+            made.cache.write(layer, sent, keys.to(sent.device), values.to(sent.device))
+    return made

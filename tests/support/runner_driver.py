@@ -41,12 +41,15 @@ class Driver:
 
     Args:
         seed: order of free blocks and of rows.
+        from_right: share of the blocks that are filled from the right.
     """
 
-    def __init__(self, runner: ModelRunner, *, seed: int = 0, num_blocks: int | None = None) -> None:
+    def __init__(
+        self, runner: ModelRunner, *, seed: int = 0, num_blocks: int | None = None, from_right: float = 0.0
+    ) -> None:
         self.runner = runner
         self.sequences: list[Driven] = []
-        self._random = random.Random(seed)
+        self._random, self._ends, self._from_right = random.Random(seed), random.Random(seed), from_right
         self._free = list(range(num_blocks or min(runner.capacity.num_blocks, 4096)))
         self._random.shuffle(self._free)
         self._steps = 0
@@ -69,12 +72,12 @@ class Driver:
 
     def preempt(self, sequence: Driven) -> None:
         """Take the KV away: the next batches compute the sequence again."""
-        self._free.extend(sequence.blocks)
+        self._free.extend(max(entry, ~entry) for entry in sequence.blocks)
         sequence.blocks.clear()
         sequence.num_computed = 0
 
     def give(self, sequence: Driven, blocks: list[int], num_computed: int) -> None:
-        """Let a preempted sequence go on with KV that is in these free blocks."""
+        """Let a preempted sequence go on with KV that is in these free blocks; below 0: see `TableDelta`."""
         self._free = [block for block in self._free if block not in blocks]
         sequence.blocks, sequence.num_computed = list(blocks), num_computed
         self._given += [(sequence.row, index, block) for index, block in enumerate(blocks)]
@@ -148,5 +151,6 @@ class Driver:
         block_size = self.runner.capacity.block_size
         for sequence, count in work:
             while len(sequence.blocks) * block_size < sequence.num_computed + count:
-                sequence.blocks.append(self._free.pop())
+                block = self._free.pop()
+                sequence.blocks.append(~block if self._ends.random() < self._from_right else block)
                 yield sequence.row, len(sequence.blocks) - 1, sequence.blocks[-1]

@@ -24,7 +24,8 @@ class RaggedRows:
     start: I32
     """[n] position of the first token"""
     tables: I32
-    """[n, max_blocks] block tables; entries past the end of a row are not read"""
+    """[n, max_blocks] block tables; entries past the end of a row are not read. Below 0: ~id, a block that is filled
+    from the right (`contract/table_entries.py`); the order of keys is that of their positions all the same"""
 
     @property
     def num_keys(self) -> I32:
@@ -87,17 +88,45 @@ class Attention(Protocol[PlanT]):
         """Prepare what all layers of a step share that fold a part of the context into states."""
 
 
-def slots_at(tables: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Return the cache slots of positions.
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceTables:
+    """Block tables where torch computes."""
 
-    Args:
-        tables: [n, max_blocks] int64
-        rows: [m, 1] int64, those of `tables` that are meant
-        positions: [m, k] int64, each inside its row's table
-        block_size: token slots of a block
+    entries: torch.Tensor
+    """[n, max_blocks] int64"""
+    any_from_right: bool
+    """Some entry is below 0; it may be one that nobody reads."""
 
-    Returns:
-        [m, k] int64, block * block_size + offset
-    """
-    blocks = tables[rows, positions.div(block_size, rounding_mode="floor")]
-    return blocks.mul_(block_size).add_(positions.remainder(block_size))
+    @classmethod
+    def of(cls, tables: I32, device: torch.device) -> DeviceTables:
+        """Return tables [n, max_blocks] on a device."""
+        entries = torch.from_numpy(tables.astype(np.int64)).to(device)
+        return cls(entries, any_from_right=bool(tables.min(initial=0) < 0))
+
+    def slots_at(self, rows: torch.Tensor, positions: torch.Tensor, block_size: int) -> torch.Tensor:
+        """Return the cache slots of positions.
+
+        Args:
+            rows: [m, 1] int64, those of the tables that are meant
+            positions: [m, k] int64, each inside its row's table
+            block_size: token slots of a block
+
+        Returns:
+            [m, k] int64, block * block_size + offset
+        """
+        entries = self.entries[rows, positions.div(block_size, rounding_mode="floor")]
+        return self._slots(entries.mul_(block_size).add_(positions.remainder(block_size)))
+
+    def first_slots(self, num_keys: int, offsets: torch.Tensor) -> torch.Tensor:
+        """Return [n, num_keys] int64, the cache slots of every row's first positions.
+
+        Args:
+            num_keys: at most as many as the blocks have slots
+            offsets: [block_size] int64, from 0 on
+        """
+        slots = (self.entries * len(offsets)).unsqueeze(-1) + offsets
+        return self._slots(slots.flatten(1)[:, :num_keys])
+
+    def _slots(self, counted: torch.Tensor) -> torch.Tensor:
+        """Return the slots, in place: counted from an entry below 0, ~slot was found (`table_entries.slots_of`)."""
+        return counted.bitwise_xor_(counted >> 63) if self.any_from_right else counted

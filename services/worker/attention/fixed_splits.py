@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from services.worker.attention.base import Fold, KeyRanges, RaggedRows, slots_at
+from services.worker.attention.base import DeviceTables, Fold, KeyRanges, RaggedRows
 from services.worker.attention.merge import merge_states
 from services.worker.contract.remote import SPLIT_KEYS
 from services.worker.memory.kv_cache import KVCache
@@ -37,8 +37,8 @@ class TileGroup:
     """[TILES, QUERIES] position of each query: the last key that it sees"""
     rows: torch.Tensor
     """[TILES, 1] each tile's row of `tables`"""
-    tables: torch.Tensor
-    """[n, max_blocks] block tables of all rows of the step"""
+    tables: DeviceTables
+    """Of all rows of the step"""
     last: torch.Tensor
     """[TILES, 1] the last position whose key a tile sees; what stands for keys past it is that one's"""
     num_splits: int
@@ -77,7 +77,7 @@ class FixedSplitAttention:
 
     def plan(self, rows: RaggedRows) -> SplitPlan:
         """Prepare what all layers of a step share."""
-        tables = self._tables(rows)
+        tables = DeviceTables.of(rows.tables, self._device)
         return SplitPlan(tuple(self._group(rows, tables, row, offset) for row, offset in _tiles(rows)))
 
     def plan_fold(self, ranges: KeyRanges) -> Fold:
@@ -86,7 +86,7 @@ class FixedSplitAttention:
         With states of this class alone the bits are those of one `attend` over all ranges.
         """
         rows, device = ranges.rows, self._device
-        groups, tables = [], self._tables(rows)
+        groups, tables = [], DeviceTables.of(rows.tables, device)
         for row, offset in _tiles(rows):
             first, end = (
                 torch.from_numpy(each[row, None].astype(np.int64)).to(device) for each in (ranges.first, ranges.end)
@@ -123,11 +123,8 @@ class FixedSplitAttention:
     def _pools(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._cache.keys[layer].flatten(0, 1), self._cache.values[layer].flatten(0, 1)
 
-    def _tables(self, rows: RaggedRows) -> torch.Tensor:
-        return torch.from_numpy(rows.tables).long().to(self._device)
-
     def _group(
-        self, rows: RaggedRows, tables: torch.Tensor, row: Places, offset: Places, end: torch.Tensor | None = None
+        self, rows: RaggedRows, tables: DeviceTables, row: Places, offset: Places, end: torch.Tensor | None = None
     ) -> TileGroup:
         """Return tiles of these queries, with their keys at positions below `end` [TILES, 1]; None: all."""
         tokens = torch.from_numpy(rows.first_token[row, None] + offset).long().to(self._device)
@@ -187,7 +184,7 @@ class FixedSplitAttention:
                 if not seen.any():
                     continue
             # for each layer anew: kept, those of a chunk at the end of a long context outgrow all else of a step
-            slots = slots_at(group.tables, group.rows, position.minimum(group.last), self._cache.block_size)
+            slots = group.tables.slots_at(group.rows, position.minimum(group.last), self._cache.block_size)
             found, found_lse = self._attend_split(tile, slots, seen, keys, values, there)
             whole, lse = merge_states(whole, lse, found, found_lse)
         return whole, lse

@@ -7,6 +7,8 @@ FlashInfer's own decode class computes have been reported to miss windows.
 
 A layer's window is FlashInfer's `window_left`, plus one, since that does not count the query itself. Blocks that lie
 before the window of a row's first query are not named to it at all.
+
+Rows with blocks that are filled from the right are taken out first: `flashinfer_from_right.py`.
 """
 
 from __future__ import annotations
@@ -19,9 +21,19 @@ import numpy as np
 import torch
 
 from services.worker.attention.base import Fold, KeyRanges, RaggedRows
-from services.worker.attention.block_lists import BlockLists, block_lists, leading_decodes, range_lists, starts_of
+from services.worker.attention.block_lists import (
+    BlockLists,
+    block_lists,
+    chosen_rows,
+    leading_decodes,
+    range_lists,
+    rows_from_right,
+    starts_of,
+)
 from services.worker.attention.fixed_splits import FixedSplitAttention
+from services.worker.attention.flashinfer_from_right import FlashInferFromRight, FromRightPlan, Wrappers
 from services.worker.attention.merge import merge_states
+from services.worker.contract.arrays import Bool
 from services.worker.memory.host_link import PinnedRing, send
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.spec import ModelSpec
@@ -43,8 +55,6 @@ CTAS_PER_PROCESSOR = 2
 """FlashInfer splits contexts until there is this much work for each multiprocessor."""
 _PLAN_SOURCE = "_pin_memory_int_workspace_buffer"
 """Where a wrapper of FlashInfer 0.7 keeps the host memory from which it sends a plan."""
-Wrappers = dict[int | None, Any]
-"""FlashInfer's objects, by window of the layers that they compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +62,10 @@ class FlashInferPlan:
     """A step's parts. What FlashInfer keeps of it lies in its wrappers, so only the newest plan is valid."""
 
     parts: tuple[tuple[Wrappers, slice], ...]
-    """What has planned consecutive tokens of the batch, and which these are."""
+    """What has planned consecutive tokens, and which these are of the batch, or of `tokens`."""
+    tokens: torch.Tensor | None = None
+    """[t] indices in the batch of the tokens of other rows than those of `from_right`; None: there are no such."""
+    from_right: FromRightPlan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +128,7 @@ class FlashInferAttention:
         self._others: Wrappers = {}
         self._fold_wrappers: dict[bool, Any] = {}
         """By whether they are causal."""
+        self._from_right: FlashInferFromRight | None = None
         self._workspace: torch.Tensor | None = None
         self._newest: FlashInferPlan | None = None
         self._sources: PinnedRing[torch.Tensor] | None = None
@@ -125,8 +139,23 @@ class FlashInferAttention:
     def plan(self, rows: RaggedRows) -> FlashInferPlan:
         """Prepare what all layers of a step share; the plan before this one is void."""
         self._open()
+        is_from_right = rows_from_right(rows, self._cache.block_size)
+        if is_from_right.any():
+            return self._plan_apart(rows, is_from_right)
         num_decodes = leading_decodes(rows)
         return self.plan_by(rows, ((self._decodes, slice(0, num_decodes)), (self._others, slice(num_decodes, None))))
+
+    def _plan_apart(self, rows: RaggedRows, is_from_right: Bool) -> FlashInferPlan:
+        """Plan a step of rows some of which have blocks that are filled from the right."""
+        if self._from_right is None:
+            self._from_right = FlashInferFromRight(self._spec, self._cache, self._new_wrapper, self._plan_lists)
+        (others, other_tokens), (some, tokens) = (
+            chosen_rows(rows, np.flatnonzero(which)) for which in (~is_from_right, is_from_right)
+        )
+        from_right = self._from_right.plan(some, send(tokens, self._device))
+        parts = self.plan(others).parts if len(other_tokens) else ()
+        self._newest = FlashInferPlan(parts, send(other_tokens, self._device), from_right)
+        return self._newest
 
     def plan_by(self, rows: RaggedRows, parts: Iterable[tuple[Wrappers, slice]]) -> FlashInferPlan:
         """Plan consecutive rows by wrappers each; the plan before this one is void."""
@@ -144,27 +173,45 @@ class FlashInferAttention:
     def attend(self, plan: FlashInferPlan, layer: int, queries: torch.Tensor) -> torch.Tensor:
         """Return the attention's output [t, num_heads * head_dim]; see `Attention`."""
         assert plan is self._newest, "attention of an old plan: a newer one took its place in the wrappers"
-        pools = (self._cache.keys[layer], self._cache.values[layer])
         if queries.stride()[1:] != (self._spec.head_dim, 1):
             queries = queries.contiguous()
         out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-        for wrappers, span in plan.parts:
+        if plan.from_right is None:
+            self._attend_parts(plan.parts, layer, queries, out)
+            return out.flatten(1)
+        assert plan.tokens is not None, "the other rows are planned by themselves"
+        assert self._from_right is not None, "what has planned these rows is there"
+        if len(plan.tokens):
+            others = queries[plan.tokens]
+            out[plan.tokens] = self._attend_parts(plan.parts, layer, others, torch.empty_like(others))
+        tokens = plan.from_right.tokens
+        out[tokens] = self._from_right.attend(plan.from_right, layer, queries[tokens])
+        return out.flatten(1)
+
+    def _attend_parts(
+        self, parts: Iterable[tuple[Wrappers, slice]], layer: int, queries: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Fill `out`, of the queries' shape, and return it."""
+        pools = (self._cache.keys[layer], self._cache.values[layer])
+        for wrappers, span in parts:
             wrapper = wrappers[self._spec.windows[layer]]
             wrapper.run(queries[span], pools, out=out[span], lse=None, return_lse=False)
-        return out.flatten(1)
+        return out
 
     def plan_fold(self, ranges: KeyRanges) -> Fold:
         """Prepare what all layers of a step share that fold a part of the context into states; see `Fold`.
 
         Ranges before the queries are calls without a causal mask, those up to the last query causal ones, of a wrapper
         each: of either kind only the newest plan is valid. FlashInfer counts windows from the end of the keys that it
-        is given, so layers with a window, and ranges of neither kind, are folded by torch.
+        is given, so layers with a window, ranges of neither kind, and blocks that are filled from the right are folded
+        by torch.
         """
         by_torch = FixedSplitAttention(self._spec, self._cache).plan_fold(ranges)
         rows, folds = ranges.rows, ranges.end > ranges.first
         is_before = bool((ranges.end <= rows.start)[folds].all())
         is_last = bool((ranges.end >= rows.num_keys)[folds].all())
-        if None not in self._spec.windows or not (is_before or is_last):
+        any_from_right = rows_from_right(rows, self._cache.block_size).any()
+        if None not in self._spec.windows or not (is_before or is_last) or any_from_right:
             return by_torch
         if not folds.any():
             return lambda *_: None
@@ -227,16 +274,19 @@ class FlashInferAttention:
         """Return FlashInfer's object for folds of one kind."""
         self._open()
         if causal not in self._fold_wrappers:
-            wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper
-            self._fold_wrappers[causal] = wrapper(self._workspace, "NHD", backend="fa2")
+            self._fold_wrappers[causal] = self._new_wrapper()
         return self._fold_wrappers[causal]
+
+    def _new_wrapper(self, backend: str = "fa2") -> Any:
+        """Return one of FlashInfer's objects, over the workspace."""
+        assert self._workspace is not None, "the workspace is taken first"
+        return self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=backend)
 
     def _open(self) -> None:
         """Take the workspace, the first time. All wrappers may share it: it holds nothing from one call to the next."""
         if self._workspace is not None:
             return
         self._workspace = torch.zeros(self._workspace_bytes, dtype=torch.uint8, device=self._device)
-        wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper
         windows = dict.fromkeys(self._spec.windows)
         on_gpu = self._device.type == "cuda"
         self._sources = PinnedRing(
@@ -247,8 +297,8 @@ class FlashInferAttention:
             self._device,
         )
         for window in windows:
-            self._decodes[window] = wrapper(self._workspace, "NHD", backend="fa2")
-            self._others[window] = wrapper(self._workspace, "NHD", backend="auto")
+            self._decodes[window] = self._new_wrapper()
+            self._others[window] = self._new_wrapper("auto")
 
     def _plan_lists(self, wrapper: Any, lists: BlockLists, window: int | None, *, causal: bool) -> None:
         """Plan rows, without waiting for the device.
@@ -258,7 +308,7 @@ class FlashInferAttention:
         """
         assert self._sources is not None
         spec, on_gpu = self._spec, self._device.type == "cuda"
-        num_keys = (np.diff(lists.block_starts) - 1) * self._cache.block_size + lists.last_block_tokens
+        num_keys = (np.diff(lists.block_starts) - 1) * lists.block_size + lists.last_block_tokens
         read_there = (lists.query_starts, lists.block_starts, lists.last_block_tokens, num_keys)
         packed = torch.from_numpy(np.concatenate(read_there, dtype=np.int32))
         starts, block_starts, last, keys = (packed.pin_memory() if on_gpu else packed).split(list(map(len, read_there)))
@@ -274,7 +324,7 @@ class FlashInferAttention:
             spec.num_heads,
             spec.num_kv_heads,
             spec.head_dim,
-            self._cache.block_size,
+            lists.block_size,
             causal=causal,
             sm_scale=spec.head_dim**-0.5,
             window_left=-1 if window is None else window - 1,

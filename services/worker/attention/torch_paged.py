@@ -20,7 +20,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from services.worker.attention.base import Fold, KeyRanges, RaggedRows, slots_at
+from services.worker.attention.base import DeviceTables, Fold, KeyRanges, RaggedRows
 from services.worker.attention.fixed_splits import FixedSplitAttention
 from services.worker.contract.arrays import I32, I64
 from services.worker.memory.kv_cache import KVCache
@@ -223,9 +223,9 @@ class TorchPagedAttention:
                 self._to_device(each).unsqueeze(1) for each in (first_key, rows.num_keys[group] - 1, group)
             )
             positions = (first + torch.arange(max_keys, device=self._device)).minimum(last)
-            return slots_at(self._to_device(rows.tables), row, positions, block_size)
-        tables = self._to_device(rows.tables[group, : -(-max_keys // block_size)])
-        return (tables.mul_(block_size).unsqueeze(-1) + self._offsets).flatten(1)[:, :max_keys]
+            return DeviceTables.of(rows.tables, self._device).slots_at(row, positions, block_size)
+        tables = DeviceTables.of(rows.tables[group, : -(-max_keys // block_size)], self._device)
+        return tables.first_slots(max_keys, self._offsets)
 
     def _to_device(self, values: I32 | I64) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self._device)

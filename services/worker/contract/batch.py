@@ -33,14 +33,18 @@ class RowInit:
 
 @hot_dataclass(frozen=True, slots=True)
 class TableDelta:
-    """Entries of block tables that changed since the last batch: table[row[i], index[i]] = block_id[i]."""
+    """Entries of block tables that changed since the last batch: table[row[i], index[i]] = block_id[i].
+
+    Two rows may have one block in their tables and write it from both ends (`table_entries.py`). Nothing here notices
+    when they meet: whoever fills the tables copies one of them elsewhere before.
+    """
 
     row: I32
     """[m]"""
     index: I32
     """[m], position in the row's block table: it holds tokens [index * block_size, (index + 1) * block_size)."""
     block_id: I32
-    """[m]"""
+    """[m] entries: an id, or ~id (below 0) for a block that the row fills from the right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ class CopyOps:
     """Blocks to copy on the device, all layers, K and V, before the step runs (copy-on-write, compaction)."""
 
     source: I32
-    """[c] block ids"""
+    """[c] block ids, never entries: a copy has all slots, from whichever end they were filled"""
     target: I32
     """[c] block ids; disjoint from `source`"""
 

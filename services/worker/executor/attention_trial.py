@@ -16,12 +16,15 @@ import torch
 
 from services.worker.attention.base import Attention, RaggedRows
 from services.worker.attention.torch_paged import TorchPagedAttention
+from services.worker.contract.table_entries import blocks_of, slots_of
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.spec import ModelSpec
 
 BLOCK_SIZE = 16
-ROWS = ((1200, 1), (0, 1), (40, 1), (0, 150), (513, 70), (30, 1))
+ROWS = ((1200, 1), (0, 1), (40, 1), (0, 150), (513, 70), (30, 1), (27, 1), (200, 9))
 """Position of the first token and number of tokens: decodes, one of them so long that it is split, and prefills."""
+NUM_FROM_RIGHT = 2
+"""Last rows, whose blocks are filled from the right."""
 WINDOW = 100
 """Stands for every window of the model: shorter than some rows, not a multiple of a block."""
 LIMIT = 0.03
@@ -42,7 +45,7 @@ def attention_fault(
     kinds = tuple(dict.fromkeys(None if window is None else WINDOW for window in spec.windows))
     spec = replace(spec, windows=kinds, num_layers=len(kinds))
     rows = _rows()
-    num_blocks = int(rows.tables.max()) + 1
+    num_blocks = int(blocks_of(rows.tables).max()) + 1
     exact = KVCache(spec, num_blocks, BLOCK_SIZE, torch.float32, device)
     tried = KVCache(spec, num_blocks, BLOCK_SIZE, dtype, device)
     queries = _fill(spec, rows, exact, tried)
@@ -75,6 +78,7 @@ def _rows() -> RaggedRows:
     ends = np.cumsum(blocks)
     for row, (count, end) in enumerate(zip(blocks, ends, strict=True)):
         tables[row, :count] = ends[-1] - 1 - np.arange(end - count, end)
+    tables[-NUM_FROM_RIGHT:] = ~tables[-NUM_FROM_RIGHT:]
     return RaggedRows(num_tokens, start, tables)
 
 
@@ -87,8 +91,8 @@ def _fill(spec: ModelSpec, rows: RaggedRows, exact: KVCache, tried: KVCache) -> 
     dtype = tried.keys[0].dtype
     written = torch.zeros(exact.num_blocks * BLOCK_SIZE, dtype=torch.bool)
     for table, num_keys in zip(rows.tables, rows.num_keys, strict=True):
-        places = torch.arange(int(num_keys))
-        written[torch.from_numpy(table)[places // BLOCK_SIZE].long() * BLOCK_SIZE + places % BLOCK_SIZE] = True
+        places = np.arange(num_keys, dtype=np.int64)
+        written[torch.from_numpy(slots_of(table[places // BLOCK_SIZE], places, BLOCK_SIZE))] = True
     for of_exact, of_tried in zip((*exact.keys, *exact.values), (*tried.keys, *tried.values), strict=True):
         numbers = torch.randn(of_exact.shape, generator=generator).to(dtype)
         numbers.flatten(0, 1)[~written] = torch.nan

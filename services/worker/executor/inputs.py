@@ -10,6 +10,7 @@ import torch
 from services.worker.attention.base import RaggedRows
 from services.worker.contract.arrays import I32, I64
 from services.worker.contract.batch import Batch
+from services.worker.contract.table_entries import slots_of
 from services.worker.memory.host_link import PinnedRing
 from services.worker.sampling.own_samples import OwnSamples
 
@@ -76,9 +77,8 @@ class InputBuffers:
         else:
             row = np.repeat(row, batch.num_tokens)
             positions[:] = np.arange(num_tokens) + (batch.start - rows.first_token)[row]
-        block = positions // self._block_size
-        slots[:] = (rows.tables[row, block] - block) * self._block_size
-        slots += positions
+        entries = rows.tables[row, positions // self._block_size]
+        slots[:] = slots_of(entries, positions, self._block_size)
         num_rows, num_sampled = len(batch.rows), len(sampled)
         last = host[3, :num_rows]
         np.cumsum(batch.num_tokens, out=last)

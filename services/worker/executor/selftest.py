@@ -25,6 +25,8 @@ _ODD_CHUNKS = (1, 5, 33, 2, 64, 1, 7, 130)
 def prove_deterministic(runner: ModelRunner, max_batch_tokens: int) -> None:
     """Compute one sequence by itself, and again in odd pieces beside another one; leaves garbage in the cache.
 
+    The second time its blocks are filled from the right: neither may the logits depend on where keys lie.
+
     Raises:
         StartupError: the logits differ in any bit.
     """
@@ -36,7 +38,7 @@ def prove_deterministic(runner: ModelRunner, max_batch_tokens: int) -> None:
     tokens = (np.arange(length, dtype=np.int64) * 7919 + 13) % info.vocab_size
     first, other = tokens.astype(np.int32), ((tokens + 1) % info.vocab_size).astype(np.int32)
     alone = _run(runner, [(0, first)], (max_batch_tokens,), max_batch_tokens)
-    beside = _run(runner, [(blocks, other), (0, first)], _ODD_CHUNKS, max_batch_tokens)
+    beside = _run(runner, [(blocks, other), (~0, first)], _ODD_CHUNKS, max_batch_tokens)
     if not torch.equal(alone[-1].view(torch.int32), beside[-1].view(torch.int32)):
         raise StartupError(
             "deterministic mode is not possible here: the matrix library's results depend on the rest of the batch",
@@ -49,7 +51,7 @@ def _run(runner: ModelRunner, trials: list[tuple[int, I32]], chunks: tuple[int, 
 
     Args:
         runner: of the model.
-        trials: of each its first block, and its tokens, as many as the others have.
+        trials: of each the first entry of its table, and its tokens, as many as the others have.
         chunks: tokens of each in a step.
         max_tokens: of a step.
     """

@@ -131,8 +131,13 @@ class DecodeLayers:
 class StepGraph(Protocol):
     """Steps that were recorded (`step_graphs.py`)."""
 
-    def has_for(self, batch: Batch) -> bool:
-        """Return whether a batch can be computed by what was recorded."""
+    def has_for(self, batch: Batch, tables: I32) -> bool:
+        """Return whether a batch can be computed by what was recorded.
+
+        Args:
+            batch: of the step.
+            tables: see `ForwardPass.run`.
+        """
 
     def run(self, batch: Batch, tables: I32, sampled: I64) -> Scores:
         """Compute a step; see `ForwardPass.run`."""
@@ -168,8 +173,9 @@ class TorchForward:
 
     def run(self, batch: Batch, tables: I32, sampled: I64, hidden: torch.Tensor | None = None) -> Scores:
         """Compute a step up to the logits; see `ForwardPass`."""
-        if self._record is not None and hidden is None and self.remote is None and self._record.has_for(batch):
-            return self._record.run(batch, tables, sampled)
+        record = self._record if hidden is None and self.remote is None else None
+        if record is not None and record.has_for(batch, tables):
+            return record.run(batch, tables, sampled)
         inputs = self._inputs.fill(batch, tables, sampled)
         return self._layers.scores(self._compute(inputs, hidden), inputs)
 

@@ -5,8 +5,9 @@ them. A graph holds all of them from the embedding to the logits. What differs f
 stays where it is: tokens, positions and slots, and what attention has planned before each start.
 
 A batch takes the smallest graph that has its rows. Those that are left are copies of its shortest row: they write the
-same keys and values into the same slots, and nobody reads what comes out for them. Prompts, stages of a group and steps
-some of whose keys lie elsewhere are computed without a graph.
+same keys and values into the same slots, and nobody reads what comes out for them. Prompts, stages of a group, steps
+some of whose keys lie elsewhere and those of rows with blocks that are filled from the right are computed without a
+graph.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from services.worker.attention.base import RaggedRows
+from services.worker.attention.block_lists import rows_from_right
 from services.worker.attention.flashinfer_paged import FixedFlashInfer
 from services.worker.contract.arrays import I32, I64
 from services.worker.contract.batch import Batch
@@ -126,9 +129,13 @@ class StepGraphs:
         """Return whether these layers and their blocks are those that were recorded, in the same places."""
         return layers.cache.num_blocks <= self._num_blocks and _addresses(layers) == self._addresses
 
-    def has_for(self, batch: Batch) -> bool:
-        """Return whether there is a graph for a batch."""
-        return len(batch.rows) <= self.sizes[-1] and len(batch.tokens) == len(batch.rows)
+    def has_for(self, batch: Batch, tables: I32) -> bool:
+        """Return whether there is a graph for a batch; see `StepGraph`."""
+        if len(batch.rows) > self.sizes[-1] or len(batch.tokens) != len(batch.rows):
+            return False
+        size = self.layers.cache.block_size
+        named = tables[batch.rows, : int(batch.start.max()) // size + 1]
+        return not rows_from_right(RaggedRows(batch.num_tokens, batch.start, named), size).any()
 
     def run(self, batch: Batch, tables: I32, sampled: I64) -> Scores:
         """Compute a step of decodes; see `ForwardPass.run`."""

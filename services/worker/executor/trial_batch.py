@@ -24,12 +24,15 @@ def trial_batch(
         num_tokens: [n]
         num_blocks: of each row, side by side.
         tokens: of all rows; None: zeros.
-        first_block: [n] of each row; None: all rows share the first ones.
+        first_block: [n] first entry of each row's table; below 0, ~id: its blocks are filled from the right. None: all
+            rows share the first blocks.
         admits: rows that are new.
     """
     num_rows = len(start)
     rows, index = np.arange(num_rows, dtype=np.int32), np.tile(np.arange(num_blocks, dtype=np.int32), num_rows)
-    offset = 0 if first_block is None else np.repeat(first_block, num_blocks)
+    entries = index
+    if first_block is not None:
+        entries = np.repeat(first_block, num_blocks) + index * np.repeat(np.where(first_block < 0, -1, 1), num_blocks)
     return Batch(
         step_id=0,
         rows=rows,
@@ -37,6 +40,6 @@ def trial_batch(
         start=start,
         tokens=np.zeros(int(num_tokens.sum()), dtype=np.int32) if tokens is None else tokens,
         sample=np.ones(num_rows, dtype=np.bool_),
-        table_delta=TableDelta(np.repeat(rows, num_blocks), index, index + offset),
+        table_delta=TableDelta(np.repeat(rows, num_blocks), index, entries.astype(np.int32)),
         admits=admits,
     )

@@ -224,6 +224,7 @@ class RemoteAttention:
         size = self._shape.block_size
         width = min(int(-(-rows.start.max(initial=0) // size)), rows.tables.shape[1])
         ids = rows.tables[:, :width]
+        assert ids.min(initial=0) >= 0, "rows of a group fill their blocks from the left"
         lacks = self._is_missing[np.minimum(ids, len(self._is_missing) - 1)]  # the last one is never missing
         lacks &= np.arange(width) * size < rows.start[:, None]
         if not lacks.any():

@@ -29,6 +29,7 @@ from services.worker.contract.arrays import I32
 from services.worker.contract.batch import OWN_SAMPLE, Batch, TableDelta
 from services.worker.contract.executor import HostCopy
 from services.worker.contract.kept_kv import as_host_id
+from services.worker.contract.table_entries import blocks_of, slots_of
 from shared.layers import LayerRange
 from shared.stream_extras import TokenLogprob
 
@@ -169,6 +170,7 @@ class ShadowKv:
         self._slots: U64 = np.zeros((0, block_size), dtype=np.uint64)
         self._host_slots: U64 = np.full((num_host_blocks, block_size), _POISON, dtype=np.uint64)
         self._table: I32 = np.zeros((1, 1), dtype=np.int32)
+        self._any_from_right = False  # some entry has been below 0, see `contract/table_entries.py`
         self._table_length: I32 = np.zeros(1, dtype=np.int32)
         self._sum_length: I32 = np.full(1, _UNKNOWN, dtype=np.int32)  # tokens that the running sum covers
         self._sum: U64 = np.zeros(1, dtype=np.uint64)
@@ -248,7 +250,7 @@ class ShadowKv:
             for row, count in zip(batch.rows.tolist(), batch.num_tokens.tolist(), strict=True)
             if row < self._known.size
             and self._known[row]
-            and not self._elsewhere.keys().isdisjoint(self._table[row, : self._table_length[row]].tolist())
+            and not self._elsewhere.keys().isdisjoint(blocks_of(self._table[row, : self._table_length[row]]).tolist())
         )
 
     def read_block(self, block: int) -> U64:
@@ -349,16 +351,19 @@ class ShadowKv:
             rows = np.repeat(rows, batch.num_tokens)
         index, offset = np.divmod(positions, self.block_size)
         values = mix(tokens.astype(np.uint64), positions.astype(np.uint64))
-        self._slots[self._table[rows, index], offset] = values
+        entries = self._table[rows, index]
+        if self._any_from_right:
+            entries, offset = np.divmod(slots_of(entries, positions, self.block_size), self.block_size)
+        self._slots[entries, offset] = values
         return values
 
     def _sum_of_blocks(self, row: int, length: int) -> np.uint64:
-        ids = self._table[row, : -(-length // self.block_size)]
-        slots = self._slots[ids]
+        entries = self._table[row, : -(-length // self.block_size)]
+        slots = self._slots[blocks_of(entries)]
         if self._elsewhere:
-            slots = np.stack([self.read_block(block) for block in ids.tolist()])
-        total: np.uint64 = slots.reshape(-1)[:length].sum()
-        return total
+            slots = np.stack([self.read_block(block) for block in blocks_of(entries).tolist()])
+        slots[entries < 0] = slots[entries < 0, ::-1]
+        return np.uint64(slots.reshape(-1)[:length].sum())
 
     def _change_tables(self, delta: TableDelta) -> None:
         row, index = delta.row.astype(np.intp), delta.index
@@ -370,6 +375,7 @@ class ShadowKv:
         if np.count_nonzero(is_known):
             self._sum_length[row[is_known]] = _UNKNOWN
         self._table[row, index] = delta.block_id
+        self._any_from_right |= int(np.minimum.reduce(delta.block_id)) < 0
         np.maximum.at(self._table_length, row, index + 1)
 
     def _make_rows(self, num_rows: int) -> None:

@@ -99,7 +99,7 @@ class Attention {
       due_ += per_key_ * static_cast<float>(num_keys);
       const int64_t bytes = args_.kv_heads * args_.head_dim * static_cast<int64_t>(sizeof(T));
       for (; due_ > 0.0f && at_ < end_; at_++, due_ -= 1.0f) {
-        const int64_t slot = table_[at_ / args_.block_size] * args_.block_size + at_ % args_.block_size;
+        const int64_t slot = slot_of(table_[at_ / args_.block_size], at_ % args_.block_size, args_.block_size);
         const char* key = static_cast<const char*>(args_.keys) + slot * bytes;
         const char* value = static_cast<const char*>(args_.values) + slot * bytes;
         for (int64_t byte = 0; byte < bytes; byte += 64) {
@@ -271,8 +271,9 @@ class Attention {
   KeyTile key_tile(const Item& item, int64_t kv_head, const SplitKeys& at, int64_t base, int64_t t, int64_t from, int64_t to, bf16* copy) const {
     const int64_t size = args_.block_size, token_stride = args_.kv_heads * args_.head_dim;
     if (size % kTileRows == 0) {
-      const int64_t slot = args_.rows.table(item.row)[(base + t) / size] * size + (base + t) % size;
-      return {static_cast<const bf16*>(args_.keys) + slot * token_stride + kv_head * args_.head_dim, token_stride * static_cast<int64_t>(sizeof(bf16))};
+      const int64_t entry = args_.rows.table(item.row)[(base + t) / size], slot = slot_of(entry, (base + t) % size, size);
+      const int64_t stride = step_of(entry) * token_stride * static_cast<int64_t>(sizeof(bf16));
+      return {static_cast<const bf16*>(args_.keys) + slot * token_stride + kv_head * args_.head_dim, stride};
     }
     for (int64_t i = std::max(t, from); i < std::min(t + kTileRows, to); i++)
       std::memcpy(copy + (i - t) * args_.head_dim, at.keys[i], args_.head_dim * sizeof(bf16));
@@ -318,16 +319,17 @@ class Attention {
 #endif
 
   __attribute__((noinline)) void find_keys(const Item& item, int64_t kv_head, int64_t base, int64_t from, int64_t to, SplitKeys& at) const {
-    const int32_t* table = args_.rows.table(item.row);
     const int64_t token_stride = args_.kv_heads * args_.head_dim, size = args_.block_size;
+    const int32_t* entry = args_.rows.table(item.row) + (base + from) / size;
+    int64_t offset = (base + from) % size;
     const T* keys = static_cast<const T*>(args_.keys) + kv_head * args_.head_dim;
     const T* values = static_cast<const T*>(args_.values) + kv_head * args_.head_dim;
-    for (int64_t t = from; t < to;) {
-      const int64_t offset = (base + t) % size, count = std::min(size - offset, to - t);
-      int64_t slot = table[(base + t) / size] * size + offset;
-      for (int64_t i = 0; i < count; i++, t++, slot++) {
-        at.keys[t] = keys + slot * token_stride;
-        at.values[t] = values + slot * token_stride;
+    for (int64_t t = from; t < to; entry++, offset = 0) {
+      const int64_t count = std::min(size - offset, to - t), step = step_of(*entry) * token_stride;
+      int64_t place = slot_of(*entry, offset, size) * token_stride;
+      for (int64_t i = 0; i < count; i++, t++, place += step) {
+        at.keys[t] = keys + place;
+        at.values[t] = values + place;
       }
     }
   }

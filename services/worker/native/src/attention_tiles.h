@@ -16,10 +16,10 @@ namespace sluice {
 constexpr int kTilePositions = 256;  // positions of a split
 using TileScores = float[kTileRows][kTilePositions];
 
-// Where 16 keys lie that follow each other in memory.
+// Where 16 keys lie at one distance from each other.
 struct KeyTile {
   const bf16* from;
-  int64_t stride;  // bytes
+  int64_t stride;  // bytes; below 0 in a block that is filled from the right
 };
 
 // Packs up to 16 query rows as tiles of tokens.

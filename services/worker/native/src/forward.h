@@ -109,10 +109,10 @@ class Places {
       if (count < 1 || start < 0 || start + count > std::min(model.num_positions, rows.table_stride * size)) return false;
       const int32_t* table = rows.table(row);
       for (int64_t i = 0; i <= (start + count - 1) / size; i++)
-        if (!is_below(table[i], model.num_blocks)) return false;
+        if (!is_below(block_of(table[i]), model.num_blocks)) return false;
       for (int64_t position = start; position < start + count; position++) {
         positions_.push_back(position);
-        slots_.push_back(table[position / size] * size + position % size);
+        slots_.push_back(slot_of(table[position / size], position % size, size));
       }
       ends_.push_back(static_cast<int64_t>(positions_.size()));
     }

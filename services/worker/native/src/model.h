@@ -50,13 +50,25 @@ struct Model {
   const Layer* layers;
 };
 
+// An entry of a block table that is below 0 is ~id: that block is filled from the right.
+inline int64_t block_of(int64_t entry) { return entry ^ (entry >> 63); }
+
+// Where the key of a position lies: `offset` slots from the end of its block at which the row began to fill it.
+inline int64_t slot_of(int64_t entry, int64_t offset, int64_t block_size) {
+  const int64_t slot = entry * block_size + offset;
+  return slot ^ (slot >> 63);  // ~id * size + offset = ~(id * size + size - 1 - offset)
+}
+
+// From the slot of a position to that of the next one of its block.
+inline int64_t step_of(int64_t entry) { return entry < 0 ? -1 : 1; }
+
 // The rows of one step: row i's tokens are the next row_tokens[i] ones of the batch.
 struct Rows {
   int64_t num_rows, num_tokens;
   const int32_t* row_tokens;  // [num_rows]
   const int32_t* row_start;   // [num_rows] position of the first token
   const int32_t* row_table;   // [num_rows] which of the tables is the row's; null: the row's own number
-  const int32_t* tables;      // [.., table_stride] block tables
+  const int32_t* tables;      // [.., table_stride] block tables, see `slot_of`
   int64_t table_stride;
 
   const int32_t* table(int64_t row) const { return tables + (row_table == nullptr ? row : row_table[row]) * table_stride; }

@@ -233,6 +233,14 @@ def test_the_trial_finds_a_library_that_reads_an_argument_wrongly(changes: dict[
 
 
 @pytest.mark.slow
+def test_the_trial_finds_a_library_that_masks_blocks_from_the_right() -> None:
+    """Blocks that were full before are read without a causal mask, and by nothing else in the trial."""
+    reason = fault(library_that(lambda *_, **__: None, causal=True), windows=(None,))
+    assert reason is not None
+    assert "differ from torch's by" in reason
+
+
+@pytest.mark.slow
 def test_the_trial_turns_a_compilers_error_into_a_reason() -> None:
     assert (
         fault(library_that(Mock(side_effect=RuntimeError("nvcc not found"))))

@@ -62,6 +62,33 @@ def test_prefill_in_any_chunks_and_decodes_give_the_undisturbed_text(
     assert text == expected_outputs(i32(*prompt), i32(), 10, 0, DRAW).tolist()
 
 
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 999), min_size=1, max_size=30), st.integers(1, 30), st.booleans())
+def test_a_block_can_be_shared_from_both_ends(prompt: list[int], chunk: int, exact: bool) -> None:
+    """Two rows with the same blocks of 64, one of which fills them from the left and one from the right."""
+    kv, texts = ShadowKv(16, 64, DRAW, verify_ratio=float(exact)), ([], [])  # type: tuple[ShadowKv, tuple[list[int], ...]]
+    prompts = (prompt, prompt[:11][::-1])
+    for row, (mine, table) in enumerate(zip(prompts, ([5], [~5]), strict=True)):
+        for start in range(0, len(mine), chunk):
+            step = batch(mine[start : start + chunk], start=start, table=None if start else table, row=row)
+            token = run(kv, step)
+        texts[row].append(token)
+    for i in range(9):
+        for row in (0, 1):
+            texts[row].append(run(kv, batch([texts[row][-1]], start=len(prompts[row]) + i, row=row)))
+    for mine, text in zip(prompts, texts, strict=True):
+        assert text == expected_outputs(i32(*mine), i32(), 10, 0, DRAW).tolist()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_rows_that_meet_in_a_block_change_the_text(shared: bool) -> None:
+    """Three tokens from the left and two from the right do not fit into a block of four."""
+    kv = ShadowKv(8, 4, DRAW, verify_ratio=1.0)
+    run(kv, batch([10, 11, 12], start=0, table=[5]))
+    run(kv, batch([20, 21], start=0, table=[~5 if shared else ~6], row=1))
+    assert (run(kv, batch([13], start=3)) == expected_outputs(i32(10, 11, 12, 13), i32(), 1, 0, DRAW)[0]) != shared
+
+
 def text_after(damage: object) -> tuple[int, int]:
     """Return the token after some damage to the KV of eight tokens in blocks 2 and 5, and the one without."""
     kv = ShadowKv(8, 4, DRAW, num_host_blocks=HOST_BLOCKS, verify_ratio=1.0)

@@ -112,7 +112,8 @@ def test_logits_that_are_not_finite_fail_the_step_and_name_their_rows(
 
 
 WRONG = {"token": {"tokens": [384]}, "negative token": {"tokens": [-2]}, "position": {"start": [512]}}
-WRONG |= {"negative position": {"start": [-1]}, "block": {"block_id": [100_000]}, "negative block": {"block_id": [-1]}}
+WRONG |= {"negative position": {"start": [-1]}, "block": {"block_id": [100_000]}}
+WRONG |= {"block from the right": {"block_id": [~100_000]}, "last number": {"block_id": [-(2**31)]}}
 
 
 @pytest.mark.skipif(KERNELS == "torch", reason="of the native kernels")

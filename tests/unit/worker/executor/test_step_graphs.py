@@ -118,6 +118,40 @@ def test_only_the_slots_of_the_batch_are_written() -> None:
         assert changed
 
 
+def test_steps_of_rows_with_blocks_from_the_right_are_computed_without_a_graph(recorder: ReplayRecorder) -> None:
+    """The second row's second block is such a one; the third row's entry behind its end does not count."""
+    runner = open_runner()
+    soil(runner)
+    driver = Driver(runner)
+    own = [driver.add(list(range(5, 5 + length))) for length in (20, 20, 9)]
+    for sequence, entries in zip(own, ([3, 4], [7, ~6], [9, ~8]), strict=True):
+        driver.give(sequence, entries, 0)
+    for sequence in own:
+        driver.step([(sequence, len(sequence.tokens))])
+    for picked, num_starts in (((0, 2), 1), ((0, 1, 2), 1), ((1,), 1), ((2,), 2)):
+        driver.step([(own[i], 1) for i in picked])
+        assert recorder.num_starts == num_starts
+
+
+@pytest.mark.slow
+def test_logits_of_rows_with_blocks_from_the_right_are_those_of_other_rows() -> None:
+    """FlashInfer's parts are rounded by themselves, so close to them; decodes among prompts, on sharers of a block."""
+    found = []
+    for entries in ([[3, 4], [7, 6], [9, 8]], [[~3, 4], [7, ~4], [9, 8]]):
+        driver = Driver(open_runner())
+        soil(driver.runner)
+        own = [driver.add(list(range(5, 5 + length))) for length in (20, 21, 30)]
+        for sequence, table in zip(own, entries, strict=True):
+            driver.give(sequence, table, 0)
+        driver.step_logits([(own[0], 20), (own[1], 9)], [50, None])
+        driver.step_logits([(own[0], 1), (own[1], 12), (own[2], 17)], [51, 52, None])
+        driver.step_logits([(own[0], 1), (own[1], 1), (own[2], 13)], [53, 54, 55])
+        driver.step_logits([(sequence, 1) for sequence in own], [None] * 3)
+        found.append([logits for sequence in own for logits in sequence.logits])
+    for expected, logits in zip(*found, strict=True):
+        torch.testing.assert_close(logits, expected, atol=CLOSE, rtol=CLOSE)
+
+
 def test_rows_that_are_not_sampled_from_are_left_out_of_the_logits(recorder: ReplayRecorder) -> None:
     """A prompt's last tokens but one, computed one at a time beside decodes."""
     drivers = [Driver(open_runner(graphs=graphs)) for graphs in (True, False)]
