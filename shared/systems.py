@@ -42,6 +42,8 @@ class System:
     has 64 GiB, of which the other systems have none there (unless a variant says so)."""
     recomputes: bool = False
     """It is about KV that is computed again: it keeps none on the host, live neither."""
+    shares_blocks: bool = False
+    """A request of real time and one of best effort may fill one KV block, from both ends; no system of groups does."""
     memory: Memory = Memory.BOUNDED
     """Where it is unlimited, the system runs in the simulator only."""
     num_stages: int = 1
@@ -50,6 +52,10 @@ class System:
     """Under pressure the planner has workers drop replicated parameters and form pipeline groups."""
     exchange: KvExchange = KvExchange.COORDINATED
     """How KV comes to such a group (worker)."""
+
+    def __post_init__(self) -> None:
+        if self.shares_blocks and self.forms_groups:
+            raise ValueError(f"system '{self.name}' forms groups, where no two requests fill one block")
 
     @property
     def forms_groups(self) -> bool:
@@ -85,8 +91,9 @@ SYSTEMS: dict[str, System] = {
         System("sluice", scheduler="sluice", placement="least-loaded"),
         # TokenFlow, which parks in host memory: by how much text readers have unread.
         System("tokenflow", scheduler="tokenflow", placement="least-loaded", swaps=True),
-        # BROS without blocks that two requests share: who gives way goes to the host as a whole, or is computed again,
-        # as in the paper's comparison. And its round-robin, which alternates between the classes.
+        # BROS. And without blocks that two requests share: who gives way goes to the host as a whole, or is computed
+        # again, as in the paper's comparison. And its round-robin, which alternates between the classes.
+        System("bros", scheduler="bros", placement="least-loaded", swaps=True, shares_blocks=True),
         System("bros-whole", scheduler="bros-whole", placement="least-loaded", swaps=True),
         System("bros-recompute", scheduler="bros", placement="least-loaded", recomputes=True),
         System("bros-rr", scheduler="class-round-robin", placement="least-loaded"),
@@ -110,7 +117,6 @@ SYSTEMS: dict[str, System] = {
 
 PLANNED_SYSTEMS: tuple[str, ...] = (
     "migrate",
-    "bros",
     "best-fit",
     "worst-fit",
     "load-balance",

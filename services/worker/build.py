@@ -245,7 +245,7 @@ def _engine(
     max_model_len: int,
     make_engine: EngineMaker | None,
 ) -> Engine:
-    capacity = executor.capacity
+    capacity, system = executor.capacity, find_system(settings.system)
     config = EngineConfig(
         max_sequences=settings.max_sequences,
         max_batch_tokens=settings.max_batch_tokens,
@@ -257,8 +257,9 @@ def _engine(
         prefix_caching=settings.prefix_caching,
         num_lanes=executor.num_lanes,
         overlaps=overlaps(executor),
+        shares_blocks=system.shares_blocks,
     )
-    scheduler = make_scheduler(find_system(settings.system).scheduler)
+    scheduler = make_scheduler(system.scheduler)
     num_blocks = _num_blocks(settings, capacity)
     return (make_engine or Engine)(config, scheduler, num_blocks, capacity.host, model.cost)
 

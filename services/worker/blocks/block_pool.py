@@ -27,6 +27,8 @@ class BlockPool:
         self.refcount: I32 = np.zeros(num_blocks, dtype=np.int32)
         self.usable: Bool = np.ones(num_blocks, dtype=np.bool_)
         self.index = PrefixIndex(num_blocks)
+        self.from_right: Bool = np.zeros(num_blocks, dtype=np.bool_)
+        """[num_blocks] from which end each was filled; of two that fill it, the first (`both_ends.py`)."""
         self.on_lost: Callable[[I32], None] | None = None
         """Called with ids whose contents nobody may read any more; the shadow KV poisons them."""
         self._free_blocks = FreeBlocks(num_blocks)
@@ -110,6 +112,7 @@ class BlockPool:
         self._pins.grow(num_blocks)
         self.usable = np.concatenate([self.usable, np.zeros(more, dtype=np.bool_)])
         self._limit.grow(num_blocks)
+        self.from_right = np.concatenate([self.from_right, np.zeros(more, dtype=np.bool_)])
         self.index.grow(num_blocks)
         self._free_blocks.grow(num_blocks)
 
@@ -163,6 +166,7 @@ class BlockPool:
         self.pin(source, owner)
         self._limit.vacate(source)
         self.refcount[target], self.refcount[source] = self.refcount[source], 0
+        self.from_right[target] = self.from_right[source]
         self.index.move(source, target)
         return target
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from services.worker.blocks.manager import BlockManager
 from services.worker.contract.batch import CopyOps, TableDelta
+from services.worker.contract.table_entries import blocks_of
 
 MAX_MOVED_BLOCKS: Final = 256
 """Blocks that move with one batch at most; raising it makes way sooner and lengthens the steps meanwhile."""
@@ -35,7 +36,7 @@ def with_moves(blocks: BlockManager, owner: Hashable, delta: TableDelta, copies:
         return delta, copies
     target = blocks.vacate(source, owner)
     renamed = blocks.rename(np.flatnonzero(blocks.held).astype(np.int32), source, target)
-    stays = ~np.isin(delta.block_id, source)  # of a row that has come to share such a block just now
+    stays = ~np.isin(blocks_of(delta.block_id), source)  # of a row that has come to share such a block just now
     return (
         TableDelta(
             np.concatenate([delta.row[stays], renamed.row]),

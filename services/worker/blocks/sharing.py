@@ -92,8 +92,9 @@ class Sharing:
 
     # Rows come, run and go
 
-    def add(self, row: int, salt: str, parent: int | None) -> None:
-        """Take in a new row, which may fork another one."""
+    def add(self, row: int, salt: str, parent: int | None, *, from_right: bool = False) -> None:
+        """Take in a new row, which may fork another one, and from which end it fills its blocks."""
+        self._blocks.begin(row, from_right=from_right)
         if parent is not None:
             self.forks.add(row, parent)
         self._names.add(row, salt, parent)
@@ -265,15 +266,17 @@ class Sharing:
         num_tokens = min(int(self._table.num_prompt[row]), int(self._table.num_known[row]) - 1)
         if found.num_tokens >= num_tokens:
             return found
-        return max(found, self._of_parent(parent, num_tokens), key=lambda match: match.num_tokens)
+        return max(found, self._of_parent(row, parent, num_tokens), key=lambda match: match.num_tokens)
 
-    def _of_parent(self, parent: int, num_tokens: int) -> _Match:
+    def _of_parent(self, row: int, parent: int, num_tokens: int) -> _Match:
         num_full, rest = divmod(num_tokens, self._blocks.block_size)
         ids = self._blocks.block_table[parent, : num_full + 1].tolist()
         if self._remote is not None:
             num_usable = self._remote.num_usable(ids[: num_full + bool(rest)], num_full)
             if num_usable <= num_full:
                 return _Match(ids[:num_usable], None, num_usable * self._blocks.block_size)
+        if rest and not self._blocks.goes_on(row, parent, ids[num_full]):
+            return _Match(ids[:num_full], None, num_full * self._blocks.block_size)
         return _Match(ids[:num_full], ids[num_full] if rest else None, num_tokens)
 
     def _claim(self, row: int, chain: _Chain, num_shared: int) -> None:

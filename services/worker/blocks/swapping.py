@@ -131,6 +131,7 @@ class Swapping:
         table.host_tokens[row] = num_tokens
         device: I32 = blocks.block_table[row, num_kept:end][is_new]
         num_freed = int(np.count_nonzero((blocks.refcount[device] == 1) & (blocks.pins[device] == 0)))
+        self.host.from_right[host[is_new]] = blocks.from_right_of(row, device)
         filled = tuple(name for name, new in zip(names, is_new.tolist(), strict=False) if new)
         copy = HostCopy(self._next_copy_id, device, host[is_new], to_host=True)
         return self._begin(_Move(copy, row, num_tokens, filled, num_freed))
@@ -156,6 +157,7 @@ class Swapping:
             num_tokens = int(num_held + shared.size + host.size) * blocks.block_size
         table.num_computed[row] = (num_held + shared.size) * blocks.block_size
         device = blocks.take_for(row, shared, int(host.size))
+        blocks.from_right[device] = self.host.from_right[host]
         copy = HostCopy(self._next_copy_id, device, host, to_host=False)
         return num_tokens, self._begin(_Move(copy, row, num_tokens))
 
@@ -180,6 +182,7 @@ class Swapping:
         names = tuple(self._blocks.index.name_of(block) for block in device.tolist())
         self._blocks.pin_kept(device, owner)
         host = self.host.hand_out(int(device.size), owner)
+        self.host.from_right[host] = self._blocks.from_right[device]
         copy = HostCopy(self._next_copy_id, device, host, to_host=True)
         self._enter(_Move(copy, NOBODY, 0, names, int(device.size)))
 

@@ -93,7 +93,9 @@ class Engine:
         )
         self.registry.on_end = self._transitions.ended
         self.memory = KvMemory(self.table, self.blocks, self.sharing, self.swapping, self._transitions)
-        self._viewing = Viewing(self.table, self.blocks, self.sharing, self.swapping, self.flights, self.cost)
+        self._viewing = Viewing(
+            self.table, self.blocks, self.sharing, self.swapping, self.flights, self.cost, config.shares_blocks
+        )
         self.ahead = GoingAhead(self.table, self.blocks, self.flights)
         self._scheduler = scheduler
         self.reorders, self.best_effort_gives_way = scheduler.reorders, scheduler.best_effort_gives_way
@@ -230,6 +232,8 @@ class Engine:
 
     def kept(self, rows: Iterable[int]) -> KeptKv:
         """Return what is here, on the device or on the host, of the first full blocks of parked rows."""
+        if self.config.shares_blocks:
+            return NOTHING_KEPT  # names do not say from which end their blocks are filled
         return self.sharing.kept(rows, None if self.swapping is None else self.swapping.host.index)
 
     def enter_executor(
@@ -323,8 +327,8 @@ class Engine:
         end = start + num_tokens
         table.last_step[rows] = self._next_step_id
         admits, drops = self._transitions.take_news()
-        delta, copies = self.blocks.extend(rows, end), self.blocks.take_copies()
         owner = ("copies", self._next_step_id)
+        delta, copies = self.blocks.extend(rows, end, owner, self._viewing.decoding), self.blocks.take_copies()
         delta, copies = with_moves(self.blocks, owner, delta, copies)
         batch = Batch(
             step_id=self._next_step_id,

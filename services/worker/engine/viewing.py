@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 
 from services.worker.blocks.manager import BlockManager
 from services.worker.blocks.sharing import Sharing
 from services.worker.blocks.swapping import Swapping
-from services.worker.contract.arrays import EMPTY_I32
+from services.worker.contract.arrays import EMPTY_I32, I32
 from services.worker.cost.estimate import CostEstimate
 from services.worker.engine.flights import Flights
-from services.worker.scheduling.view import Limits, SchedulerView
-from services.worker.sequences.table import SequenceTable
+from services.worker.scheduling.view import NO_SIDES, Limits, SchedulerView, Sides
+from services.worker.sequences.table import Hold, SequenceTable
+
+NEAR_TOKENS: Final = 2
+"""As far as policies look that copy KV to the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,8 @@ class Viewing:
     swapping: Swapping | None
     flights: Flights
     cost: CostEstimate
+    shares_blocks: bool = False
+    """See `EngineConfig`."""
 
     def view(self, now_s: float, limits: Limits) -> SchedulerView:
         """Return the view for the next step's decision."""
@@ -40,11 +46,18 @@ class Viewing:
             host = self.swapping.view(may_leave=self.may_leave, may_come=not is_copied)
             if is_copied:
                 preempted = preempted[table.host_tokens[preempted] == 0]
-        in_flight = flights.rows
+        in_flight, columns, sides = flights.rows, table.columns, NO_SIDES
+        if self.shares_blocks:
+            near = self.blocks.near(NEAR_TOKENS)
+            if near:  # one of them may have to go to another block
+                held = table.held_blocks.copy()
+                held[near] -= 1
+                columns = replace(columns, held_blocks=held)
+            sides = Sides(*self.blocks.sides(self.decoding), self.blocks.both_ends.from_right)
         extensible = flights.extensible if limits.num_lanes > 1 else EMPTY_I32
         return SchedulerView(
             now_s=now_s,
-            columns=table.columns,
+            columns=columns,
             waiting=waiting,
             running=running,
             preempted=preempted,
@@ -60,7 +73,19 @@ class Viewing:
             extensible=extensible,
             extensible_begins=flights.ends(extensible),
             cost=self.cost.now,
+            sides=sides,
         )
+
+    @property
+    def decoding(self) -> I32:
+        """Rows that hold blocks and, once what is in flight is back, lack one token; none if blocks are not shared."""
+        if not self.shares_blocks:
+            return EMPTY_I32
+        table, running = self.table, self.table.running.view
+        ends = np.maximum(table.num_computed[running], self.flights.ends(running))
+        is_there = (table.hold[running] & Hold.SWAPPING) == 0
+        found: I32 = running[is_there & (table.num_known[running] - ends <= 1)]
+        return found
 
     @property
     def may_leave(self) -> bool:

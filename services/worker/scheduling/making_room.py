@@ -49,6 +49,8 @@ class KeptRunning:
         """Rows that run when their KV is back from the host."""
         self.come: set[int] = set()
         """Parked rows that come in."""
+        self.headroom = 1
+        """Blocks that are promised to each row that runs, for what is not known of it yet."""
         self.kept_free = 0
         """Blocks that nobody who comes in may have, nor what parked rows hold; 0: he may have those."""
         self._come_blocks = 0  # promised to them
@@ -91,14 +93,15 @@ class KeptRunning:
     def promised_blocks(self) -> int:
         """Return the blocks that nobody else may have, besides those that were given.
 
-        One for each row, in flight or not, the rest of each prefill, and what those that come in need.
+        The headroom of each row, in flight or not, the rest of each prefill, and what those that come in need.
         """
         view = self._view
         prefills = (self.remaining > 1).nonzero()[0]
-        promised = self.kept_free + int(self.rows.size) + self._come_blocks - self._given_blocks
+        promised = self.kept_free + self.headroom * int(self.rows.size) + self._come_blocks - self._given_blocks
         for others in (self.arriving, view.in_flight):
             if others.size:
-                promised += int(others.size + missing_blocks(view, others, num_known(view.columns, others)).sum())
+                promised += self.headroom * int(others.size)
+                promised += int(missing_blocks(view, others, num_known(view.columns, others)).sum())
         if prefills.size:
             ends = (self.computed + self.remaining)[prefills]
             promised += int(missing_blocks(view, self.rows[prefills], ends).sum())

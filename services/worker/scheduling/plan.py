@@ -79,13 +79,17 @@ class StepPlan:
         view: of this moment.
         order: all of `view.running`, who keeps its memory longest first; None: as they were admitted.
         max_running: rows that may hold KV, paused ones and those in flight included; None: as many as can be in steps.
+        headroom: blocks that stay free for each row that runs when somebody comes in.
     """
 
-    def __init__(self, view: SchedulerView, order: I32 | None = None, max_running: int | None = None) -> None:
+    def __init__(
+        self, view: SchedulerView, order: I32 | None = None, max_running: int | None = None, headroom: int = 1
+    ) -> None:
         self.view = view
         self.budget: Budget | None = None
         """Of prompts; None: only the limits of the step. The policy sets it before it chooses any."""
         self._running = KeptRunning(view, view.running if order is None else order)
+        self._running.headroom = headroom
         self._max_running = view.limits.max_batch_rows * view.limits.num_lanes if max_running is None else max_running
         self._chosen = Chosen(view.limits.max_batch_tokens, view.limits.max_batch_rows)
         self._bringing = Bringing(view.host, view.block_size, view.cost)
@@ -149,8 +153,9 @@ class StepPlan:
         decodes = decodes[: self._chosen.places]
         if not decodes.size:
             return
-        missing = running.missing(decodes, 1)
-        ahead = missing if self.view.host is None or self.resumes else running.missing(decodes, 2)
+        lacking = running.missing(decodes, 1)
+        missing = self._without_sides(decodes, lacking)
+        ahead = missing if self.view.host is None or self.resumes else running.missing(decodes, 2) - lacking + missing
         if int(ahead.sum()) > running.free_blocks:
             if self.is_empty:
                 needs = np.zeros((2, running.rows.size), dtype=np.int32)
@@ -227,8 +232,8 @@ class StepPlan:
                 running.give(copied - held - shared)
             else:
                 self._choose(row, chunk, cached.num_tokens, held + shared)
-            running.come_in(row, need - shared + 1)
-            room -= need - shared + 1
+            running.come_in(row, need - shared + running.headroom)
+            room -= need - shared + running.headroom
             self._counts_shared |= shared > 0
             if cached.next_block is not None:
                 self._coming_names.add(cached.next_block)
@@ -286,6 +291,21 @@ class StepPlan:
         reason, look_s = self._chosen.reason(preempts=preempt.size > 0), self.view.now_s + holds_s if holds_s else inf
         holds = holds_s > 0 and reason == "decode" and not (self.resumes or self._may_change or self.begun)
         return SchedulerOutput(rows, num_tokens, preempt, how, kept, reason, resume, look_s, holds)
+
+    def _without_sides(self, decodes: Places, missing: I32) -> I32:
+        """Return [n] the blocks that decodes lack if as many as need be open the other end of somebody's block."""
+        sides, lacking = self.view.sides, int(missing.sum()) - self._running.free_blocks
+        if lacking <= 0 or not (sides.num_left or sides.num_right) or self._running.any_gone:
+            return missing
+        rows = self._running.rows[decodes]
+        begins = (missing == 1) & (self.view.columns.num_computed[rows] % self.view.block_size == 0)
+        left, right = ((begins & (sides.from_right[rows] == side)).nonzero()[0] for side in (False, True))
+        opens = np.concatenate([left[: sides.num_left], right[: sides.num_right]])
+        if opens.size < lacking:
+            return missing  # somebody gives way, perhaps one whose block they would open
+        found = missing.copy()
+        found[opens[:lacking]] = 0
+        return found
 
     def _decoding(self) -> Places:
         decodes: Places = (self._running.remaining == 1).nonzero()[0]

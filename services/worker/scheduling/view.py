@@ -139,6 +139,21 @@ class HostPrefix:
 NOTHING_BEHIND = HostPrefix()
 
 
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """Blocks with one holder that are not full, whose other end a row may open that lacks a block for one token."""
+
+    num_left: int
+    """That rows can open which fill from the left."""
+    num_right: int
+    """And from the right."""
+    from_right: Bool
+    """[rows of the table] which of them do."""
+
+
+NO_SIDES = Sides(0, 0, np.zeros(0, dtype=np.bool_))
+
+
 class BlockFacts(Protocol):
     """What a policy may ask about blocks. It costs more than reading a column, so ask only about rows in question."""
 
@@ -209,6 +224,8 @@ class SchedulerView:
     be computed. None with one lane."""
     extensible_begins: I32 = field(default_factory=lambda: EMPTY_ROWS)
     """[e] where the next chunk of each begins."""
+    sides: Sides = NO_SIDES
+    """Rows that decode, begin a block and find none free may have these instead, one each, if nobody gives way."""
     cost: CostModel | None = None
     """Of a step of the whole model, as it is known now; None: it is not."""
 

@@ -43,7 +43,11 @@ class EngineConfig:
     prefix_caching: bool = True
     """Keep the KV of freed blocks until they are needed, and share it with sequences that begin alike."""
 
+    shares_blocks: bool = False
+    """Best effort fills blocks from the right, so that one of it and one of real time can share a block; one lane."""
+
     def __post_init__(self) -> None:
+        assert self.num_lanes == 1 or not self.shares_blocks, "what two rows write is in one place"
         for name in ("max_sequences", "max_batch_tokens", "max_batch_rows", "vocab_size", "block_size", "num_lanes"):
             assert getattr(self, name) >= 1, f"{name} must be at least 1"
         assert self.num_lanes == 1 or not self.overlaps, "only one lane overlaps with itself"

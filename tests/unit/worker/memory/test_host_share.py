@@ -38,7 +38,7 @@ def share_of(free_bytes: int, chosen: WorkerSettings, block_kv_bytes: int = BLOC
 
 def test_all_systems_keep_kv_on_the_host_but_for_those_that_never_lack_memory_or_compute_again() -> None:
     assert sorted(set(SYSTEMS) - {"oracle", "andes-unlimited", "bros-recompute"}) == KEEPING
-    assert [name for name, system in SYSTEMS.items() if system.swaps] == ["swap", "tokenflow", "bros-whole"]
+    assert [name for name, system in SYSTEMS.items() if system.swaps] == ["swap", "tokenflow", "bros", "bros-whole"]
 
 
 @given(SIZES, st.integers(1, 2**41), st.integers(1, 64), st.integers(1, 2**24), st.sampled_from(["cpu", "cuda"]))

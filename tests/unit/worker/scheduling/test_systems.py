@@ -46,6 +46,7 @@ def test_names_are_built_or_planned_but_not_both() -> None:
         "lqsf",
         "sluice",
         "tokenflow",
+        "bros",
         "bros-whole",
         "bros-recompute",
         "bros-rr",
@@ -68,8 +69,8 @@ def test_only_bounds_have_memory_without_end_and_they_run_nowhere_live() -> None
             find_live_system(name)
     for name in sorted(set(SYSTEMS) - set(UNLIMITED)):
         assert find_live_system(name) is SYSTEMS[name]
-    with pytest.raises(UnknownSystemError, match="system 'bros' is not built yet"):
-        find_live_system("bros")
+    with pytest.raises(UnknownSystemError, match="system 'mell' is not built yet"):
+        find_live_system("mell")
 
 
 def test_the_static_pipeline_is_fcfs_in_two_stages() -> None:
@@ -191,3 +192,9 @@ async def test_a_worker_overlaps_its_steps_if_it_is_told_to(
     if loaded.device is not None:
         await loaded.device.close()
     await loaded.executor.close()
+
+
+def test_a_system_of_groups_shares_no_blocks() -> None:
+    with pytest.raises(ValueError, match="system 'kunserve' forms groups, where no two requests fill one block"):
+        replace(SYSTEMS["kunserve"], shares_blocks=True)
+    assert [name for name, system in SYSTEMS.items() if system.shares_blocks] == ["bros"]

@@ -1,0 +1,89 @@
+"""Two requests in one KV block: whatever happens to either, every text is what the request says alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shared.api_keys import Tier
+from tests.sim.test_engine_properties import chaotic_run
+from tests.support.engine_builders import new_sequence
+from tests.support.engine_harness import EngineHarness, make_harness
+
+FULL = ["bros", "bros-whole", "sluice", "chunked"]
+"""Some that have best effort give way, and one that does not."""
+
+
+def crowd(scheduler: str, seed: int, *, num_host_blocks: int = 0, **engine: Any) -> EngineHarness:
+    """Return an engine that has served conversations and documents, more than its 26 blocks of 16 tokens hold."""
+    random = np.random.default_rng([seed, num_host_blocks])
+    limits = {"max_batch_tokens": 64, "max_batch_rows": 12, "max_model_len": 200, "max_sequences": 24}
+    harness = make_harness(
+        scheduler,
+        num_blocks=26,
+        num_host_blocks=num_host_blocks,
+        shares_blocks=True,
+        **limits | {"block_size": 16} | engine,
+    )
+    for name in range(24):
+        tier = Tier.FLEX if random.random() < 0.5 else Tier.DEFAULT
+        num_prompt, max_tokens = int(random.integers(4, 40)), int(random.integers(10, 60))
+        harness.add(new_sequence(name, num_prompt=num_prompt, max_tokens=max_tokens, seed=name, tier=tier))
+        for _ in range(random.integers(0, 6)):
+            harness.step()
+    harness.finish()
+    return harness
+
+
+def shared(harness: EngineHarness) -> Counter[str]:
+    both = harness.engine.blocks.both_ends
+    return Counter(opened=both.num_opened, met=both.num_met, copied=harness.num_copies)
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 60])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("scheduler", FULL)
+def test_requests_meet_in_blocks_and_nobody_loses_a_token(scheduler: str, depth: int, num_host_blocks: int) -> None:
+    """No copy is made but where two meet: nobody forks, and prefixes are not kept."""
+    found = Counter[str]()
+    for seed in range(4):
+        harness = crowd(scheduler, seed, num_host_blocks=num_host_blocks, depth=depth, prefix_caching=False)
+        counts = shared(harness)
+        assert counts["opened"] > 0, f"seed {seed} has opened no block"
+        assert counts["copied"] == counts["met"]
+        assert not len(harness.engine.blocks.both_ends), "somebody has a block that nobody has any more"
+        found += counts
+    assert found["met"] >= 4
+
+
+def test_without_sharing_blocks_there_is_none() -> None:
+    assert shared(crowd("bros", 0, shares_blocks=False)) == Counter()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_host_blocks", [0, 20])
+@pytest.mark.parametrize("scheduler", [*FULL, "andes", "round-robin"])
+def test_texts_survive_any_order_of_operations(scheduler: str, num_host_blocks: int) -> None:
+    """With prefixes, forks, copies to the host and back, failed steps, ends of blocks lost, limits that come and go."""
+    found = Counter[str]()
+    for seed in range(12):
+        sizes: dict[str, Any] = {"block_size": (8, 16)[seed % 2], "num_blocks": (12, 9)[seed % 2]}
+        case = chaotic_run(
+            scheduler,
+            1 + seed % 3 % 2,
+            seed,
+            prefix_caching=seed % 3 > 0,
+            num_host_blocks=num_host_blocks,
+            shares_blocks=True,
+            whims=0.3,
+            **sizes,
+        )
+        case.live_through()
+        found += shared(case.harness)
+        found += case.counts
+    assert found["opened"] > 10, found
+    assert found["met"] > 0, found
+    assert found["fork"] > 0, found
