@@ -117,16 +117,16 @@ class BlockManager(BlockPool):
         from_right = self.from_right_of(other, np.array([block], dtype=np.int32))
         return bool(from_right[0] == self.both_ends.from_right[row])
 
-    def sides(self, rows: AnyRows) -> tuple[int, int]:
-        """Return how many blocks rows that fill from the left can open, and from the right.
+    def sides(self, rows: AnyRows) -> tuple[I32, I32]:
+        """Return whose last blocks rows that fill from the left can open, and from the right.
 
         Args:
             rows: that hold blocks and decode.
         """
         if not self._opens:
-            return 0, 0
-        opens_left, opens_right = self._openable(rows, 2)  # one is for who has it, if it is in the same step
-        return len(opens_left), len(opens_right)
+            return EMPTY_I32, EMPTY_I32
+        for_left, for_right = self._openable(rows, 2)  # one is for who has it, if it is in the same step
+        return np.array(for_left, dtype=np.int32), np.array(for_right, dtype=np.int32)
 
     def near(self, num_tokens: int) -> list[int]:
         """Return the rows that may meet another one in their last block within so many tokens of each."""

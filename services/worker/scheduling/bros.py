@@ -198,7 +198,8 @@ def _carry_out(view: SchedulerView, packed: Packed, real_time: I32, others: I32)
         plan.decode(plan.decoding)
         plan.prefill()
         plan.rescue()
-        plan.admit()
+        if view.host is None or not (view.host.leaving_blocks or view.host.arriving.size):
+            plan.admit()  # else copies make room for who is chosen
     return plan.output()
 
 

@@ -54,7 +54,7 @@ from services.worker.scheduling.blocks_math import Places, among, ceil_div, miss
 from services.worker.scheduling.chosen import Chosen
 from services.worker.scheduling.making_room import KeptRunning
 from services.worker.scheduling.recompute_or_swap import Bringing
-from services.worker.scheduling.view import EMPTY_ROWS, I32, NOTHING_CACHED, SchedulerOutput, SchedulerView
+from services.worker.scheduling.view import EMPTY_ROWS, I32, NOTHING_CACHED, Bool, SchedulerOutput, SchedulerView
 
 NOBODY: Final = -1
 """No row."""
@@ -153,16 +153,20 @@ class StepPlan:
         decodes = decodes[: self._chosen.places]
         if not decodes.size:
             return
-        lacking = running.missing(decodes, 1)
-        missing = self._without_sides(decodes, lacking)
-        ahead = missing if self.view.host is None or self.resumes else running.missing(decodes, 2) - lacking + missing
+        missing = running.missing(decodes, 1)
+        opens = self._opening(decodes, missing)
+        missing -= opens
+        ahead = missing if self.view.host is None or self.resumes else running.missing(decodes, 2) - opens
         if int(ahead.sum()) > running.free_blocks:
             if self.is_empty:
                 needs = np.zeros((2, running.rows.size), dtype=np.int32)
                 needs[:, decodes] = missing, ahead
                 running.make_room(*needs)
             stays = decodes < running.rows.size
-            decodes, missing = decodes[stays], missing[stays]
+            decodes, missing, opens = decodes[stays], missing[stays], opens[stays]
+            if opens.any() and running.any_gone:
+                opens[self._beside(running.rows[decodes], opens)] = False
+                missing[opens] = 1  # whose blocks they would open give way
             goes_on = (missing == 0) | (missing.cumsum() <= running.free_blocks)
             decodes, missing = decodes[goes_on], missing[goes_on]
             self._may_change = True
@@ -292,20 +296,24 @@ class StepPlan:
         holds = holds_s > 0 and reason == "decode" and not (self.resumes or self._may_change or self.begun)
         return SchedulerOutput(rows, num_tokens, preempt, how, kept, reason, resume, look_s, holds)
 
-    def _without_sides(self, decodes: Places, missing: I32) -> I32:
-        """Return [n] the blocks that decodes lack if as many as need be open the other end of somebody's block."""
-        sides, lacking = self.view.sides, int(missing.sum()) - self._running.free_blocks
-        if lacking <= 0 or not (sides.num_left or sides.num_right) or self._running.any_gone:
-            return missing
-        rows = self._running.rows[decodes]
-        begins = (missing == 1) & (self.view.columns.num_computed[rows] % self.view.block_size == 0)
-        left, right = ((begins & (sides.from_right[rows] == side)).nonzero()[0] for side in (False, True))
-        opens = np.concatenate([left[: sides.num_left], right[: sides.num_right]])
-        if opens.size < lacking:
-            return missing  # somebody gives way, perhaps one whose block they would open
-        found = missing.copy()
-        found[opens[:lacking]] = 0
-        return found
+    def _opening(self, decodes: Places, missing: I32) -> Bool:
+        """Return [n] which decodes open the other end of somebody's block, as many as lack one, or can."""
+        sides, opens = self.view.sides, np.zeros(decodes.size, dtype=np.bool_)
+        lacking = int(missing.sum()) - self._running.free_blocks
+        if lacking > 0 and sides.from_right.size:
+            rows = self._running.rows[decodes]
+            begins = (missing == 1) & (self.view.columns.num_computed[rows] % self.view.block_size == 0)
+            opens[self._beside(rows, begins)[:lacking]] = True
+        return opens
+
+    def _beside(self, rows: I32, opens: Bool) -> Places:
+        """Return which of some rows find somebody whose block they can open, and who does not give way."""
+        sides, gone = self.view.sides, self.preempted
+        found: list[Places] = []
+        for holders, side in ((sides.for_left, False), (sides.for_right, True)):
+            num_open = int(np.isin(holders, gone, invert=True).sum())
+            found.append((opens & (sides.from_right[rows] == side)).nonzero()[0][:num_open])
+        return np.concatenate(found)
 
     def _decoding(self) -> Places:
         decodes: Places = (self._running.remaining == 1).nonzero()[0]

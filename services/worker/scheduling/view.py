@@ -141,17 +141,17 @@ NOTHING_BEHIND = HostPrefix()
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """Blocks with one holder that are not full, whose other end a row may open that lacks a block for one token."""
+    """Who has a block that is not full, whose other end a row may open that lacks a block for one token."""
 
-    num_left: int
-    """That rows can open which fill from the left."""
-    num_right: int
+    for_left: I32
+    """Rows whose blocks those can open that fill from the left."""
+    for_right: I32
     """And from the right."""
     from_right: Bool
     """[rows of the table] which of them do."""
 
 
-NO_SIDES = Sides(0, 0, np.zeros(0, dtype=np.bool_))
+NO_SIDES = Sides(EMPTY_ROWS, EMPTY_ROWS, np.zeros(0, dtype=np.bool_))
 
 
 class BlockFacts(Protocol):
