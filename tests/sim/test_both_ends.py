@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.worker.blocks.manager import BlockManager
 from shared.api_keys import Tier
 from tests.sim.test_engine_properties import chaotic_run
 from tests.support.engine_builders import new_sequence, per_token
@@ -60,12 +61,18 @@ def test_without_sharing_blocks_there_is_none() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_host_blocks", [0, 20])
-@pytest.mark.parametrize("scheduler", [*FULL, "andes", "round-robin"])
-def test_texts_survive_any_order_of_operations(scheduler: str, num_host_blocks: int) -> None:
-    """With prefixes, forks, copies to the host and back, failed steps, ends of blocks lost, limits that come and go."""
+@pytest.mark.parametrize("scheduler", [*FULL, "round-robin"])
+def test_texts_survive_any_order_of_operations(
+    scheduler: str, num_host_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With prefixes, forks, copies to the host and back, failed steps, ends of blocks lost, limits that come and go.
+
+    Rows open whatever they can, also while blocks are free: else it would happen seldom.
+    """
+    monkeypatch.setattr(BlockManager, "_num_lacking", lambda _blocks, _held, ends: ends.size)
     found = Counter[str]()
-    for seed in range(12):
-        sizes: dict[str, Any] = {"block_size": (8, 16)[seed % 2], "num_blocks": (12, 9)[seed % 2]}
+    for seed in range(8):
+        sizes: dict[str, Any] = {"block_size": (8, 16)[seed % 2], "num_blocks": (24, 14)[seed % 2]}
         case = chaotic_run(
             scheduler,
             1 + seed % 3 % 2,
@@ -74,11 +81,13 @@ def test_texts_survive_any_order_of_operations(scheduler: str, num_host_blocks: 
             num_host_blocks=num_host_blocks,
             shares_blocks=True,
             whims=0.3,
+            cost=per_token(1e-3),
             **sizes,
         )
         case.live_through()
-        found += shared(case.harness)
+        counts = shared(case.harness)
+        assert counts["opened"] > 0, f"seed {seed}"
+        found += counts
         found += case.counts
-    assert found["opened"] > 10, found
-    assert found["met"] > 0, found
+    assert found["met"] > 8, found
     assert found["fork"] > 0, found

@@ -87,17 +87,19 @@ class BothEnds:
         rows = [row for row in (shared.first, shared.second) if row != NOBODY]
         return sum(self.num_slots(row, int(held[row])) for row in rows) + shared.num_left
 
-    def near(self, held: I32, num_tokens: int) -> list[int]:
+    def near(self, held: I32, num_tokens: int, decoding: AnyRows) -> list[int]:
         """Return the rows that may meet somebody within so many tokens of each.
 
         Args:
             held: [num_rows] blocks of each row.
             num_tokens: at least one.
+            decoding: rows that get one token in a step; others, which have come to know more, may get many.
         """
-        found: list[int] = []
+        found, one_each = list[int](), set(decoding.tolist())
         for shared in self:
             rows = [row for row in (shared.first, shared.second) if row != NOBODY]
-            if self.num_taken(shared, held) + num_tokens * len(rows) > self._block_size:
+            is_full = self.num_taken(shared, held) + num_tokens * len(rows) > self._block_size
+            if is_full or not one_each.issuperset(rows):
                 found += rows
         return found
 

@@ -61,7 +61,7 @@ class BlockManager(BlockPool):
             rows: [n], each once.
             ends: [n] tokens that each row must have slots for.
             owner: pins blocks that are left until their copy is made.
-            decoding: those of which others may open a block.
+            decoding: rows that may open blocks, and of which others may.
         """
         held = self.held[rows]
         if self._opens:
@@ -128,12 +128,12 @@ class BlockManager(BlockPool):
         for_left, for_right = self._openable(rows, 2)  # one is for who has it, if it is in the same step
         return np.array(for_left, dtype=np.int32), np.array(for_right, dtype=np.int32)
 
-    def near(self, num_tokens: int) -> list[int]:
-        """Return the rows that may meet another one in their last block within so many tokens of each."""
+    def near(self, num_tokens: int, decoding: AnyRows) -> list[int]:
+        """Return the rows that may meet another one in their last block within so many tokens; see `BothEnds`."""
         if not len(self.both_ends):
             return []
         self._forget_read()
-        return self.both_ends.near(self.held, num_tokens)
+        return self.both_ends.near(self.held, num_tokens, decoding)
 
     def _openable(self, rows: AnyRows, num_left: int) -> tuple[list[int], list[int]]:
         """Return the rows whose last block one from the left can open, and one from the right, the emptiest first."""
@@ -147,16 +147,21 @@ class BlockManager(BlockPool):
 
     def _open_sides(self, rows: Rows, held: I32, ends: I32, short: Bool, decoding: AnyRows) -> None:
         """Have rows open other ends if there are too few free blocks: they are short of none any more."""
-        lacking = int((-(-ends[short] // self._block_size) - held[short]).sum()) - self.num_free
+        lacking = self._num_lacking(held[short], ends[short])
         if lacking <= 0:
             return
         openable = self._openable(decoding, 1)
-        for place in (short & (ends == held * self._block_size + 1)).nonzero()[0].tolist():
+        wants = short & (ends == held * self._block_size + 1) & np.isin(rows, decoding)
+        for place in wants.nonzero()[0].tolist():
             holders = openable[int(self.both_ends.from_right[rows[place]])]
             if lacking > 0 and holders:
                 self._open(int(rows[place]), holders.pop(0))
                 short[place] = False
                 lacking -= 1
+
+    def _num_lacking(self, held: I32, ends: I32) -> int:
+        """Return how many blocks more than the free ones rows need, which hold so many and need as many tokens."""
+        return int((-(-ends // self._block_size) - held).sum()) - self.num_free
 
     def _open(self, row: int, holder: int) -> None:
         """Let a row fill the other end of another one's last block."""

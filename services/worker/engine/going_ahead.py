@@ -109,4 +109,4 @@ class GoingAhead:
         if MAX_BLOCKS_PER_ROW * rows.size <= num_free:
             return True
         missing = -(-(begins + MAX_BLOCKS_PER_ROW) // self._blocks.block_size) - self._table.held_blocks[rows]
-        return int(np.maximum(missing, 0).sum()) + len(self._blocks.near(MAX_BLOCKS_PER_ROW)) <= num_free
+        return int(np.maximum(missing, 0).sum()) + len(self._blocks.near(MAX_BLOCKS_PER_ROW, rows)) <= num_free

@@ -48,12 +48,13 @@ class Viewing:
                 preempted = preempted[table.host_tokens[preempted] == 0]
         in_flight, columns, sides = flights.rows, table.columns, NO_SIDES
         if self.shares_blocks:
-            near = self.blocks.near(NEAR_TOKENS)
+            decoding = self.decoding
+            near = self.blocks.near(NEAR_TOKENS, decoding)
             if near:  # one of them may have to go to another block
                 held = table.held_blocks.copy()
                 held[near] -= 1
                 columns = replace(columns, held_blocks=held)
-            sides = Sides(*self.blocks.sides(self.decoding), self.blocks.both_ends.from_right)
+            sides = Sides(*self.blocks.sides(decoding), self.blocks.both_ends.from_right)
         extensible = flights.extensible if limits.num_lanes > 1 else EMPTY_I32
         return SchedulerView(
             now_s=now_s,
