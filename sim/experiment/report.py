@@ -86,6 +86,8 @@ _ROWS: Final = (
     _Row("queue peak", ("queue_peak",), _count),
     _Row("preemptions", ("preemptions",), _count),
     _Row("pauses", ("pauses",), _count, if_any=True),
+    _Row("blocks filled from both ends", ("opened_blocks",), _count, if_any=True),
+    _Row("of these met", ("met_blocks",), _count, if_any=True),
     _Row("tokens computed again", ("recomputed_tokens",), _count, if_any=True),
     _Row("of these given up", ("given_up_tokens",), _count, if_any=True),
     _Row("tokens from the host", ("brought_back_tokens",), _count, if_any=True),

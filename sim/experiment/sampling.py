@@ -100,6 +100,8 @@ class ClusterSampler:
             demand_over_capacity_peak=float((samples.demanded_blocks / samples.num_blocks).max()),
             preemptions=sum(each.totals.num_preemptions for each in stats),
             pauses=sum(each.totals.num_pauses for each in stats),
+            opened_blocks=sum(each.totals.num_opened_blocks for each in stats),
+            met_blocks=sum(each.totals.num_met_blocks for each in stats),
             queue_peak=int(samples.num_waiting.max()),
             recomputed_tokens=sum(each.totals.num_recomputed_tokens for each in stats),
             given_up_tokens=sum(each.totals.num_given_up_tokens for each in stats),

@@ -70,6 +70,10 @@ class SystemFacts:
     preemptions: int | None = None
     pauses: int | None = None
     """Times that a sequence kept its KV and was left out of steps that it could have been in."""
+    opened_blocks: int | None = None
+    """KV blocks of one request whose other end another one began to fill."""
+    met_blocks: int | None = None
+    """Of these, those in which the two met."""
     queue_peak: int | None = None
     """Most requests that waited or were preempted at one instant, at workers and in the dispatcher."""
     recomputed_tokens: int | None = None

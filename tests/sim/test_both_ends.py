@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.blocks.manager import BlockManager
+from services.worker.blocks.shared_blocks import SharedBlocks
 from shared.api_keys import Tier
 from tests.sim.test_engine_properties import chaotic_run
 from tests.support.engine_builders import new_sequence, per_token
@@ -21,7 +21,13 @@ FULL = ["bros", "bros-whole", "chunked"]
 def crowd(scheduler: str, seed: int, *, num_host_blocks: int = 0, **engine: Any) -> EngineHarness:
     """Return an engine that has served conversations and documents, whose answers need more than its 22 blocks hold."""
     random = np.random.default_rng([seed, num_host_blocks])
-    limits = {"max_batch_tokens": 64, "max_batch_rows": 16, "max_model_len": 200, "max_sequences": 24, "num_blocks": 22}
+    limits: dict[str, Any] = {
+        "max_batch_tokens": 64,
+        "max_batch_rows": 16,
+        "max_model_len": 200,
+        "max_sequences": 24,
+        "num_blocks": 22,
+    }
     limits |= {"block_size": 16, "shares_blocks": True, "num_host_blocks": num_host_blocks, "cost": per_token(1e-3)}
     harness = make_harness(scheduler, **{**limits, **engine})
     for name in range(24):
@@ -35,8 +41,11 @@ def crowd(scheduler: str, seed: int, *, num_host_blocks: int = 0, **engine: Any)
 
 
 def shared(harness: EngineHarness) -> Counter[str]:
-    both = harness.engine.blocks.both_ends
-    return Counter(opened=both.num_opened, met=both.num_met, copied=harness.num_copies)
+    blocks, totals = harness.engine.blocks, harness.engine.totals
+    idle = not harness.engine.table.num_sequences
+    assert not (idle and isinstance(blocks, SharedBlocks) and len(blocks.both_ends)), "somebody who is gone has a block"
+    num_copied = harness.num_copies + harness.num_moved
+    return Counter(opened=totals.num_opened_blocks, met=totals.num_met_blocks, copied=num_copied)
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 60])
@@ -49,14 +58,14 @@ def test_requests_meet_in_blocks_and_nobody_loses_a_token(scheduler: str, depth:
         harness = crowd(scheduler, seed, num_host_blocks=num_host_blocks, depth=depth, prefix_caching=False)
         counts = shared(harness)
         assert counts["copied"] == counts["met"]
-        assert not len(harness.engine.blocks.both_ends), "somebody has a block that nobody has any more"
         found += counts
     assert found["opened"] > 0 or scheduler == "chunked"
     assert num_host_blocks or found["met"] > 1, "what is short goes to the host before, where it can"
 
 
 def test_without_sharing_blocks_there_is_none() -> None:
-    assert shared(crowd("bros", 0, shares_blocks=False)) == Counter()
+    """Nobody copies a block of another one, who forks nobody."""
+    assert not shared(crowd("bros", 0, shares_blocks=False, prefix_caching=False)).total()
 
 
 @pytest.mark.slow
@@ -69,7 +78,7 @@ def test_texts_survive_any_order_of_operations(
 
     Rows open whatever they can, also while blocks are free: else it would happen seldom.
     """
-    monkeypatch.setattr(BlockManager, "_num_lacking", lambda _blocks, _held, ends: ends.size)
+    monkeypatch.setattr(SharedBlocks, "_num_lacking", lambda _blocks, _held, ends: ends.size)
     found = Counter[str]()
     for seed in range(8):
         sizes: dict[str, Any] = {"block_size": (8, 16)[seed % 2], "num_blocks": (24, 14)[seed % 2]}
@@ -86,7 +95,7 @@ def test_texts_survive_any_order_of_operations(
         )
         case.live_through()
         counts = shared(case.harness)
-        assert counts["opened"] > 0, f"seed {seed}"
+        assert counts["opened"] > 0 or scheduler == "round-robin", f"seed {seed}"
         found += counts
         found += case.counts
     assert found["met"] > 8, found

@@ -53,9 +53,10 @@ class HostBlocks(BlockPool):
         self._kept[row] = np.concatenate([ids, self._kept[row]]) if row in self._kept else ids
         return ids, is_new
 
-    def hand_out(self, count: int, owner: Hashable) -> I32:
-        """Return as many blocks, pinned, to be filled for no row; the caller knows that they are free."""
-        ids = self._hand_out(count)
+    def hand_out(self, owner: Hashable, from_right: Bool) -> I32:
+        """Return [n] blocks, pinned, for contents [n] filled from these ends of no row; the caller knows them free."""
+        ids = self._hand_out(int(from_right.size))
+        self.from_right[ids] = from_right
         self._pins.add(ids, owner)
         return ids
 

@@ -1,8 +1,8 @@
 """Block tables: which KV blocks each row holds, and what the executor has yet to hear of it. No tensor, no tokens.
 
-A row writes only into blocks that it alone refers to, or fills from one end (`both_ends.py`), and that have no name:
-full blocks are shared by reference, and of a block that is not full a row that shares it gets a copy when it is
-admitted, before it writes.
+A row writes only into blocks that it alone refers to and that have no name: full blocks are shared by reference, and of
+a block that is not full a row that shares it gets a copy when it is admitted, before it writes. Where two rows may
+write one block from both ends: `shared_blocks.py`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Hashable
 import numpy as np
 
 from services.worker.blocks.block_pool import BlockPool
-from services.worker.blocks.both_ends import NOBODY, BothEnds, SharedBlock
 from services.worker.blocks.sole_holders import SoleHolders
 from services.worker.contract.arrays import EMPTY_I32, I32, AnyRows, Bool, Rows
 from services.worker.contract.batch import NO_COPIES, NO_TABLE_DELTA, CopyOps, TableDelta
+from services.worker.scheduling.view import NO_SIDES, Sides
 
 _ONE = np.array(1, dtype=np.int32)
 
@@ -38,43 +38,28 @@ class BlockManager(BlockPool):
         self.held = held
         self.block_table: I32 = np.zeros((held.size, max_blocks_per_row), dtype=np.int32)
         self._holders = SoleHolders(num_blocks, held.size)
-        self.both_ends = BothEnds(held.size, block_size)
-        """Who fills from which end; with nobody from the right, nobody shares what he writes."""
         # since the last `extend`, (row, index of the first in its table, blocks): those that it has come to share, ...
         self._shared: list[tuple[int, int, I32]] = []
         self._ahead: list[tuple[int, int, I32]] = []  # ... and those that `take_for` gave it
         self._copies: list[tuple[int, int, int]] = []  # (row, index in its table, source) since the last `take_copies`
-        self._tell: list[tuple[int, int]] = []  # (row, index in its table) of blocks that are others now
-        self._opens = False  # somebody fills from the right
 
     def begin(self, row: int, *, from_right: bool) -> None:
         """Note from which end a new row fills its blocks."""
-        self.both_ends.from_right[row] = from_right
-        self._opens |= from_right
+        assert not from_right, "these blocks are filled from the left"
 
     def extend(self, rows: Rows, ends: I32, owner: Hashable = None, decoding: AnyRows = EMPTY_I32) -> TableDelta:
         """Give rows the blocks that they lack for tokens [0, end); the scheduler has seen to it that they are free.
 
-        Where they are not, rows that lack one for one token open the other end of somebody's (`sides`).
-
         Args:
             rows: [n], each once.
             ends: [n] tokens that each row must have slots for.
-            owner: pins blocks that are left until their copy is made.
+            owner: pins blocks that are left until their copy is made; see `SharedBlocks`, so the next.
             decoding: rows that may open blocks, and of which others may.
         """
+        del owner, decoding
         held = self.held[rows]
-        if self._opens:
-            self.both_ends.ends[rows] = np.maximum(self.both_ends.ends[rows], np.minimum(ends, held * self._block_size))
-            self._make_way(owner)
         short = ends > held * self._block_size
-        if self._opens:
-            if np.count_nonzero(short):
-                self._open_sides(rows, held, ends, short, decoding)
-            self.both_ends.ends[rows] = np.maximum(self.both_ends.ends[rows], ends)
         delta = self._extend(rows[short], held[short], ends[short]) if np.count_nonzero(short) else NO_TABLE_DELTA
-        if self._tell:
-            delta = self._with_told(delta)
         return self._with_first(delta) if self._shared or self._ahead else delta
 
     def _extend(self, rows: Rows, held: I32, ends: I32) -> TableDelta:
@@ -94,132 +79,35 @@ class BlockManager(BlockPool):
         return TableDelta(row.astype(np.int32), index.astype(np.int32), self._entries(ids))
 
     def _take_for(self, rows: AnyRows | int, count: int) -> I32:
-        """Return so many free blocks, which are to be those of rows [count], each filled from its row's end."""
+        """Return so many free blocks, which are to be those of rows [count]."""
         ids = self._take(count)
         self._holders.take(rows, ids)
-        if self._opens:
-            self.from_right[ids] = self.both_ends.from_right[rows]
         return ids
 
     def _entries(self, ids: I32) -> I32:
-        """Return [n] blocks as executors know them (`contract/table_entries.py`); those of two as the first does."""
-        return np.where(self.from_right[ids], ~ids, ids) if self._opens else ids
+        """Return [n] blocks as executors know them (`contract/table_entries.py`)."""
+        return ids
 
     def from_right_of(self, row: int, ids: I32) -> Bool:
         """Return [n] from which end a row has filled some of its blocks, or found them filled."""
-        found: Bool = self.from_right[ids]
-        if (shared := self.both_ends.of_row(row)) is not None:
-            found[ids == shared.block] = self.both_ends.from_right[row]
-        return found
+        return self.from_right[ids]
 
     def goes_on(self, row: int, other: int, block: int) -> bool:
         """Return whether a row can go on in a copy of another one's block: it fills from that end."""
-        from_right = self.from_right_of(other, np.array([block], dtype=np.int32))
-        return bool(from_right[0] == self.both_ends.from_right[row])
+        return True
 
-    def sides(self, rows: AnyRows) -> tuple[I32, I32]:
-        """Return whose last blocks rows that fill from the left can open, and from the right.
+    @property
+    def num_opened_and_met(self) -> tuple[int, int]:
+        """Blocks whose other end was opened, and those in which two met, in all."""
+        return 0, 0
 
-        Args:
-            rows: that hold blocks and decode.
-        """
-        if not self._opens:
-            return EMPTY_I32, EMPTY_I32
-        for_left, for_right = self._openable(rows, 2)  # one is for who has it, if it is in the same step
-        return np.array(for_left, dtype=np.int32), np.array(for_right, dtype=np.int32)
+    def sides(self, rows: AnyRows) -> Sides:
+        """Return whose last blocks others may open, of rows that decode."""
+        return NO_SIDES
 
     def near(self, num_tokens: int, decoding: AnyRows) -> list[int]:
         """Return the rows that may meet another one in their last block within so many tokens; see `BothEnds`."""
-        if not len(self.both_ends):
-            return []
-        self._forget_read()
-        return self.both_ends.near(self.held, num_tokens, decoding)
-
-    def _openable(self, rows: AnyRows, num_left: int) -> tuple[list[int], list[int]]:
-        """Return the rows whose last block one from the left can open, and one from the right, the emptiest first."""
-        rows = np.asarray(rows)[self.held[rows] > 0].astype(np.intp)
-        held = self.held[rows]
-        last = self.block_table[rows, held - 1]
-        is_open = (self.refcount[last] == 1) & (self.pins[last] == 0) & ~self.index.is_named[last]
-        found = rows[self.both_ends.openable(rows, held, is_open, num_left)]
-        from_right = self.both_ends.from_right[found]
-        return found[from_right].tolist(), found[~from_right].tolist()
-
-    def _open_sides(self, rows: Rows, held: I32, ends: I32, short: Bool, decoding: AnyRows) -> None:
-        """Have rows open other ends if there are too few free blocks: they are short of none any more."""
-        lacking = self._num_lacking(held[short], ends[short])
-        if lacking <= 0:
-            return
-        openable = self._openable(decoding, 1)
-        wants = short & (ends == held * self._block_size + 1) & np.isin(rows, decoding)
-        for place in wants.nonzero()[0].tolist():
-            holders = openable[int(self.both_ends.from_right[rows[place]])]
-            if lacking > 0 and holders:
-                self._open(int(rows[place]), holders.pop(0))
-                short[place] = False
-                lacking -= 1
-
-    def _num_lacking(self, held: I32, ends: I32) -> int:
-        """Return how many blocks more than the free ones rows need, which hold so many and need as many tokens."""
-        return int((-(-ends // self._block_size) - held).sum()) - self.num_free
-
-    def _open(self, row: int, holder: int) -> None:
-        """Let a row fill the other end of another one's last block."""
-        block, index = self.block_table[holder, self.held[holder] - 1], int(self.held[row])
-        ids = np.array([block], dtype=np.int32)
-        self.refcount[ids] += 1
-        self._holders.share(row, index, ids, np.ones(1, dtype=np.bool_), self.block_table)
-        self._append(row, ids)
-        self.both_ends.add(int(block), holder, row)
-        self._tell.append((row, index))
-
-    def _make_way(self, owner: Hashable) -> None:
-        """Give those who would meet another one in their last block a block of their own, with what they have there.
-
-        Best effort goes, unless only the other one is still there.
-        """
-        both = self.both_ends
-        if len(both):
-            self._forget_read()
-            for shared in list(both):
-                if both.num_taken(shared, self.held) > self.block_size:
-                    self._part(shared, owner)
-
-    def _part(self, shared: SharedBlock, owner: Hashable) -> None:
-        """Have one of two rows leave the block in which they meet."""
-        both, block = self.both_ends, shared.block
-        goes = shared.first
-        if shared.second != NOBODY and both.from_right[shared.second]:
-            goes = shared.second
-        stays = shared.second if goes == shared.first else shared.first
-        both.part(shared)
-        both.num_met += 1
-        index = int(self.held[goes]) - 1
-        taken = self._take_for(goes, 1)
-        self.pin(np.array([block], dtype=np.int32), owner)
-        self.block_table[goes, index] = taken[0]
-        self.refcount[block] -= 1
-        if stays != NOBODY:
-            self.from_right[block] = both.from_right[stays]
-        self._copies.append((goes, index, block))
-        self._tell.append((goes, index))
-
-    def _forget_read(self) -> None:
-        """Let go of parts that were being copied, and are."""
-        for shared in list(self.both_ends):
-            if shared.second == NOBODY and not self.pins[shared.block]:
-                self.both_ends.part(shared)
-
-    def _with_told(self, delta: TableDelta) -> TableDelta:
-        rows, index = np.array(self._tell, dtype=np.int32).T
-        self._tell.clear()
-        ids = self.block_table[rows, index]
-        told = np.where(self.both_ends.from_right[rows], ~ids, ids)
-        return TableDelta(
-            np.concatenate([delta.row, rows]),
-            np.concatenate([delta.index, index]),
-            np.concatenate([delta.block_id, told]),
-        )
+        return []
 
     def _with_first(self, delta: TableDelta) -> TableDelta:
         before, self._shared, self._ahead = [*self._shared, *self._ahead], [], []
@@ -295,30 +183,17 @@ class BlockManager(BlockPool):
         place, index = is_renamed.nonzero()
         ids: I32 = names[table[is_renamed]]
         self.block_table[rows[place], index] = ids
-        self.both_ends.rename(source, target)
-        entries = self._entries(ids)
-        for i, row in enumerate(rows[place].tolist() if len(self.both_ends) else ()):
-            entries[i] = ~ids[i] if self.from_right_of(row, ids[i : i + 1])[0] else ids[i]
-        return TableDelta(rows[place], index.astype(np.int32), entries)
+        return TableDelta(rows[place], index.astype(np.int32), self._entries(ids))
 
     def release(self, row: int, num_kept: int = 0) -> None:
         """Take all but its first blocks from a row; those that nobody else refers to or pins become free."""
         ids = self.block_table[row, num_kept : self.held[row]]
-        if self._opens and ids.size:
-            self._leave_last(row, int(ids[-1]))
-            self.both_ends.ends[row] = min(int(self.both_ends.ends[row]), num_kept * self.block_size)
         self.held[row] = num_kept
         self._holders.release(row, num_kept)
         self._let_go(ids)
         if self._ahead:
             kept = [(of, i, ids[: max(num_kept - i, 0)] if of == row else ids) for of, i, ids in self._ahead]
             self._ahead = [entry for entry in kept if entry[2].size]
-
-    def _leave_last(self, row: int, block: int) -> None:
-        """Note that a row gives up its last block."""
-        left = self.both_ends.leave(row, int(self.held[row]), is_read=bool(self.pins[block]))
-        if left is not None:
-            self.from_right[left[0]] = left[1]
 
     def freeable(self, rows: AnyRows) -> I32:
         """Return [n]: how many blocks become free when rows[i:] are released, beyond those that rows[i + 1:] free.
@@ -356,12 +231,14 @@ class BlockManager(BlockPool):
             told = self.block_table[row, first : first + ids.size]
             assert (told == ids).all(), "the executor would be told of other blocks"
         assert not self._copies, "the executor was not told to copy a block"
-        assert not self._tell, "the executor was not told of a block"
-        self.both_ends.check_invariants(self.held, self.block_table, self.refcount, self.index.is_named)
 
     def check_writable(self, row: int, num_computed: int) -> None:
         """Check that a row is the only one to refer to the blocks that it still writes, and that they have no name."""
         ids = self.block_table[row, num_computed // self.block_size : self.held[row]]
-        is_own = np.array([self.both_ends.of_block(block) is not None for block in ids.tolist()], dtype=np.bool_)
-        assert (is_own | (self.refcount[ids] == 1)).all(), f"row {row} would write into a block that others refer to"
+        is_own = self.refcount[ids] == 1
+        assert (is_own | self._fill_two(ids)).all(), f"row {row} would write into a block that others refer to"
         assert not self.index.is_named[ids].any(), f"row {row} would write into a block that has a name"
+
+    def _fill_two(self, ids: I32) -> Bool:
+        """Return [n] which blocks two rows fill from both ends."""
+        return np.zeros(ids.size, dtype=np.bool_)

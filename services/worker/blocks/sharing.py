@@ -92,9 +92,8 @@ class Sharing:
 
     # Rows come, run and go
 
-    def add(self, row: int, salt: str, parent: int | None, *, from_right: bool = False) -> None:
-        """Take in a new row, which may fork another one, and from which end it fills its blocks."""
-        self._blocks.begin(row, from_right=from_right)
+    def add(self, row: int, salt: str, parent: int | None) -> None:
+        """Take in a new row, which may fork another one."""
         if parent is not None:
             self.forks.add(row, parent)
         self._names.add(row, salt, parent)
@@ -261,10 +260,8 @@ class Sharing:
                 ids = self._remote.extend(shareable, ids, self._blocks.index)
         found = _Match(ids, None, len(ids) * self._blocks.block_size)
         parent = self.forks.ready_parent(row)
-        if parent is None or parent in leaving:
-            return found
         num_tokens = min(int(self._table.num_prompt[row]), int(self._table.num_known[row]) - 1)
-        if found.num_tokens >= num_tokens:
+        if parent is None or parent in leaving or found.num_tokens >= num_tokens:
             return found
         return max(found, self._of_parent(row, parent, num_tokens), key=lambda match: match.num_tokens)
 
@@ -275,9 +272,8 @@ class Sharing:
             num_usable = self._remote.num_usable(ids[: num_full + bool(rest)], num_full)
             if num_usable <= num_full:
                 return _Match(ids[:num_usable], None, num_usable * self._blocks.block_size)
-        if rest and not self._blocks.goes_on(row, parent, ids[num_full]):
-            return _Match(ids[:num_full], None, num_full * self._blocks.block_size)
-        return _Match(ids[:num_full], ids[num_full] if rest else None, num_tokens)
+        partial = ids[num_full] if rest and self._blocks.goes_on(row, parent, ids[num_full]) else None
+        return _Match(ids[:num_full], partial, num_tokens - rest * (partial is None))
 
     def _claim(self, row: int, chain: _Chain, num_shared: int) -> None:
         chain.num_settled = num_shared

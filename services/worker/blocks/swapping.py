@@ -127,10 +127,9 @@ class Swapping:
         assert num_kept < end, f"row {row} would keep all its blocks"
         names = self._names.of(row, num_computed // blocks.block_size)[num_kept:]
         host, is_new = self.host.keep(row, names, end - num_kept)
-        num_tokens = int(table.host_tokens[row]) or num_computed
-        table.host_tokens[row] = num_tokens
+        table.host_tokens[row] = num_tokens = int(table.host_tokens[row]) or num_computed
         device: I32 = blocks.block_table[row, num_kept:end][is_new]
-        num_freed = int(np.count_nonzero((blocks.refcount[device] == 1) & (blocks.pins[device] == 0)))
+        num_freed = int(((blocks.refcount[device] == 1) & (blocks.pins[device] == 0)).sum())
         self.host.from_right[host[is_new]] = blocks.from_right_of(row, device)
         filled = tuple(name for name, new in zip(names, is_new.tolist(), strict=False) if new)
         copy = HostCopy(self._next_copy_id, device, host[is_new], to_host=True)
@@ -178,11 +177,10 @@ class Swapping:
         device = self._looking.about_to_be_lost(self._blocks, self.host, step_blocks, self._memory.block_copy_s)
         if not device.size:
             return
-        owner = ("host copy", self._next_copy_id)
-        names = tuple(self._blocks.index.name_of(block) for block in device.tolist())
-        self._blocks.pin_kept(device, owner)
-        host = self.host.hand_out(int(device.size), owner)
-        self.host.from_right[host] = self._blocks.from_right[device]
+        owner, blocks = ("host copy", self._next_copy_id), self._blocks
+        names = tuple(map(blocks.index.name_of, device.tolist()))
+        blocks.pin_kept(device, owner)
+        host = self.host.hand_out(owner, blocks.from_right[device])
         copy = HostCopy(self._next_copy_id, device, host, to_host=True)
         self._enter(_Move(copy, NOBODY, 0, names, int(device.size)))
 
@@ -257,8 +255,8 @@ class Swapping:
     def _on_host(self, row: int, num_kept: int) -> OnHost:
         if not len(self.host.index):
             return NOTHING_ON_HOST
-        names = self._names.of(row, int(self._table.num_computed[row]) // self._blocks.block_size)[num_kept:]
-        ids = self.host.find(names)
+        names = self._names.of(row, int(self._table.num_computed[row]) // self._blocks.block_size)
+        ids = self.host.find(names[num_kept:])
         return OnHost(int(ids.size), self.host.in_use(ids)) if ids.size else NOTHING_ON_HOST
 
     def _drop(self, ids: I32) -> None:

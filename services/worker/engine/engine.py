@@ -18,6 +18,7 @@ from services.worker.blocks.compaction import with_moves
 from services.worker.blocks.manager import BlockManager
 from services.worker.blocks.remote_kv import RemoteSpan
 from services.worker.blocks.row_names import RowNames
+from services.worker.blocks.shared_blocks import SharedBlocks
 from services.worker.blocks.sharing import Sharing
 from services.worker.blocks.swapping import Swapping
 from services.worker.contract.arrays import I32, Bool, Rows
@@ -72,7 +73,8 @@ class Engine:
         self.cost = cost or CostEstimate()
         self.table = SequenceTable(config.max_sequences, config.block_size)
         max_blocks_per_row = -(-config.max_model_len // config.block_size)
-        self.blocks = BlockManager(num_blocks, config.block_size, self.table.held_blocks, max_blocks_per_row)
+        blocks = SharedBlocks if config.shares_blocks else BlockManager
+        self.blocks = blocks(num_blocks, config.block_size, self.table.held_blocks, max_blocks_per_row)
         self.log = TokenLog(config.max_sequences, config.max_model_len)
         self.logprobs = LogprobLog()
         self.flights = Flights(self.table)
@@ -329,6 +331,7 @@ class Engine:
         admits, drops = self._transitions.take_news()
         owner = ("copies", self._next_step_id)
         delta, copies = self.blocks.extend(rows, end, owner, self._viewing.decoding), self.blocks.take_copies()
+        self.totals.num_opened_blocks, self.totals.num_met_blocks = self.blocks.num_opened_and_met
         delta, copies = with_moves(self.blocks, owner, delta, copies)
         batch = Batch(
             step_id=self._next_step_id,

@@ -79,8 +79,8 @@ class SequenceRegistry:
         self.next_expiry_s = min(self.next_expiry_s, new.expires_s)
         generated = new.generated.astype(np.int32)
         self._log.extend(row, generated)
-        from_right = self._config.shares_blocks and new.tier.is_best_effort
-        self._sharing.add(row, new.cache_salt, parent, from_right=from_right)
+        self._blocks.begin(row, from_right=self._config.shares_blocks and new.tier.is_best_effort)
+        self._sharing.add(row, new.cache_salt, parent)
         if generated.size:
             self._take_over(row, generated)
         return row

@@ -19,6 +19,10 @@ class Totals:
     though nothing held it back; however many it was left out of until it went on. Whether it decodes or its prompt was
     begun is the same: it holds memory, and does not move. Where decodes take turns in lanes: left out of a step with
     one of them that had been in a step since."""
+    num_opened_blocks: int = 0
+    """Blocks of one sequence whose other end another one began to fill."""
+    num_met_blocks: int = 0
+    """Of these, those in which the two met: one of them went on in another block."""
     num_recomputed_tokens: int = 0
     """Tokens whose KV was computed again after a preemption, because it was not found in the cache: what it cost."""
     num_given_up_tokens: int = 0

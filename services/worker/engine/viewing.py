@@ -13,7 +13,7 @@ from services.worker.blocks.swapping import Swapping
 from services.worker.contract.arrays import EMPTY_I32, I32
 from services.worker.cost.estimate import CostEstimate
 from services.worker.engine.flights import Flights
-from services.worker.scheduling.view import NO_SIDES, Limits, SchedulerView, Sides
+from services.worker.scheduling.view import NO_SIDES, Limits, SchedulerView
 from services.worker.sequences.table import Hold, SequenceTable
 
 NEAR_TOKENS: Final = 2
@@ -54,7 +54,7 @@ class Viewing:
                 held = table.held_blocks.copy()
                 held[near] -= 1
                 columns = replace(columns, held_blocks=held)
-            sides = Sides(*self.blocks.sides(decoding), self.blocks.both_ends.from_right)
+            sides = self.blocks.sides(decoding)
         extensible = flights.extensible if limits.num_lanes > 1 else EMPTY_I32
         return SchedulerView(
             now_s=now_s,

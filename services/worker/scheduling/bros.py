@@ -180,8 +180,7 @@ def _carry_out(view: SchedulerView, packed: Packed, real_time: I32, others: I32)
     is_running = among(view, np.arange(view.columns.order.size), view.running)
     left, idle = real_time[~among(view, real_time, chosen)], others[~among(view, others, added)]
     kept = np.concatenate([chosen, left, added, idle])
-    headroom = 0 if view.sides.from_right.size else 1  # who grows may have the other end of somebody's block
-    plan = StepPlan(view, kept[is_running[kept]], max_running=view.columns.order.size, headroom=headroom)
+    plan = StepPlan(view, kept[is_running[kept]], max_running=view.columns.order.size)
     line, last_line = chosen[~is_running[chosen]], added[~is_running[added]]
     head = plan.head(line) if line.size else None
     if head is not None:

@@ -26,8 +26,7 @@ class KeptRunning:
     """Rows that run on, in the policy's order, the blocks that are left for more, and the rows that give way."""
 
     def __init__(self, view: SchedulerView, order: I32) -> None:
-        columns = view.columns
-        self.rows = order
+        self.rows, columns = order, view.columns
         self.computed: I32 = columns.num_computed.take(order)
         self.remaining: I32 = num_known(columns, order) - self.computed
         self.free_blocks = view.free_blocks
@@ -49,8 +48,8 @@ class KeptRunning:
         """Rows that run when their KV is back from the host."""
         self.come: set[int] = set()
         """Parked rows that come in."""
-        self.headroom = 1
-        """Blocks that are promised to each row that runs, for what is not known of it yet."""
+        self.headroom = 0 if view.sides.from_right.size else 1
+        """Blocks that are promised to each row that runs; where blocks are shared it may have the end of one."""
         self.kept_free = 0
         """Blocks that nobody who comes in may have, nor what parked rows hold; 0: he may have those."""
         self._come_blocks = 0  # promised to them
@@ -100,8 +99,8 @@ class KeptRunning:
         promised = self.kept_free + self.headroom * int(self.rows.size) + self._come_blocks - self._given_blocks
         for others in (self.arriving, view.in_flight):
             if others.size:
-                promised += self.headroom * int(others.size)
-                promised += int(missing_blocks(view, others, num_known(view.columns, others)).sum())
+                missing = missing_blocks(view, others, num_known(view.columns, others))
+                promised += self.headroom * int(others.size) + int(missing.sum())
         if prefills.size:
             ends = (self.computed + self.remaining)[prefills]
             promised += int(missing_blocks(view, self.rows[prefills], ends).sum())

@@ -53,8 +53,9 @@ import numpy as np
 from services.worker.scheduling.blocks_math import Places, among, ceil_div, missing_blocks, num_known
 from services.worker.scheduling.chosen import Chosen
 from services.worker.scheduling.making_room import KeptRunning
+from services.worker.scheduling.opening import opening, shut
 from services.worker.scheduling.recompute_or_swap import Bringing
-from services.worker.scheduling.view import EMPTY_ROWS, I32, NOTHING_CACHED, Bool, SchedulerOutput, SchedulerView
+from services.worker.scheduling.view import EMPTY_ROWS, I32, NOTHING_CACHED, SchedulerOutput, SchedulerView
 
 NOBODY: Final = -1
 """No row."""
@@ -79,17 +80,13 @@ class StepPlan:
         view: of this moment.
         order: all of `view.running`, who keeps its memory longest first; None: as they were admitted.
         max_running: rows that may hold KV, paused ones and those in flight included; None: as many as can be in steps.
-        headroom: blocks that stay free for each row that runs when somebody comes in.
     """
 
-    def __init__(
-        self, view: SchedulerView, order: I32 | None = None, max_running: int | None = None, headroom: int = 1
-    ) -> None:
+    def __init__(self, view: SchedulerView, order: I32 | None = None, max_running: int | None = None) -> None:
         self.view = view
         self.budget: Budget | None = None
         """Of prompts; None: only the limits of the step. The policy sets it before it chooses any."""
         self._running = KeptRunning(view, view.running if order is None else order)
-        self._running.headroom = headroom
         self._max_running = view.limits.max_batch_rows * view.limits.num_lanes if max_running is None else max_running
         self._chosen = Chosen(view.limits.max_batch_tokens, view.limits.max_batch_rows)
         self._bringing = Bringing(view.host, view.block_size, view.cost)
@@ -153,8 +150,7 @@ class StepPlan:
         decodes = decodes[: self._chosen.places]
         if not decodes.size:
             return
-        missing = running.missing(decodes, 1)
-        opens = self._opening(decodes, missing)
+        opens = opening(self.view, running, decodes, missing := running.missing(decodes, 1))
         missing -= opens
         ahead = missing if self.view.host is None or self.resumes else running.missing(decodes, 2) - opens
         if int(ahead.sum()) > running.free_blocks:
@@ -163,10 +159,7 @@ class StepPlan:
                 needs[:, decodes] = missing, ahead
                 running.make_room(*needs)
             stays = decodes < running.rows.size
-            decodes, missing, opens = decodes[stays], missing[stays], opens[stays]
-            if opens.any() and running.any_gone:
-                opens[self._beside(running.rows[decodes], opens)] = False
-                missing[opens] = 1  # whose blocks they would open give way
+            decodes, missing = decodes[stays], missing[stays] + shut(self.view, running, decodes[stays], opens[stays])
             goes_on = (missing == 0) | (missing.cumsum() <= running.free_blocks)
             decodes, missing = decodes[goes_on], missing[goes_on]
             self._may_change = True
@@ -295,25 +288,6 @@ class StepPlan:
         reason, look_s = self._chosen.reason(preempts=preempt.size > 0), self.view.now_s + holds_s if holds_s else inf
         holds = holds_s > 0 and reason == "decode" and not (self.resumes or self._may_change or self.begun)
         return SchedulerOutput(rows, num_tokens, preempt, how, kept, reason, resume, look_s, holds)
-
-    def _opening(self, decodes: Places, missing: I32) -> Bool:
-        """Return [n] which decodes open the other end of somebody's block, as many as lack one, or can."""
-        sides, opens = self.view.sides, np.zeros(decodes.size, dtype=np.bool_)
-        lacking = int(missing.sum()) - self._running.free_blocks
-        if lacking > 0 and sides.from_right.size:
-            rows = self._running.rows[decodes]
-            begins = (missing == 1) & (self.view.columns.num_computed[rows] % self.view.block_size == 0)
-            opens[self._beside(rows, begins)[:lacking]] = True
-        return opens
-
-    def _beside(self, rows: I32, opens: Bool) -> Places:
-        """Return which of some rows find somebody whose block they can open, and who does not give way."""
-        sides, gone = self.view.sides, self.preempted
-        found: list[Places] = []
-        for holders, side in ((sides.for_left, False), (sides.for_right, True)):
-            num_open = int(np.isin(holders, gone, invert=True).sum())
-            found.append((opens & (sides.from_right[rows] == side)).nonzero()[0][:num_open])
-        return np.concatenate(found)
 
     def _decoding(self) -> Places:
         decodes: Places = (self._running.remaining == 1).nonzero()[0]

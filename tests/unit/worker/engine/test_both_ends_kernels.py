@@ -45,7 +45,7 @@ async def test_texts_are_the_same_to_the_bit(kernels: str, host_memory: int) -> 
             expected = await serve(make("chunked", executor, 200, shares_blocks=False), executor, seed)
             engine = make(scheduler, executor, NUM_BLOCKS, shares_blocks=True)
             assert await serve(engine, executor, seed) == expected
-            num_opened += engine.blocks.both_ends.num_opened
-            num_met += engine.blocks.both_ends.num_met
+            num_opened += engine.totals.num_opened_blocks
+            num_met += engine.totals.num_met_blocks
     assert num_opened > (0 if host_memory else 4)
     assert host_memory or num_met > 0

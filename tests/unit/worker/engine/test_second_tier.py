@@ -153,7 +153,7 @@ def test_what_is_about_to_be_lost_is_the_oldest_that_the_host_lacks() -> None:
     due = about_to_be_lost(device, host, 4, 99)
     assert due.tolist() == device.oldest_kept(8 - device.num_blank).tolist()
     assert due.size > 3
-    ids = host.hand_out(2, "test")
+    ids = host.hand_out("test", np.zeros(2, dtype=np.bool_))
     host.name([device.index.name_of(int(block)) for block in due[:2]], ids, None)
     assert about_to_be_lost(device, host, 4, 99).tolist() == due[2:].tolist()
     assert about_to_be_lost(device, host, 4, 1).tolist() == due[2:3].tolist()
