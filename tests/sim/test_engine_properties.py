@@ -38,6 +38,10 @@ PIPELINE_CASES = [
 ]
 
 
+ONE_BY_ONE = {"bros", "bros-whole"}
+"""Where all are late, and steps as slow as here, they take one request after the other."""
+
+
 def short_quanta(name: str) -> Scheduler:
     return RoundRobinScheduler(quantum_tokens=3) if name == "round-robin" else make_scheduler(name)
 
@@ -196,7 +200,8 @@ def test_a_small_memory_delays_but_never_changes_a_text(
     harness.finish()
     stats = take_stats(harness.engine)
     assert stats.totals.num_finished == 16
-    assert (stats.totals.num_swap_outs > 0) is (num_host_blocks > 0)
+    if stats.totals.num_preemptions or scheduler not in ONE_BY_ONE:
+        assert (stats.totals.num_swap_outs > 0) is (num_host_blocks > 0)
     num_lost = stats.totals.num_swap_outs - stats.totals.num_swap_ins
     assert num_lost >= 0
     assert num_lost == 0 or stats.totals.num_recomputed_tokens > 0, "nobody ended on the host"

@@ -213,7 +213,8 @@ def _work(view: SchedulerView, rows: I32) -> RowWork:
     columns = view.columns
     known = num_known(columns, rows)
     on_host = -(-columns.host_tokens.take(rows) // view.block_size)
-    num_tokens = np.where(on_host > 0, 1, known - columns.num_computed.take(rows))
+    there = np.where(on_host > 0, columns.host_tokens.take(rows), columns.num_computed.take(rows))
+    num_tokens = np.maximum(known - there, 1)
     lacking = missing_blocks(view, rows, known)
     return RowWork(
         is_decode=num_tokens == 1,

@@ -239,7 +239,7 @@ def test_no_room_for_the_parent_lets_the_children_go() -> None:
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_many_families_in_a_small_memory_all_finish(scheduler: str, *, prefix_caching: bool) -> None:
-    """Each sequence alone needs up to 15 of the 18 blocks; by gain alone they happen to come so that all fit."""
+    """Each sequence alone needs up to 15 of the 18 blocks; with some policies they happen to come so that all fit."""
     random = np.random.default_rng(3)
     harness = harness_of(scheduler=scheduler, prefix_caching=prefix_caching, num_blocks=18)
     for name in range(15):
@@ -254,5 +254,5 @@ def test_many_families_in_a_small_memory_all_finish(scheduler: str, *, prefix_ca
         )
         harness.add(new)
     harness.finish()
-    assert harness.engine.totals.num_preemptions > 0 or scheduler == "lqsf"
+    assert harness.engine.totals.num_preemptions > 0 or scheduler in {"lqsf", "class-round-robin"}
     assert harness.num_copies > 0
