@@ -48,8 +48,8 @@ class KeptRunning:
         """Rows that run when their KV is back from the host."""
         self.come: set[int] = set()
         """Parked rows that come in."""
-        self.headroom = 0 if view.sides.from_right.size else 1
-        """Blocks that are promised to each row that runs; where blocks are shared it may have the end of one."""
+        self._num_beside = view.sides.num_of(order)
+        """Rows that may have the end of somebody's block instead of the one that is promised to each."""
         self.kept_free = 0
         """Blocks that nobody who comes in may have, nor what parked rows hold; 0: he may have those."""
         self._come_blocks = 0  # promised to them
@@ -92,15 +92,17 @@ class KeptRunning:
     def promised_blocks(self) -> int:
         """Return the blocks that nobody else may have, besides those that were given.
 
-        The headroom of each row, in flight or not, the rest of each prefill, and what those that come in need.
+        One for each row, in flight or not, the rest of each prefill, and what those that come in need.
         """
         view = self._view
         prefills = (self.remaining > 1).nonzero()[0]
-        promised = self.kept_free + self.headroom * int(self.rows.size) + self._come_blocks - self._given_blocks
+        promised = (
+            self.kept_free + max(int(self.rows.size) - self._num_beside, 0) + self._come_blocks - self._given_blocks
+        )
         for others in (self.arriving, view.in_flight):
             if others.size:
                 missing = missing_blocks(view, others, num_known(view.columns, others))
-                promised += self.headroom * int(others.size) + int(missing.sum())
+                promised += int(others.size) + int(missing.sum())
         if prefills.size:
             ends = (self.computed + self.remaining)[prefills]
             promised += int(missing_blocks(view, self.rows[prefills], ends).sum())

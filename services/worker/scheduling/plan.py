@@ -229,8 +229,8 @@ class StepPlan:
                 running.give(copied - held - shared)
             else:
                 self._choose(row, chunk, cached.num_tokens, held + shared)
-            running.come_in(row, need - shared + running.headroom)
-            room -= need - shared + running.headroom
+            running.come_in(row, need - shared + 1)
+            room -= need - shared + 1
             self._counts_shared |= shared > 0
             if cached.next_block is not None:
                 self._coming_names.add(cached.next_block)

@@ -150,6 +150,13 @@ class Sides:
     from_right: Bool
     """[rows of the table] which of them do."""
 
+    def num_of(self, rows: AnyRows) -> int:
+        """Return how many of some rows could open one, each another."""
+        if not self.from_right.size:
+            return 0
+        num_right = int(np.count_nonzero(self.from_right[rows]))
+        return min(rows.size - num_right, self.for_left.size) + min(num_right, self.for_right.size)
+
 
 NO_SIDES = Sides(EMPTY_ROWS, EMPTY_ROWS, np.zeros(0, dtype=np.bool_))
 

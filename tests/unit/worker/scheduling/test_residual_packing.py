@@ -297,3 +297,9 @@ def test_what_lies_on_the_host_takes_as_long_as_it_takes_to_bring_it() -> None:
     brought = One(num_on_host=9)
     assert packed(talk, [brought], PER_TOKEN).best_effort == [0]
     assert packed(talk, [replace(brought, num_on_host=11)], PER_TOKEN).best_effort == []
+
+
+def test_a_document_that_lacks_blocks_is_chosen_where_nobody_else_is() -> None:
+    """The policy has others give way for it: else nobody would ever be."""
+    found = packed([], [One(num_blocks=9), One(num_blocks=9)], room=replace(ROOM, num_free_blocks=4))
+    assert (found.best_effort, found.num_cut) == ([0], None)
