@@ -18,6 +18,12 @@ FULL = ["bros", "bros-whole", "chunked"]
 """Some that have best effort give way, and one that does not."""
 
 
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let rows open whatever they can, also while blocks are free: else it happens seldom."""
+    monkeypatch.setattr(SharedBlocks, "_num_lacking", lambda _blocks, _held, ends: ends.size)
+
+
 def crowd(scheduler: str, seed: int, *, num_host_blocks: int = 0, **engine: Any) -> EngineHarness:
     """Return an engine that has served conversations and documents, whose answers need more than its 22 blocks hold."""
     random = np.random.default_rng([seed, num_host_blocks])
@@ -48,6 +54,7 @@ def shared(harness: EngineHarness) -> Counter[str]:
     return Counter(opened=totals.num_opened_blocks, met=totals.num_met_blocks, copied=num_copied)
 
 
+@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("num_host_blocks", [0, 60])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("scheduler", FULL)
@@ -57,10 +64,15 @@ def test_requests_meet_in_blocks_and_nobody_loses_a_token(scheduler: str, depth:
     for seed in range(4):
         harness = crowd(scheduler, seed, num_host_blocks=num_host_blocks, depth=depth, prefix_caching=False)
         counts = shared(harness)
+        assert counts["opened"] > 0, f"seed {seed}"
         assert counts["copied"] == counts["met"]
         found += counts
-    assert found["opened"] > 0 or scheduler == "chunked"
-    assert num_host_blocks or found["met"] > 1, "what is short goes to the host before, where it can"
+    assert found["met"] > 1
+
+
+def test_other_ends_are_opened_when_no_block_is_free() -> None:
+    assert shared(crowd("chunked", 0, prefix_caching=False))["opened"] > 2
+    assert not shared(crowd("chunked", 0, num_blocks=200, prefix_caching=False))["opened"]
 
 
 def test_without_sharing_blocks_there_is_none() -> None:
@@ -69,16 +81,11 @@ def test_without_sharing_blocks_there_is_none() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("num_host_blocks", [0, 20])
 @pytest.mark.parametrize("scheduler", [*FULL, "round-robin"])
-def test_texts_survive_any_order_of_operations(
-    scheduler: str, num_host_blocks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With prefixes, forks, copies to the host and back, failed steps, ends of blocks lost, limits that come and go.
-
-    Rows open whatever they can, also while blocks are free: else it would happen seldom.
-    """
-    monkeypatch.setattr(SharedBlocks, "_num_lacking", lambda _blocks, _held, ends: ends.size)
+def test_texts_survive_any_order_of_operations(scheduler: str, num_host_blocks: int) -> None:
+    """With prefixes, forks, copies to the host and back, failed steps, ends of blocks lost, limits that come and go."""
     found = Counter[str]()
     for seed in range(8):
         sizes: dict[str, Any] = {"block_size": (8, 16)[seed % 2], "num_blocks": (24, 14)[seed % 2]}
@@ -94,9 +101,8 @@ def test_texts_survive_any_order_of_operations(
             **sizes,
         )
         case.live_through()
-        counts = shared(case.harness)
-        assert counts["opened"] > 0 or scheduler == "round-robin", f"seed {seed}"
-        found += counts
+        found += shared(case.harness)
         found += case.counts
-    assert found["met"] > 8, found
+    assert found["opened"] > 16, found
+    assert found["met"] > 4, found
     assert found["fork"] > 0, found

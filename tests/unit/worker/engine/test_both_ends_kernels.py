@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from services.worker.blocks.shared_blocks import SharedBlocks
 from services.worker.contract.executor import Executor
 from services.worker.engine.engine import Engine
 from shared.api_keys import Tier
@@ -36,8 +37,9 @@ async def serve(engine: Engine, executor: Executor, seed: int) -> Texts:
 
 @pytest.mark.parametrize("host_memory", [0, MIB], ids=["computed again", "to the host"])
 @pytest.mark.parametrize("kernels", sorted({KERNELS, "torch"}))
-async def test_texts_are_the_same_to_the_bit(kernels: str, host_memory: int) -> None:
+async def test_texts_are_the_same_to_the_bit(kernels: str, host_memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Deterministic kernels, so that a wrong bit shows in what is sampled; in these seeds requests meet."""
+    monkeypatch.setattr(SharedBlocks, "_num_lacking", lambda _blocks, _held, ends: ends.size)  # seldom else
     num_opened = num_met = 0
     async with live_devices(1, kernels=kernels, host_memory_bytes=host_memory, max_rows=NUM) as devices:
         executor = (await devices[0].alone()).executor
@@ -47,5 +49,5 @@ async def test_texts_are_the_same_to_the_bit(kernels: str, host_memory: int) -> 
             assert await serve(engine, executor, seed) == expected
             num_opened += engine.totals.num_opened_blocks
             num_met += engine.totals.num_met_blocks
-    assert num_opened > (0 if host_memory else 4)
-    assert host_memory or num_met > 0
+    assert num_opened > 4
+    assert num_met > 0
