@@ -48,8 +48,6 @@ class KeptRunning:
         """Rows that run when their KV is back from the host."""
         self.come: set[int] = set()
         """Parked rows that come in."""
-        self._num_beside = view.sides.num_of(order)
-        """Rows that may have the end of somebody's block instead of the one that is promised to each."""
         self.kept_free = 0
         """Blocks that nobody who comes in may have, nor what parked rows hold; 0: he may have those."""
         self._come_blocks = 0  # promised to them
@@ -92,13 +90,12 @@ class KeptRunning:
     def promised_blocks(self) -> int:
         """Return the blocks that nobody else may have, besides those that were given.
 
-        One for each row, in flight or not, the rest of each prefill, and what those that come in need.
+        One for each row that finds no end of another one's, the rest of each prefill, and what those that come in need.
         """
         view = self._view
         prefills = (self.remaining > 1).nonzero()[0]
-        promised = (
-            self.kept_free + max(int(self.rows.size) - self._num_beside, 0) + self._come_blocks - self._given_blocks
-        )
+        promised = self.kept_free + self.rows.size - view.sides.num_of(self.rows)
+        promised += self._come_blocks - self._given_blocks
         for others in (self.arriving, view.in_flight):
             if others.size:
                 missing = missing_blocks(view, others, num_known(view.columns, others))
