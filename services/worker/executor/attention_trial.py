@@ -16,15 +16,13 @@ import torch
 
 from services.worker.attention.base import Attention, RaggedRows
 from services.worker.attention.torch_paged import TorchPagedAttention
-from services.worker.contract.table_entries import blocks_of, slots_of
+from services.worker.contract.table_entries import slots_of
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.spec import ModelSpec
 
 BLOCK_SIZE = 16
-ROWS = ((1200, 1), (0, 1), (40, 1), (0, 150), (513, 70), (30, 1), (27, 1), (200, 9))
+ROWS = ((1200, 1), (0, 1), (40, 1), (0, 150), (513, 70), (30, 1))
 """Position of the first token and number of tokens: decodes, one of them so long that it is split, and prefills."""
-NUM_FROM_RIGHT = 2
-"""Last rows, whose blocks are filled from the right."""
 WINDOW = 100
 """Stands for every window of the model: shorter than some rows, not a multiple of a block."""
 LIMIT = 0.03
@@ -45,7 +43,7 @@ def attention_fault(
     kinds = tuple(dict.fromkeys(None if window is None else WINDOW for window in spec.windows))
     spec = replace(spec, windows=kinds, num_layers=len(kinds))
     rows = _rows()
-    num_blocks = int(blocks_of(rows.tables).max()) + 1
+    num_blocks = int(rows.tables.max()) + 1
     exact = KVCache(spec, num_blocks, BLOCK_SIZE, torch.float32, device)
     tried = KVCache(spec, num_blocks, BLOCK_SIZE, dtype, device)
     queries = _fill(spec, rows, exact, tried)
@@ -78,7 +76,6 @@ def _rows() -> RaggedRows:
     ends = np.cumsum(blocks)
     for row, (count, end) in enumerate(zip(blocks, ends, strict=True)):
         tables[row, :count] = ends[-1] - 1 - np.arange(end - count, end)
-    tables[-NUM_FROM_RIGHT:] = ~tables[-NUM_FROM_RIGHT:]
     return RaggedRows(num_tokens, start, tables)
 
 
