@@ -30,7 +30,8 @@ FIXED_KEYS = [
     "requests", "completed", "refused", "ttft_s", "tpot_s", "normalised_latency_s", "preemptions_per_request", "qoe",
     "slo", "throughput_tokens_per_s", "tokens_until_s", "effective_tokens_per_s", "tds_tokens_per_s", "kv_peak_ratio",
     "demand_over_capacity_peak", "preemptions", "stall_s", "stall_at_drops_s", "stall_at_restores_s", "first_drop_s",
-    "pauses", "opened_blocks", "met_blocks", "queue_peak", "recomputed_tokens", "given_up_tokens", "brought_back_tokens", "swapped_out_bytes",
+    "pauses", "opened_blocks", "met_blocks", "queue_peak",
+    "recomputed_tokens", "given_up_tokens", "brought_back_tokens", "swapped_out_bytes",
     "bubble_ratio", "drops", "restores", "grouped_ratio", "migrations", "gpus_peak", "gpu_seconds", "cut_off_s",
     "cut_off", "drained_s", "drained", "best_effort",
 ]  # fmt: skip
