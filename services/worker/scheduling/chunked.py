@@ -34,7 +34,13 @@ class ChunkedScheduler:
         """Choose the next step."""
         if (plain := plain_decode(view)) is not None:
             return plain
-        in_turn = FlexLast(view) if self.best_effort_gives_way else None
+        output = self._next(view, flex_last=self.best_effort_gives_way)
+        if self.best_effort_gives_way and not (output.rows.size or output.resume.size or view.num_in_flight):
+            return self._next(view, flex_last=False)  # who gave way would have been for nothing
+        return output
+
+    def _next(self, view: SchedulerView, *, flex_last: bool) -> SchedulerOutput:
+        in_turn = FlexLast(view) if flex_last else None
         plan = StepPlan(view) if in_turn is None else in_turn.plan
         decode_lane(plan)
         plan.prefill()

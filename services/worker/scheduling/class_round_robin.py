@@ -39,10 +39,13 @@ class ClassRoundRobinScheduler:
         plan = StepPlan(view, max_running=view.columns.order.size)
         for turn in (self._is_best_effort, not self._is_best_effort):
             _serve(plan, is_best_effort if turn else ~is_best_effort)
-            if not plan.is_empty or plan.resumes or plan.preempted.size:
+            if not plan.is_empty or plan.resumes:
                 self._is_best_effort = not turn
                 break
-        plan.rescue()
+        if plan.is_empty and not plan.resumes:  # whose turn it is lacks blocks; others may go on without any
+            plan.decode(plan.decoding)
+            plan.prefill()
+            plan.rescue()
         return plan.output()
 
 
