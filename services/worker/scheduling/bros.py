@@ -80,9 +80,10 @@ class BrosScheduler:
         return output
 
     def _note_period(self, view: SchedulerView) -> None:
+        """Take in how long the last step took, unless nobody of it is here: then it may have ended long ago."""
         if not self._period_s:
             self._period_s = period_s(view)
-        elif self._has_run:
+        elif self._has_run and (view.running.size or view.num_in_flight):
             self._period_s += NEWEST_WEIGHT * (view.now_s - self._at_s - self._period_s)
         self._at_s = view.now_s
 

@@ -26,8 +26,8 @@ What a policy may do by it:
 Rules that the parts keep, whatever the order:
 
 - *Nobody comes in too early.* A row is admitted only if all its known tokens fit, next to what the running rows still
-  need for theirs and one block of headroom for each of them. A row admitted on its first chunk alone would be
-  preempted before it gave a token.
+  need for theirs and one block of headroom for each of them (who may open the end of somebody's block needs none:
+  `making_room.py`). A row admitted on its first chunk alone would be preempted before it gave a token.
 - *Nobody computes what another row is computing.* A row that waits and lacks a block that a running row has begun is
   passed over until that block is there; it keeps its place. This ends if the policy lets running rows go on.
 - *Somebody finishes.* The first of the order is never preempted for want of blocks, so if that stays the same row while

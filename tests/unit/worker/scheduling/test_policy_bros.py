@@ -180,3 +180,17 @@ def test_every_answer_keeps_the_contract_when_it_knows_how_long_steps_take(
     random = np.random.default_rng(seed)
     view = replace(random_view(random, swaps=swaps), cost=COST, now_s=float(random.random()))
     decide(view, make_scheduler(scheduler))
+
+
+def test_what_lies_between_two_requests_is_no_step() -> None:
+    """The mean of the steps says whether somebody may be left out of one: an idle minute would forbid it for long."""
+    policy = BrosScheduler()
+    view = tiered([DEFAULT], running=[decoding(4)])
+    for step in range(3):
+        policy.schedule(replace(view, now_s=NOW_S + 0.007 * step))
+    before = policy._period_s
+    arrived = tiered([DEFAULT], waiting=[parked(8)])
+    policy.schedule(replace(arrived, now_s=NOW_S + 60.0))
+    assert policy._period_s == before
+    policy.schedule(replace(view, now_s=NOW_S + 60.5))
+    assert policy._period_s > before
