@@ -294,6 +294,7 @@ def _runner_settings(settings: WorkerSettings, host_memory_bytes: int = 0) -> Ru
         fused=settings.fused,
         overlap=settings.overlap,
         page_bytes=settings.page_bytes if find_system(settings.system).forms_groups else None,
+        shares_blocks=find_system(settings.system).shares_blocks,
     )
 
 

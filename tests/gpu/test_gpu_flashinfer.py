@@ -189,10 +189,13 @@ def test_recorded_steps_of_many_rows_find_room(heads: tuple[int, int, int]) -> N
     torch.testing.assert_close(out.cpu().double(), expected, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("from_right", [False, True])
 @pytest.mark.parametrize("windows", [(None,), (4096,), (None, 1024)], ids=str)
-def test_the_trial_accepts_it(windows: tuple[int | None, ...]) -> None:
+def test_the_trial_accepts_it(windows: tuple[int | None, ...], from_right: bool) -> None:
     spec = attention_spec((32, 8, 128), windows)
-    chosen = choose_kernels("flashinfer", spec, CUDA, torch.bfloat16, deterministic=False, fused=False)
+    chosen = choose_kernels(
+        "flashinfer", spec, CUDA, torch.bfloat16, deterministic=False, fused=False, from_right=from_right
+    )
     assert chosen.name == "flashinfer"
 
 

@@ -16,13 +16,15 @@ import torch
 
 from services.worker.attention.base import Attention, RaggedRows
 from services.worker.attention.torch_paged import TorchPagedAttention
-from services.worker.contract.table_entries import slots_of
+from services.worker.contract.table_entries import blocks_of, slots_of
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.spec import ModelSpec
 
 BLOCK_SIZE = 16
 ROWS = ((1200, 1), (0, 1), (40, 1), (0, 150), (513, 70), (30, 1))
 """Position of the first token and number of tokens: decodes, one of them so long that it is split, and prefills."""
+FROM_RIGHT = ((27, 1), (200, 9))
+"""The same of rows whose blocks are filled from the right."""
 WINDOW = 100
 """Stands for every window of the model: shorter than some rows, not a multiple of a block."""
 LIMIT = 0.03
@@ -30,7 +32,12 @@ LIMIT = 0.03
 
 
 def attention_fault(
-    make: Callable[[ModelSpec, KVCache], Attention[Any]], spec: ModelSpec, dtype: torch.dtype, device: torch.device
+    make: Callable[[ModelSpec, KVCache], Attention[Any]],
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    from_right: bool = False,
 ) -> str | None:
     """Return why an attention is not to be used for a model; None: it agrees with torch's.
 
@@ -39,11 +46,12 @@ def attention_fault(
         spec: of the model; its heads and its kinds of windows are tried.
         dtype: of queries, keys and values.
         device: on which it computes.
+        from_right: there will be rows whose blocks are filled from the right; what computes them is tried, too.
     """
     kinds = tuple(dict.fromkeys(None if window is None else WINDOW for window in spec.windows))
     spec = replace(spec, windows=kinds, num_layers=len(kinds))
-    rows = _rows()
-    num_blocks = int(rows.tables.max()) + 1
+    rows = _rows(FROM_RIGHT if from_right else ())
+    num_blocks = int(blocks_of(rows.tables).max()) + 1
     exact = KVCache(spec, num_blocks, BLOCK_SIZE, torch.float32, device)
     tried = KVCache(spec, num_blocks, BLOCK_SIZE, dtype, device)
     queries = _fill(spec, rows, exact, tried)
@@ -68,14 +76,15 @@ def _attend(attention: Attention[Any], rows: RaggedRows, num_layers: int, querie
     return torch.stack([attention.attend(plan, layer, queries) for layer in range(num_layers)])
 
 
-def _rows() -> RaggedRows:
-    """Return the rows, with their blocks in falling order."""
-    start, num_tokens = (np.array(column, dtype=np.int32) for column in zip(*ROWS, strict=True))
+def _rows(from_right: tuple[tuple[int, int], ...]) -> RaggedRows:
+    """Return `ROWS` and those of the other direction, with their blocks in falling order."""
+    start, num_tokens = (np.array(column, dtype=np.int32) for column in zip(*ROWS, *from_right, strict=True))
     blocks = -(-(start + num_tokens) // BLOCK_SIZE)
     tables = np.zeros((len(blocks), int(blocks.max())), dtype=np.int32)
     ends = np.cumsum(blocks)
     for row, (count, end) in enumerate(zip(blocks, ends, strict=True)):
         tables[row, :count] = ends[-1] - 1 - np.arange(end - count, end)
+    tables[len(ROWS) :] = ~tables[len(ROWS) :]
     return RaggedRows(num_tokens, start, tables)
 
 

@@ -58,6 +58,8 @@ class RunnerSettings:
     """Of a stage of a pipeline: only their parameters and KV are held; None: the whole model."""
     page_bytes: int | None = None
     """Size of the pages of memory that can drop layers (memory/elastic.py), 2 MiB on a GPU; None: it cannot."""
+    shares_blocks: bool = False
+    """Best effort's blocks are filled from the right, so that somebody else's can be opened from the left."""
 
 
 @dataclass(frozen=True, slots=True)

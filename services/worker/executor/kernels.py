@@ -152,7 +152,7 @@ class Kernels:
         return FixedSplitAttention(spec, cache) if deterministic else TorchPagedAttention(spec, cache)
 
 
-def choose_kernels(
+def choose_kernels(  # noqa: PLR0913  what they compute, and where
     wanted: str,
     spec: ModelSpec,
     device: torch.device,
@@ -160,6 +160,7 @@ def choose_kernels(
     *,
     deterministic: bool,
     fused: bool = True,
+    from_right: bool = False,
 ) -> Kernels:
     """Return the best kernels for a model on a device; the log says why they are not better ones.
 
@@ -170,11 +171,12 @@ def choose_kernels(
         dtype: of the model.
         deterministic: results must not depend on the batch.
         fused: what lies between products may be fused.
+        from_right: some rows' blocks will be filled from the right.
 
     Raises:
         StartupError: `wanted` is none of `KINDS`, or `native` or `flashinfer` where that is not possible.
     """
-    chosen = _choose(wanted, spec, device, dtype, deterministic=deterministic)
+    chosen = _choose(wanted, spec, device, dtype, deterministic=deterministic, from_right=from_right)
     if not fused or wanted == "torch" or deterministic or device.type != "cuda":
         return chosen
     found, reason = _open_fused(spec, dtype, device)
@@ -184,13 +186,15 @@ def choose_kernels(
     return replace(chosen, name=f"{chosen.name}, fused", fused=found)
 
 
-def _choose(wanted: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, deterministic: bool) -> Kernels:
+def _choose(
+    wanted: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, deterministic: bool, from_right: bool
+) -> Kernels:
     if wanted not in KINDS:
         raise StartupError(f"kernels {wanted!r} are not known", f"Use one of {', '.join(KINDS)}")
     if wanted == "torch":
         return Kernels("torch")
     if wanted == "flashinfer" or (wanted == "auto" and device.type == "cuda" and not deterministic):
-        return _flashinfer(wanted, spec, device, dtype, deterministic=deterministic)
+        return _flashinfer(wanted, spec, device, dtype, deterministic=deterministic, from_right=from_right)
     library = open_library() if device.type == "cpu" else None
     if library is None or spec.group_size > MAX_GROUP:
         return _without_library(wanted, spec, device, is_there=library is not None)
@@ -204,13 +208,17 @@ def _choose(wanted: str, spec: ModelSpec, device: torch.device, dtype: torch.dty
 
 
 def _flashinfer(
-    wanted: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, deterministic: bool
+    wanted: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, deterministic: bool, from_right: bool
 ) -> Kernels:
     library, reason = None, _without_flashinfer(spec, device, dtype, deterministic=deterministic)
     if reason is None:
         library, reason = _open_flashinfer()
     if reason is None:
-        reason = attention_fault(lambda small, cache: _flashinfer_attention(library, small, cache), spec, dtype, device)
+
+        def make(small: ModelSpec, cache: KVCache) -> FlashInferAttention:
+            return _flashinfer_attention(library, small, cache)
+
+        reason = attention_fault(make, spec, dtype, device, from_right=from_right)
     if reason is None:
         return Kernels("flashinfer", flashinfer=library)
     if wanted == "flashinfer":

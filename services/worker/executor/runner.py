@@ -79,7 +79,13 @@ def load_model(
     spec, tensors = look.checkpoint.spec, look.checkpoint.tensors
     progress(0.0, "choosing kernels")  # on a GPU some are compiled the first time
     kernels = choose_kernels(
-        settings.kernels, spec, device, dtype, deterministic=settings.deterministic, fused=settings.fused
+        settings.kernels,
+        spec,
+        device,
+        dtype,
+        deterministic=settings.deterministic,
+        fused=settings.fused,
+        from_right=settings.shares_blocks,
     )
     if device.type == "cpu":
         kernels = _with_threads(settings, kernels)

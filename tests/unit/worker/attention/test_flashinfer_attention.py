@@ -209,16 +209,17 @@ def test_what_flashinfer_cannot_compute_is_known_before(head_dim: int, dtype: to
     assert found is reason is None or (reason is not None and found is not None and reason in found)
 
 
-def fault(library: Any, windows: tuple[int | None, ...] = (None, 4096)) -> str | None:
+def fault(library: Any, windows: tuple[int | None, ...] = (None, 4096), *, from_right: bool = False) -> str | None:
     def make(spec: ModelSpec, cache: KVCache) -> FlashInferAttention:
         return FlashInferAttention(library, spec, cache, WORKSPACE_BYTES)
 
-    return attention_fault(make, attention_spec(GROUPED, windows), torch.bfloat16, CPU)
+    return attention_fault(make, attention_spec(GROUPED, windows), torch.bfloat16, CPU, from_right=from_right)
 
 
 @pytest.mark.slow
-def test_the_trial_accepts_a_library_that_agrees_with_torch() -> None:
-    assert fault(fake_flashinfer) is None
+@pytest.mark.parametrize("from_right", [False, True])
+def test_the_trial_accepts_a_library_that_agrees_with_torch(from_right: bool) -> None:
+    assert fault(fake_flashinfer, from_right=from_right) is None
 
 
 @pytest.mark.slow
@@ -235,7 +236,9 @@ def test_the_trial_finds_a_library_that_reads_an_argument_wrongly(changes: dict[
 @pytest.mark.slow
 def test_the_trial_finds_a_library_that_masks_blocks_from_the_right() -> None:
     """Blocks that were full before are read without a causal mask, and by nothing else in the trial."""
-    reason = fault(library_that(lambda *_, **__: None, causal=True), windows=(None,))
+    library = library_that(lambda *_, **__: None, causal=True)
+    assert fault(library, windows=(None,)) is None, "nobody will have such blocks"
+    reason = fault(library, windows=(None,), from_right=True)
     assert reason is not None
     assert "differ from torch's by" in reason
 
@@ -256,7 +259,7 @@ def as_if_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashInfer is there and agrees with torch, on a Hopper; tests take one of these back."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     monkeypatch.setattr(kernels_module, "_open_flashinfer", lambda: (fake_flashinfer, None))
-    monkeypatch.setattr(kernels_module, "attention_fault", lambda *_arguments: None)
+    monkeypatch.setattr(kernels_module, "attention_fault", lambda *_, **__: None)
 
 
 def chosen(wanted: str = "auto", head_dim: int = 64, *, deterministic: bool = False) -> str:
@@ -280,7 +283,7 @@ def test_without_flashinfer_auto_falls_back_and_flashinfer_is_refused(
     if cause == "module":
         monkeypatch.setattr(kernels_module, "_open_flashinfer", lambda: (None, "no module"))
     elif cause == "trial":
-        monkeypatch.setattr(kernels_module, "attention_fault", lambda *_arguments: "no compiler")
+        monkeypatch.setattr(kernels_module, "attention_fault", lambda *_, **__: "no compiler")
     else:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (7, 5))
     reason = {"module": "no module", "trial": "no compiler", "capability": "below 8.0"}[cause]
