@@ -12,7 +12,9 @@ effort that is not chosen, then best effort that is, then real time that is not,
 Source: BROS ("Efficient LLM serving on hybrid real-time and best-effort requests"), section 4. Deviations: those of
 `residual_packing.py`; the oldest of best effort ages (`best_effort.py`), or it could starve; requests that named no
 limits have their readers', or the paper's; of a prompt that waits the whole work counts, as if none of it was cached;
-one row at a time has others give way; KV comes back from the host beside a step, and the row computes in a later one.
+one row at a time has others give way; KV comes back from the host beside a step, and the row computes in a later one;
+the mean duration of steps is of those that the worker's model of its steps foretells, since policies are not asked for
+all of those that overlap.
 """
 
 from __future__ import annotations
@@ -56,12 +58,11 @@ class BrosScheduler:
         self._patience = Patience(self._settings.patience_s)
         self._groups = _Groups(self._settings.group_tokens)
         self._fitted: tuple[CostModel | None, StepCost] = (None, FREE)
-        self._period_s = self._at_s = 0.0
-        self._has_run = False
+        self._period_s = 0.0
 
     def schedule(self, view: SchedulerView) -> SchedulerOutput:
         """Choose the next step."""
-        self._note_period(view)
+        self._period_s = self._period_s or period_s(view)
         rows: I32 = np.concatenate([view.running, view.preempted, view.waiting])
         is_last = view.columns.tier.take(rows) == Tier.FLEX
         others = rows[is_last]
@@ -76,16 +77,9 @@ class BrosScheduler:
         output = _carry_out(view, packed, real_time, others)
         if self._settings.swaps_whole:
             output = replace(output, preempt_kept=np.zeros_like(output.preempt_kept))
-        self._has_run = bool(output.rows.size)
+        if output.rows.size:
+            self._period_s += NEWEST_WEIGHT * (packed.lasts_s - self._period_s)
         return output
-
-    def _note_period(self, view: SchedulerView) -> None:
-        """Take in how long the last step took, unless nobody of it is here: then it may have ended long ago."""
-        if not self._period_s:
-            self._period_s = period_s(view)
-        elif self._has_run and (view.running.size or view.num_in_flight):
-            self._period_s += NEWEST_WEIGHT * (view.now_s - self._at_s - self._period_s)
-        self._at_s = view.now_s
 
     def _by_residual(self, view: SchedulerView) -> tuple[I32, F64]:
         """Return the rows of real time, and their residuals, the least first.
@@ -187,13 +181,16 @@ def _carry_out(view: SchedulerView, packed: Packed, real_time: I32, others: I32)
     if head is not None:
         victims = np.concatenate([idle[::-1], added[::-1], left[::-1]])
         plan.preempt_for(head, victims[is_running[victims]])
-    if packed.num_cut is not None:
-        plan.budget = _Budget(_num_prompt_tokens(view, np.concatenate([chosen, added]), packed.num_cut))
     wanted = np.concatenate([chosen, added])
+    cut = wanted[wanted.size - (packed.num_cut is not None) :]  # the last one, or nobody
     plan.decode(lane_share(view, plan.decoding[among(view, plan.decoding, wanted)]))
-    plan.prefill(wanted)
-    if plan.admit(line) is None:
-        plan.admit(last_line)
+    plan.prefill(wanted[: wanted.size - cut.size])
+    others_fit = all(plan.admit(each[~among(view, each, cut)]) is None for each in (line, last_line))
+    if others_fit and packed.num_cut is not None:
+        plan.budget = _Budget(packed.num_cut)
+        plan.prefill(cut)
+        plan.admit(cut[~is_running[cut]])
+        plan.budget = None
     if plan.is_empty and not plan.resumes:  # who is chosen lacks blocks
         plan.decode(plan.decoding)
         plan.prefill()
@@ -201,12 +198,6 @@ def _carry_out(view: SchedulerView, packed: Packed, real_time: I32, others: I32)
         if view.host is None or not (view.host.leaving_blocks or view.host.arriving.size):
             plan.admit()  # else copies make room for who is chosen
     return plan.output()
-
-
-def _num_prompt_tokens(view: SchedulerView, rows: I32, num_cut: int) -> int:
-    """Return the tokens of the prompts of some rows, if the last one is cut to so many."""
-    left = num_known(view.columns, rows) - view.columns.num_computed.take(rows)
-    return int(left[:-1][left[:-1] > 1].sum()) + num_cut
 
 
 def _work(view: SchedulerView, rows: I32) -> RowWork:

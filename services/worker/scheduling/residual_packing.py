@@ -84,6 +84,8 @@ class Packed:
     """Likewise."""
     num_cut: int | None
     """Tokens of the last one's prompt that are computed now; None: nobody's is cut."""
+    lasts_s: float
+    """How long the step is to last."""
     is_too_long: bool
     """With one more of real time it would have lasted longer than the least residual."""
 
@@ -116,7 +118,8 @@ def pack(real_time: RowWork, residual_s: F64, best_effort: RowWork, cost: StepCo
         chosen = [int(early[0])]
     replaceable = residual_s[chosen[:num_early]] - room.period_s
     added, num_left = _add_best_effort(batch, best_effort.columns(), each[chosen[:num_early]], replaceable, room)
-    return Packed([*chosen[:num_left], *chosen[num_early:]], added, batch.num_cut, is_too_long)
+    left = [*chosen[:num_left], *chosen[num_early:]]
+    return Packed(left, added, batch.num_cut, float(batch.lasts_s(batch.totals[None])[0]), is_too_long)
 
 
 def _add_best_effort(batch: _Batch, others: F64, early: F64, spare_s: F64, room: BatchRoom) -> tuple[list[int], int]:

@@ -182,15 +182,29 @@ def test_every_answer_keeps_the_contract_when_it_knows_how_long_steps_take(
     decide(view, make_scheduler(scheduler))
 
 
-def test_what_lies_between_two_requests_is_no_step() -> None:
-    """The mean of the steps says whether somebody may be left out of one: an idle minute would forbid it for long."""
+def test_a_prompt_that_is_cut_takes_no_tokens_of_more_urgent_ones_that_wait() -> None:
+    """Row 0's prompt, which has begun, has 4.9 s; row 1's, which has not, 0.2 s, and so has a step: 195 tokens."""
+    urgent = {"since_s": [0.1, 0.1], "slo_ttft_s": [5.0, 0.3]}
+    view = tiered([DEFAULT] * 2, running=[(1040, 0, 40, 400)], waiting=[parked(50)], **urgent)
+    assert chosen(decide(view)) == [(1, 50), (0, 145)]
+
+
+def test_kv_that_comes_back_from_the_host_is_none_of_the_tokens_to_which_a_prompt_is_cut() -> None:
+    """Row 0's next token has 0.2 s, and its KV of 400 tokens is on the host; a step takes 5 ms and 1 ms a token."""
+    limits = {"since_s": [0.1, 0.1], "num_output": [1, 0], "slo_ttft_s": [9.0, 5.0], "slo_tpot_s": [0.3, 0.3]}
+    rows = {"preempted": [parked(400)], "waiting": [parked(1000)], "free_blocks": 1000}
+    view = tiered([DEFAULT] * 2, host=host_view(), **rows, **limits)
+    columns = replace(view.columns, host_tokens=np.array([400, 0], dtype=np.int32))
+    output = decide(replace(view, columns=columns))
+    assert output.resume.tolist() == [0]
+    assert [row for row, _ in chosen(output)] == [1]
+    assert 64 <= output.num_tokens[0] <= 195
+
+
+def test_steps_last_as_long_as_they_are_foretold_however_seldom_somebody_asks() -> None:
+    """The mean says whether somebody may be left out of a step: an idle minute, or steps under way, are not in it."""
     policy = BrosScheduler()
-    view = tiered([DEFAULT], running=[decoding(4)])
-    for step in range(3):
-        policy.schedule(replace(view, now_s=NOW_S + 0.007 * step))
-    before = policy._period_s
-    arrived = tiered([DEFAULT], waiting=[parked(8)])
-    policy.schedule(replace(arrived, now_s=NOW_S + 60.0))
-    assert policy._period_s == before
-    policy.schedule(replace(view, now_s=NOW_S + 60.5))
-    assert policy._period_s > before
+    view = tiered([DEFAULT] * 2, running=[decoding(4)] * 2)
+    for second in range(200):
+        policy.schedule(replace(view, now_s=NOW_S + second))
+    assert policy._period_s == pytest.approx(0.007)
