@@ -7,14 +7,16 @@
                      many as at first, if the least residual was in the way
 
 Who is not chosen sits out, and keeps its KV. Real time that comes in has others give way if it lacks blocks: first best
-effort that is not chosen, then best effort that is, then real time that is not, who has most time first.
+effort that is not chosen, then best effort that is, then real time that is not, who has most time first; but who comes
+back has only best effort give way.
 
 Source: BROS ("Efficient LLM serving on hybrid real-time and best-effort requests"), section 4. Deviations: those of
 `residual_packing.py`; the oldest of best effort ages (`best_effort.py`), or it could starve; requests that named no
 limits have their readers', or the paper's; of a prompt that waits the whole work counts, as if none of it was cached;
-one row at a time has others give way; KV comes back from the host beside a step, and the row computes in a later one;
-the mean duration of steps is of those that the worker's model of its steps foretells, since policies are not asked for
-all of those that overlap.
+one row at a time has others give way, and of real time only for a first token, or those who are late would take turns
+in memory, a token each; KV comes back from the host beside a step, and the row computes in a later one; the mean
+duration of steps is of those that the worker's model of its steps foretells, since policies are not asked for all of
+those that overlap.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from services.worker.scheduling.lanes import lane_share
 from services.worker.scheduling.plan import StepPlan
 from services.worker.scheduling.prediction import period_s
 from services.worker.scheduling.residual_packing import BatchRoom, Packed, RowWork, pack
-from services.worker.scheduling.view import F64, I32, SchedulerOutput, SchedulerView
+from services.worker.scheduling.view import EMPTY_ROWS, F64, I32, SchedulerOutput, SchedulerView
 from shared.api_keys import Tier
 from shared.cost import CostModel
 from shared.phase_cost import PhaseCost, StepCost, fit_steps
@@ -179,7 +181,8 @@ def _carry_out(view: SchedulerView, packed: Packed, real_time: I32, others: I32)
     line, last_line = chosen[~is_running[chosen]], added[~is_running[added]]
     head = plan.head(line) if line.size else None
     if head is not None:
-        victims = np.concatenate([idle[::-1], added[::-1], left[::-1]])
+        is_back = view.columns.num_output[head] > 0 and view.columns.tier[head] != Tier.FLEX
+        victims = np.concatenate([idle[::-1], added[::-1], EMPTY_ROWS if is_back else left[::-1]])
         plan.preempt_for(head, victims[is_running[victims]])
     wanted = np.concatenate([chosen, added])
     cut = wanted[wanted.size - (packed.num_cut is not None) :]  # the last one, or nobody

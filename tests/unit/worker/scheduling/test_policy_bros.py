@@ -142,6 +142,20 @@ def test_best_effort_that_is_not_chosen_gives_way_first_then_that_which_is_then_
     assert not np.isin(output.preempt, [3, 0]).any(), "who is nearest to its limit keeps what it has"
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_real_time_gives_way_to_a_first_token_and_not_to_who_comes_back(first: bool) -> None:
+    """Two rows of 2 blocks leave 2; the third lacks one more, for the step after its own, and is late, with its first token or with one more.
+
+    Else the two would change places for each token, and both be late.
+    """
+    late = {"waiting": [parked(8)]} if first else {"preempted": [(7, 1, 0, 0)]}
+    rows: dict[str, Any] = {"running": [decoding(7)] * 2, **late}
+    view = tiered([DEFAULT] * 3, free_blocks=2, max_batch_rows=2, since_s=[0.1, 0.0, 9.0], **rows)
+    output = decide(view)
+    assert output.preempt.tolist() == ([1] if first else [])
+    assert chosen(output)
+
+
 def test_the_oldest_of_best_effort_grows_old_and_has_the_place_of_who_is_late() -> None:
     policy = make_scheduler("bros", patience_s=5.0)
     tiers = [DEFAULT] * 3 + [FLEX]
