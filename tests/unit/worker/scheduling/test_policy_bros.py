@@ -144,7 +144,7 @@ def test_best_effort_that_is_not_chosen_gives_way_first_then_that_which_is_then_
 
 @pytest.mark.parametrize("first", [True, False])
 def test_real_time_gives_way_to_a_first_token_and_not_to_who_comes_back(first: bool) -> None:
-    """Two rows of 2 blocks leave 2; the third lacks one more, for the step after its own, and is late, with its first token or with one more.
+    """Two rows of 2 blocks leave 2; the third, who is late, lacks one more for the step after its own.
 
     Else the two would change places for each token, and both be late.
     """
