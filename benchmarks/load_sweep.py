@@ -61,6 +61,7 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
         Figure("normalised latency, s", lambda summary: summary["normalised_latency_s"]["mean"]),
         Figure("TTFT in time", lambda summary: summary["slo"]["ttft_share"], "{:.1%}"),
         Figure("TPOT in time", lambda summary: summary["slo"]["tpot_share"], "{:.1%}"),
+        Figure("both in time", lambda summary: summary["slo"]["both_share"], "{:.1%}"),
         Figure("best effort, requests/s", _best_effort_rate, "{:.2f}"),
         Figure("both, tokens/s", lambda summary: summary["cut_off"]["tokens_per_s"], "{:.0f}", is_drawn=False),
     ),
