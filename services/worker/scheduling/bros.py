@@ -1,7 +1,7 @@
 """Real time by what is left until its limit, and best effort beside it: BROS's request scheduler.
 
     real time    residual = limit - since its last group of tokens - what the rest of the group takes
-      queues     running or gave way, sorted │ waiting, in order of its limit ──► polled, the least residual first
+                 by residual, the least first: those who have begun, and those who wait
     best effort  by what of it lies on the host, the fewest blocks first
                  ──► one batch (`residual_packing.py`) of at most so many rows: twice as many as in the last step, or as
                      many as at first, if the least residual was in the way
@@ -84,20 +84,15 @@ class BrosScheduler:
         return output
 
     def _by_residual(self, view: SchedulerView) -> tuple[I32, F64]:
-        """Return the rows of real time, and their residuals, the least first.
+        """Return the rows of real time, and their residuals, the least first; of equal ones those that have begun.
 
-        The queue of those that wait is in order of arrival: so it is nearly sorted, and only merged.
+        The paper polls two queues, of which that of those who wait is in order; one sort of both takes less time here.
         """
-        tier, settings = view.columns.tier, self._settings
-        pending: I32 = np.concatenate([view.running, view.preempted])
-        queues = []
-        for queue in (pending[tier.take(pending) != Tier.FLEX], view.waiting[tier.take(view.waiting) != Tier.FLEX]):
-            residual_s = self._groups.residual_s(view, queue, settings, self._period_s)
-            order = residual_s.argsort(kind="stable")
-            queues.append((queue[order], residual_s[order]))
-        (rows, residual_s), (waiting, waiting_s) = queues
-        at = residual_s.searchsorted(waiting_s, side="right")
-        return np.insert(rows, at, waiting), np.insert(residual_s, at, waiting_s)
+        rows: I32 = np.concatenate([view.running, view.preempted, view.waiting])
+        rows = rows[view.columns.tier.take(rows) != Tier.FLEX]
+        residual_s = self._groups.residual_s(view, rows, self._settings, self._period_s)
+        order = residual_s.argsort(kind="stable")
+        return rows[order], residual_s[order]
 
     def _pack(self, view: SchedulerView, real_time: I32, residual_s: F64, others: I32) -> Packed:
         """Choose the batch, and how many rows the next one may have."""

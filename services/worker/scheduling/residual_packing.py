@@ -50,11 +50,11 @@ class RowWork:
     """Blocks that are brought back for it."""
 
     def columns(self) -> F64:
-        """Return [n, 6] what each adds to the totals of a batch: those of `_Batch`."""
+        """Return [6, n] what each adds to the totals of a batch: those of `_Batch`."""
         decodes, prompts = self.is_decode, ~self.is_decode
         tokens, context = self.num_tokens, self.num_context
         parts = [tokens * prompts, context * prompts, tokens * decodes, context * decodes]
-        return np.stack([*parts, self.num_on_host, self.num_blocks], axis=1)
+        return np.array([*parts, self.num_on_host, self.num_blocks])
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,20 +106,20 @@ def pack(real_time: RowWork, residual_s: F64, best_effort: RowWork, cost: StepCo
     if is_late.size:
         batch.limit_s = float(residual_s[early[0]]) if early.size else room.late_step_s
     num_blocks = room.num_free_blocks + room.num_lent_blocks
-    num_early, stop = batch.take(each[early], room.num_rows - bool(late.size), num_blocks, cuts=not late.size)
+    num_early, stop = batch.take(each[:, early], room.num_rows - bool(late.size), num_blocks, cuts=not late.size)
     is_too_long = stop is _Stop.TIME
-    num_late, stop = batch.take(each[late], room.num_rows - num_early, num_blocks)
+    num_late, stop = batch.take(each[:, late], room.num_rows - num_early, num_blocks)
     is_too_long |= stop is _Stop.TIME
     if late.size and not num_late:
-        num_late = batch.force(each[late[0]])
+        num_late = batch.force(each[:, late[0]])
     chosen = [*early[:num_early].tolist(), *late[:num_late].tolist()]
     if not chosen and early.size:
-        num_early = batch.force(each[early[0]])
+        num_early = batch.force(each[:, early[0]])
         chosen = [int(early[0])]
     replaceable = residual_s[chosen[:num_early]] - room.period_s
-    added, num_left = _add_best_effort(batch, best_effort.columns(), each[chosen[:num_early]], replaceable, room)
+    added, num_left = _add_best_effort(batch, best_effort.columns(), each[:, chosen[:num_early]], replaceable, room)
     left = [*chosen[:num_left], *chosen[num_early:]]
-    return Packed(left, added, batch.num_cut, float(batch.lasts_s(batch.totals[None])[0]), is_too_long)
+    return Packed(left, added, batch.num_cut, float(batch.lasts_s(batch.totals)), is_too_long)
 
 
 def _add_best_effort(batch: _Batch, others: F64, early: F64, spare_s: F64, room: BatchRoom) -> tuple[list[int], int]:
@@ -127,8 +127,8 @@ def _add_best_effort(batch: _Batch, others: F64, early: F64, spare_s: F64, room:
 
     Args:
         batch: with all of real time.
-        others: [m, 6] of best effort.
-        early: [n, 6] those of real time that may be replaced, the last one first.
+        others: [6, m] of best effort.
+        early: [6, n] those of real time that may be replaced, the last one first.
         spare_s: [n] how long a step may last without each.
         room: of the batch.
 
@@ -136,24 +136,23 @@ def _add_best_effort(batch: _Batch, others: F64, early: F64, spare_s: F64, room:
         Places of those who were added, and how many of `early` are left.
     """
     num_blocks = max(room.num_free_blocks, int(batch.totals[_BLOCKS]))
-    added, num_left, place = list[int](), len(early), 0
-    while batch.num_cut is None and place < len(others):
-        count, stop = batch.take(others[place:], room.num_rows - batch.num_rows, num_blocks)
+    added, num_left, place = list[int](), early.shape[1], 0
+    while batch.num_cut is None and place < others.shape[1]:
+        count, stop = batch.take(others[:, place:], room.num_rows - batch.num_rows, num_blocks)
         added += range(place, place + count)
         place += count
-        if place == len(others) or stop is _Stop.BLOCKS or batch.num_cut is not None:
+        if place == others.shape[1] or stop is _Stop.BLOCKS or batch.num_cut is not None:
             break
         if not num_left:
             break
-        without = batch.totals - early[num_left - 1] + others[place]
-        lasts_s = float(batch.lasts_s(without[None])[0])
-        if without[_BLOCKS] > num_blocks or lasts_s > min(batch.limit_s, spare_s[num_left - 1]):
+        without = batch.totals - early[:, num_left - 1] + others[:, place]
+        if without[_BLOCKS] > num_blocks or batch.lasts_s(without) > min(batch.limit_s, spare_s[num_left - 1]):
             break
         batch.totals, num_left = without, num_left - 1
         added.append(place)
         place += 1
-    if not batch.num_rows and len(others) and batch.num_cut is None:
-        added = [0][: batch.force(others[0])]
+    if not batch.num_rows and others.size and batch.num_cut is None:
+        added = [0][: batch.force(others[:, 0])]
     return added, num_left
 
 
@@ -186,8 +185,8 @@ class _Batch:
         self.num_cut: int | None = None
 
     def lasts_s(self, totals: F64) -> F64:
-        """Return how long steps of these totals [k, 6] last."""
-        prompts, prompt_context, decodes, decode_context, on_host, _ = totals.T
+        """Return how long steps of these totals last: [k] of [6, k], one of [6]."""
+        prompts, prompt_context, decodes, decode_context, on_host, _ = totals
         taken_s: F64 = self._cost.of(prompts, prompt_context, decodes, decode_context)
         lasts_s: F64 = np.maximum(taken_s, self._block_copy_s * on_host)
         return lasts_s
@@ -196,7 +195,7 @@ class _Batch:
         """Add the first ones that fit, and cut the prompt of the next one if it fits no step.
 
         Args:
-            each: [k, 6] in order.
+            each: [6, k] in order.
             num_rows: most of them.
             num_blocks: that all of the batch may lack.
             cuts: whether a prompt may be cut.
@@ -204,25 +203,27 @@ class _Batch:
         Returns:
             How many, and why no more.
         """
-        some = each[: max(num_rows, 0)]
-        sums = self.totals + some.cumsum(axis=0)
-        too_long, lack = self.lasts_s(sums) > self.limit_s, sums[:, _BLOCKS] > num_blocks
+        some = each[:, : max(num_rows, 0)]
+        if not (size := some.shape[1]):
+            return 0, _Stop.ROWS if each.size else None
+        sums = self.totals[:, None] + some.cumsum(axis=1)
+        too_long, lack = self.lasts_s(sums) > self.limit_s, sums[_BLOCKS] > num_blocks
         bad = (too_long | lack).nonzero()[0]
-        count = int(bad[0]) if bad.size else len(some)
+        count = int(bad[0]) if bad.size else size
         if count:
-            self.totals, self.num_rows = sums[count - 1], self.num_rows + count
-        if count == len(some):
-            return count, _Stop.ROWS if len(some) < len(each) else None
+            self.totals, self.num_rows = sums[:, count - 1], self.num_rows + count
+        if count == size:
+            return count, _Stop.ROWS if size < each.shape[1] else None
         if lack[count]:
             return count, _Stop.BLOCKS
-        is_prompt, alone_s = some[count, 0] > 0, float(self.lasts_s(some[count : count + 1])[0])
+        one = some[:, count]
         if (
             cuts
-            and is_prompt
-            and alone_s > self.limit_s
-            and (fits := self._fitting()) >= min(LEAST_CUT, some[count, 0])
+            and one[0] > 0
+            and self.lasts_s(one) > self.limit_s
+            and (fits := self._fitting()) >= min(LEAST_CUT, one[0])
         ):
-            self._cut(some[count], fits)
+            self._cut(one, fits)
             count += 1
         return count, _Stop.TIME
 
