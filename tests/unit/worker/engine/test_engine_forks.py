@@ -8,6 +8,7 @@ import pytest
 from services.worker.engine.stats import take_stats
 from services.worker.sequences.config import AddRefusal
 from services.worker.sequences.table import Hold
+from shared.api_keys import Tier
 from shared.types import FinishReason
 from tests.support.engine_builders import new_sequence, per_token
 from tests.support.engine_harness import EngineHarness, make_harness
@@ -186,6 +187,24 @@ def test_a_child_goes_on_with_what_an_earlier_attempt_said() -> None:
     harness.add(new_sequence(1, prompt=PROMPT[:20], generated=text[:3], max_tokens=6, seed=1, attempt=2, fork_of=0))
     assert run_counting(harness) == 20 + 5 + 3 + 2
     assert (harness.stories[1001].text, harness.num_copies) == (text, 0)
+
+
+@pytest.mark.parametrize("child", [Tier.DEFAULT, Tier.FLEX])
+@pytest.mark.parametrize("parent", [Tier.DEFAULT, Tier.FLEX])
+@pytest.mark.parametrize("first", [None, Tier.DEFAULT, Tier.FLEX])
+def test_a_child_copies_a_block_only_if_it_was_filled_from_its_own_end(
+    first: Tier | None, parent: Tier, child: Tier
+) -> None:
+    """Best effort fills from the right. If somebody came first, the parent found its 6 blocks as he has filled them."""
+    harness, generated = make_harness(shares_blocks=True), list[int]()
+    if first is not None:
+        harness.add(new_sequence(0, prompt=PROMPT, max_tokens=6, tier=first))
+        harness.drain()
+        generated = harness.stories[1000].text[:3]
+    harness.add(new_sequence(1, prompt=PROMPT, generated=generated, max_tokens=9, tier=parent))
+    harness.add(new_sequence(2, prompt=PROMPT, max_tokens=5, seed=1, tier=child, fork_of=1))
+    harness.finish()
+    assert harness.num_copies == (child is (parent if first is None else first))
 
 
 def test_a_failed_step_does_not_undo_a_copy() -> None:
