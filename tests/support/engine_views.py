@@ -17,6 +17,7 @@ from services.worker.scheduling.view import (
     PreemptHow,
     SchedulerOutput,
     SchedulerView,
+    Sides,
 )
 from shared.cost import CostModel
 from tests.support.engine_builders import SLOW, per_token
@@ -250,6 +251,15 @@ def _with_tiers(view: SchedulerView, random: np.random.Generator) -> SchedulerVi
     return replace(view, columns=replace(view.columns, tier=tiers, slo_ttft_s=limits[0], slo_tpot_s=limits[1]))
 
 
+def with_sides(view: SchedulerView, from_right: list[int]) -> SchedulerView:
+    """Return it where blocks are shared, and some rows fill theirs from the right; all decode."""
+    rows, columns = view.running, view.columns
+    num_left = columns.held_blocks[rows] * view.block_size - columns.num_computed[rows]
+    others = rows[(num_left > 1) & (num_left < view.block_size)]
+    is_right = np.isin(np.arange(columns.order.size), from_right)
+    return replace(view, sides=Sides(others[is_right[others]], others[~is_right[others]], is_right))
+
+
 def _random_host(num_running: int, random: np.random.Generator) -> HostView:
     leaving = int(random.choice([0, 0, 1, 8]))
     return host_view(
@@ -294,6 +304,7 @@ def check_contract(view: SchedulerView, output: SchedulerOutput) -> None:
     assert not columns.host_tokens[rows].any(), "KV on the host is not computed anew"
     assert not set(back.tolist()) & set(output.preempt.tolist()), "who comes back gives nothing up"
     needed += (-(-columns.host_tokens[back] // view.block_size) - held[back]).sum()
+    needed -= _num_opening(view, output)
     assert needed <= view.free_blocks + view.blocks.freeable(dropped).sum() - kept[~swaps].sum(), "it fits"
     _check_victims(view, output)
     decodes = (known[rows] - columns.num_computed[rows]) == 1
@@ -310,6 +321,15 @@ def check_contract(view: SchedulerView, output: SchedulerOutput) -> None:
         assert rows.size or copies or not can_go_on, "somebody who runs can go on, so somebody does"
     elif not (rows.size or back.size or view.num_in_flight or (view.host is not None and view.host.arriving.size)):
         _check_nobody_starves(view, output)
+
+
+def _num_opening(view: SchedulerView, output: SchedulerOutput) -> int:
+    """Return how many of those that run on begin a block and find the end of one of somebody who does not give way."""
+    columns, sides = view.columns, view.sides
+    begins = columns.num_computed[output.rows] == columns.held_blocks[output.rows] * view.block_size
+    rows = output.rows[begins & (output.num_tokens == 1) & np.isin(output.rows, view.running)]
+    left, right = (of[~np.isin(of, output.preempt)] for of in (sides.for_left, sides.for_right))
+    return Sides(left, right, sides.from_right).num_of(rows)
 
 
 def _check_victims(view: SchedulerView, output: SchedulerOutput) -> None:

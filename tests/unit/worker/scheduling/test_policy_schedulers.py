@@ -31,6 +31,7 @@ from tests.support.engine_views import (
     parked,
     prefilling,
     random_view,
+    with_sides,
 )
 
 
@@ -217,6 +218,39 @@ def test_the_registry_has_a_scheduler_for_every_system() -> None:
     assert {system.scheduler for system in SYSTEMS.values()} <= set(SCHEDULERS)
     with pytest.raises(KeyError, match="no scheduler is called 'magic'; there are: fcfs, chunked, chunked-flex-last, "):
         make_scheduler("magic")
+
+
+# Where blocks are shared
+
+
+def test_nobody_opens_the_block_of_who_gives_way(scheduler: str) -> None:
+    """Rows at a block border lack one each; the last row, from the right, has the only end that can be opened.
+
+    It is enough for one. Of three the other two need its blocks, both of them, and the third sits out.
+    """
+    one, three = (make_view(running=[decoding(8)] * count + [decoding(5)], free_blocks=0) for count in (1, 3))
+    assert answer(decide(scheduler, with_sides(one, [1]))) == ([], [(0, 1), (1, 1)])
+    assert answer(decide(scheduler, with_sides(three, [3]))) == ([3], [(0, 1), (1, 1)])
+
+
+@pytest.mark.parametrize("scheduler", [*FIRST_COME, "bros"])
+def test_nobody_opens_the_block_of_who_leaves_for_the_host(scheduler: str) -> None:
+    """Row 2 goes for row 1, who lacks a block in the next step; so row 0 lacks one until the copy is made."""
+    view = make_view(running=[decoding(8), decoding(7), decoding(5)], free_blocks=0, host=host_view())
+    output = decide(scheduler, with_sides(view, [2]))
+    assert answer(output) == ([2], [(1, 1)])
+    assert output.preempt_how.tolist() == [PreemptHow.SWAP]
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.sampled_from(sorted(SCHEDULERS)), st.booleans(), st.integers(0, 2**32 - 1))
+def test_where_blocks_are_shared_every_answer_keeps_the_contract(scheduler: str, swaps: bool, seed: int) -> None:
+    """Rows shortly before a block border and at it."""
+    random = np.random.default_rng(seed)
+    contexts = random.integers(6, 10, size=random.integers(2, 9)).tolist()
+    host, num_free = host_view() if swaps else None, int(random.integers(3))
+    view = make_view(running=[decoding(context) for context in contexts], free_blocks=num_free, host=host)
+    decide(scheduler, with_sides(view, np.flatnonzero(random.random(len(contexts)) < 0.5).tolist()))
 
 
 # The step in which everybody decodes
