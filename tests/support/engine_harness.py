@@ -16,7 +16,7 @@ from services.worker.contract.executor import BatchFailedError, HostCopy, HostMe
 from services.worker.contract.kept_kv import KeptKv
 from services.worker.engine.engine import Engine
 from services.worker.engine.invariants import check_engine
-from services.worker.modelled.shadow_kv import TokenDraw, expected_outputs
+from services.worker.modelled.shadow_kv import TokenDraw, expected_outputs, mix
 from services.worker.pipeline.stage_messages import StepDone
 from services.worker.scheduling.view import Scheduler
 from services.worker.sequences.assemble import known_tokens
@@ -70,6 +70,22 @@ def check_contents(engine: Engine, contents: dict[int, bytes]) -> None:
         for index, block in enumerate(engine.blocks.block_table[row, :num_full].tolist()):
             content = salt + tokens[: 4 * size * (index + 1)]
             assert contents.setdefault(block, content) == content, f"row {row} holds another's block {block}"
+
+
+def check_order(engine: Engine, kv: StagedKv, batch: Batch) -> None:
+    """Check that rows read each position where it was written: the sum of a full block is the same from either end.
+
+    Args:
+        engine: has not taken in what came of the batch.
+        kv: has computed it.
+        batch: whose rows are looked at.
+    """
+    table, ends = engine.table, batch.start + batch.num_tokens
+    here = (table.num_computed[batch.rows] == batch.start) & (table.hold[batch.rows] & Hold.ENDED == 0)
+    for row, end in zip(batch.rows[here].tolist(), ends[here].tolist(), strict=True):
+        tokens = known_tokens(table, engine.log, row, 0, end).astype(np.uint64)
+        written = mix(tokens, np.arange(end, dtype=np.uint64))
+        assert (kv.read(row, end) == written).all(), f"row {row} reads a block from the wrong end"
 
 
 def undisturbed(config: EngineConfig, draw: TokenDraw, new: NewSequence) -> tuple[list[int], FinishReason]:
@@ -221,6 +237,8 @@ class EngineHarness:
         self.now_s += STEP_S
         said = self.kv.finish(batch, cause)
         if isinstance(said, StepDone):
+            if self.engine.config.shares_blocks:
+                check_order(self.engine, self.kv, batch)
             events = self.engine.absorb(batch, BatchOutput(batch.step_id, said.output.tokens, STEP_S), self.now_s)
         else:
             assert said.cause == cause

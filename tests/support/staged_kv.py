@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from services.worker.contract.arrays import I32
 from services.worker.contract.batch import Batch
 from services.worker.contract.executor import HostCopy, HostMemory
+from services.worker.contract.table_entries import slots_of
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw, layer_weight
 from services.worker.pipeline.stage import StageInbox, outcome, run_step
 from services.worker.pipeline.stage_messages import Activation, StepDone, StepFailed
@@ -96,3 +97,9 @@ class StagedKv:
 
     def slots(self, ids: I32) -> NDArray[np.uint64]:
         return np.stack([part._slots[ids] for part in self.parts])
+
+    def read(self, row: int, length: int) -> NDArray[np.uint64]:
+        """Return [num_stages, length] what a row reads at its first positions, from the end that each entry says."""
+        positions, size = np.arange(length, dtype=np.int32), self.parts[0].block_size
+        slots = [slots_of(part._table[row, positions // size], positions, size) for part in self.parts]
+        return np.stack([part._slots.reshape(-1)[its] for part, its in zip(self.parts, slots, strict=True)])

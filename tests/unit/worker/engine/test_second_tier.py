@@ -13,6 +13,7 @@ from services.worker.blocks.host_blocks import HostBlocks
 from services.worker.blocks.second_tier import about_to_be_lost
 from services.worker.engine.stats import take_stats
 from services.worker.sequences.table import Hold, Status
+from shared.api_keys import Tier
 from shared.types import FinishReason
 from tests.support.engine_builders import new_sequence
 from tests.support.engine_harness import EngineHarness, make_harness
@@ -21,10 +22,10 @@ PROMPT = list(range(20, 53))
 """8 full blocks and a token."""
 
 
-def crowded(**engine: Any) -> EngineHarness:
+def crowded(tier: Tier = Tier.DEFAULT, **engine: Any) -> EngineHarness:
     """Return an engine of 20 blocks that served the prompt, and others until its KV was forgotten by the device."""
     harness = make_harness(**{"num_blocks": 20, "num_host_blocks": 60} | engine)
-    harness.add(new_sequence(0, prompt=PROMPT, max_tokens=2))
+    harness.add(new_sequence(0, prompt=PROMPT, max_tokens=2, tier=tier))
     harness.drain()
     for name in range(100, 100 + harness.engine.blocks.num_usable // 5):
         harness.add(new_sequence(name, num_prompt=45, max_tokens=8))
@@ -84,6 +85,15 @@ def test_only_what_the_device_lacks_is_brought() -> None:
     assert found == 12
     assert asks_again(harness) == 2
     assert harness.engine.totals.num_brought_back_tokens - found == 20
+
+
+@pytest.mark.parametrize("tier", [Tier.DEFAULT, Tier.FLEX])
+@pytest.mark.parametrize("first", [Tier.DEFAULT, Tier.FLEX])
+def test_what_is_brought_is_read_from_the_end_from_which_it_was_filled(first: Tier, tier: Tier) -> None:
+    """Best effort fills from the right; the harness checks the order in which a row reads."""
+    harness = crowded(first, shares_blocks=True)
+    assert asks_again(harness, tier=tier) == 2
+    assert harness.engine.totals.num_brought_back_tokens == 32
 
 
 @pytest.mark.parametrize("is_late", [False, True])
