@@ -54,7 +54,8 @@ def num_kept(needs: I32, freeable: I32, free_blocks: int) -> int:
 def blocks_taken(view: SchedulerView, rows: AnyRows) -> tuple[I32, int]:
     """Return the blocks that each row takes, and the most that they can have together.
 
-    It takes those for its known tokens and one of headroom. What it shares is counted once, for one of those who run.
+    It takes those for its known tokens and one of headroom. What several share is counted once, for a parked one if it
+    has a part in it: or else who comes in would take more than who waits, and they would change places for ever.
 
     Args:
         view: of this moment.
@@ -62,8 +63,9 @@ def blocks_taken(view: SchedulerView, rows: AnyRows) -> tuple[I32, int]:
     """
     needed = -(-num_known(view.columns, rows) // view.block_size)
     missing = np.maximum(needed - view.columns.held_blocks.take(rows), 0)
-    num_holding = view.running.size + view.preempted.size
-    own = view.blocks.freeable(rows[:num_holding])
+    num_running, num_holding = view.running.size, view.running.size + view.preempted.size
+    parked_first = np.concatenate([rows[num_running:num_holding], rows[:num_running]])
+    own = np.roll(view.blocks.freeable(parked_first), num_running)
     num_blocks: I32 = needed + 1
     num_blocks[:num_holding] = own + missing[:num_holding] + 1
     coming = 0 if view.host is None else view.host.leaving_blocks

@@ -11,7 +11,7 @@ from services.worker.engine.stats import take_stats
 from services.worker.scheduling.view import PreemptHow
 from services.worker.sequences.table import Hold, Status
 from shared.types import FinishReason
-from tests.support.engine_builders import new_sequence
+from tests.support.engine_builders import new_sequence, per_token
 from tests.support.engine_harness import EngineHarness, make_harness
 from tests.support.host_moves import preempt, sent
 
@@ -265,6 +265,17 @@ def test_who_runs_takes_what_parked_rows_hold_before_anybody_else_gives_way() ->
     assert sent(harness) == [(True, 1), (True, 1), (False, 2)]
     totals = harness.engine.totals
     assert (totals.num_preemptions, totals.num_recomputed_tokens) == (1, 0)
+
+
+@pytest.mark.parametrize("num_shared", [16, 24, 32])
+def test_two_that_begin_alike_do_not_push_each_other_out_for_ever(scheduler: str, num_shared: int) -> None:
+    """Each needs KV for 17 tokens beyond what they share, in 5 blocks; there are 2 or 3 more than for one of them."""
+    for num_blocks in range(num_shared // 4 + 7, num_shared // 4 + 9):
+        harness = make_harness(scheduler, num_blocks=num_blocks, num_host_blocks=40, cost=per_token(1e-3))
+        for name in range(2):
+            prompt = [*range(2, 2 + num_shared), 60 + name, 60 + name]
+            harness.add(new_sequence(name, prompt=prompt, max_tokens=16))
+        harness.finish(max_steps=200)
 
 
 @pytest.mark.parametrize("num_host_blocks", [2, 40])
