@@ -17,7 +17,7 @@ from services.worker.attention.flashinfer_paged import FlashInferAttention, work
 from services.worker.attention.remote import attended_of, new_states, remote_rows
 from services.worker.attention.torch_paged import TorchPagedAttention
 from services.worker.contract.arrays import I32
-from services.worker.executor.kernels import choose_kernels
+from services.worker.executor.kernels import WantedKernels, choose_kernels
 from tests.support.attention_cases import AttentionCase, attention_spec, turned
 from tests.support.gpu import NEEDS_FLASHINFER, WITH_LIBRARIES
 
@@ -193,9 +193,8 @@ def test_recorded_steps_of_many_rows_find_room(heads: tuple[int, int, int]) -> N
 @pytest.mark.parametrize("windows", [(None,), (4096,), (None, 1024)], ids=str)
 def test_the_trial_accepts_it(windows: tuple[int | None, ...], from_right: bool) -> None:
     spec = attention_spec((32, 8, 128), windows)
-    chosen = choose_kernels(
-        "flashinfer", spec, CUDA, torch.bfloat16, deterministic=False, fused=False, from_right=from_right
-    )
+    wanted = WantedKernels("flashinfer", fused=False, from_right=from_right)
+    chosen = choose_kernels(wanted, spec, CUDA, torch.bfloat16)
     assert chosen.name == "flashinfer"
 
 

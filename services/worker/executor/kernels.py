@@ -51,6 +51,20 @@ MIN_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True, slots=True)
+class WantedKernels:
+    """What is asked of kernels."""
+
+    kind: str = "auto"
+    """One of `KINDS`."""
+    deterministic: bool = False
+    """Results must not depend on the batch."""
+    fused: bool = True
+    """What lies between products may be fused."""
+    from_right: bool = False
+    """Some rows' blocks will be filled from the right."""
+
+
+@dataclass(frozen=True, slots=True)
 class Kernels:
     """What computes a model's forward pass on this machine.
 
@@ -152,32 +166,20 @@ class Kernels:
         return FixedSplitAttention(spec, cache) if deterministic else TorchPagedAttention(spec, cache)
 
 
-def choose_kernels(  # noqa: PLR0913  what they compute, and where
-    wanted: str,
-    spec: ModelSpec,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    deterministic: bool,
-    fused: bool = True,
-    from_right: bool = False,
-) -> Kernels:
+def choose_kernels(wanted: WantedKernels, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Kernels:
     """Return the best kernels for a model on a device; the log says why they are not better ones.
 
     Args:
-        wanted: one of `KINDS`.
+        wanted: what they must, and may, do.
         spec: the model.
         device: that computes.
         dtype: of the model.
-        deterministic: results must not depend on the batch.
-        fused: what lies between products may be fused.
-        from_right: some rows' blocks will be filled from the right.
 
     Raises:
-        StartupError: `wanted` is none of `KINDS`, or `native` or `flashinfer` where that is not possible.
+        StartupError: the kind is none of `KINDS`, or `native` or `flashinfer` where that is not possible.
     """
-    chosen = _choose(wanted, spec, device, dtype, deterministic=deterministic, from_right=from_right)
-    if not fused or wanted == "torch" or deterministic or device.type != "cuda":
+    chosen = _choose(wanted, spec, device, dtype)
+    if not wanted.fused or wanted.kind == "torch" or wanted.deterministic or device.type != "cuda":
         return chosen
     found, reason = _open_fused(spec, dtype, device)
     if found is None:
@@ -186,20 +188,19 @@ def choose_kernels(  # noqa: PLR0913  what they compute, and where
     return replace(chosen, name=f"{chosen.name}, fused", fused=found)
 
 
-def _choose(
-    wanted: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, deterministic: bool, from_right: bool
-) -> Kernels:
-    if wanted not in KINDS:
-        raise StartupError(f"kernels {wanted!r} are not known", f"Use one of {', '.join(KINDS)}")
-    if wanted == "torch":
+def _choose(wanted: WantedKernels, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Kernels:
+    kind = wanted.kind
+    if kind not in KINDS:
+        raise StartupError(f"kernels {kind!r} are not known", f"Use one of {', '.join(KINDS)}")
+    if kind == "torch":
         return Kernels("torch")
-    if wanted == "flashinfer" or (wanted == "auto" and device.type == "cuda" and not deterministic):
-        return _flashinfer(wanted, spec, device, dtype, deterministic=deterministic, from_right=from_right)
+    if kind == "flashinfer" or (kind == "auto" and device.type == "cuda" and not wanted.deterministic):
+        return _flashinfer(wanted, spec, device, dtype)
     library = open_library() if device.type == "cpu" else None
     if library is None or spec.group_size > MAX_GROUP:
-        return _without_library(wanted, spec, device, is_there=library is not None)
+        return _without_library(kind, spec, device, is_there=library is not None)
     unknown = _unknown_layers(spec)
-    if unknown and wanted == "native":
+    if unknown and kind == "native":
         raise StartupError(f"native kernels are not possible: {unknown}", "Use --kernels auto, or torch")
     if unknown:
         structlog.get_logger().warning("only attention is by native kernels", reason=unknown)
@@ -207,10 +208,8 @@ def _choose(
     return Kernels(f"native {library.level}", library, whole=True)
 
 
-def _flashinfer(
-    wanted: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, deterministic: bool, from_right: bool
-) -> Kernels:
-    library, reason = None, _without_flashinfer(spec, device, dtype, deterministic=deterministic)
+def _flashinfer(wanted: WantedKernels, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Kernels:
+    library, reason = None, _without_flashinfer(spec, device, dtype, deterministic=wanted.deterministic)
     if reason is None:
         library, reason = _open_flashinfer()
     if reason is None:
@@ -218,10 +217,10 @@ def _flashinfer(
         def make(small: ModelSpec, cache: KVCache) -> FlashInferAttention:
             return _flashinfer_attention(library, small, cache)
 
-        reason = attention_fault(make, spec, dtype, device, from_right=from_right)
+        reason = attention_fault(make, spec, dtype, device, from_right=wanted.from_right)
     if reason is None:
         return Kernels("flashinfer", flashinfer=library)
-    if wanted == "flashinfer":
+    if wanted.kind == "flashinfer":
         raise StartupError(f"FlashInfer's attention is not possible: {reason}", "Use --kernels auto, or torch")
     structlog.get_logger().warning("attention is torch's, not FlashInfer's, which is slower", reason=reason)
     return Kernels("torch")

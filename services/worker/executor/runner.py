@@ -14,7 +14,7 @@ import structlog
 import torch
 
 from services.worker.executor.first_look import RunnerSettings, first_look
-from services.worker.executor.kernels import Kernels, choose_kernels
+from services.worker.executor.kernels import Kernels, WantedKernels, choose_kernels
 from services.worker.executor.model_runner import ModelInfo, ModelRunner
 from services.worker.executor.opening import RunnerOpener
 from services.worker.executor.selftest import prove_deterministic
@@ -78,15 +78,7 @@ def load_model(
     _log_checkpoint(look.checkpoint)
     spec, tensors = look.checkpoint.spec, look.checkpoint.tensors
     progress(0.0, "choosing kernels")  # on a GPU some are compiled the first time
-    kernels = choose_kernels(
-        settings.kernels,
-        spec,
-        device,
-        dtype,
-        deterministic=settings.deterministic,
-        fused=settings.fused,
-        from_right=settings.shares_blocks,
-    )
+    kernels = choose_kernels(_wanted_kernels(settings, fused=settings.fused), spec, device, dtype)
     if device.type == "cpu":
         kernels = _with_threads(settings, kernels)
     memory = _open_memory(settings, ModelSizes(spec, settings.block_size, dtype, settings.layers), device)
@@ -147,8 +139,11 @@ def check_compute(settings: RunnerSettings, spec: ModelSpec) -> None:
     """
     device = _device(settings.device)
     if device.type == "cpu" or settings.kernels not in ("auto", "flashinfer"):
-        dtype, deterministic = _dtype(settings.dtype), settings.deterministic
-        choose_kernels(settings.kernels, spec, device, dtype, deterministic=deterministic, fused=False)
+        choose_kernels(_wanted_kernels(settings, fused=False), spec, device, _dtype(settings.dtype))
+
+
+def _wanted_kernels(settings: RunnerSettings, *, fused: bool) -> WantedKernels:
+    return WantedKernels(settings.kernels, settings.deterministic, fused, settings.shares_blocks)
 
 
 def _device(name: str) -> torch.device:

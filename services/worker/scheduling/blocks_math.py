@@ -64,9 +64,9 @@ def blocks_taken(view: SchedulerView, rows: AnyRows) -> tuple[I32, int]:
     needed = -(-num_known(view.columns, rows) // view.block_size)
     missing = np.maximum(needed - view.columns.held_blocks.take(rows), 0)
     num_running, num_holding = view.running.size, view.running.size + view.preempted.size
-    parked_first = np.concatenate([rows[num_running:num_holding], rows[:num_running]])
-    own = np.roll(view.blocks.freeable(parked_first), num_running)
+    parked_first = np.concatenate([np.arange(num_running, num_holding), np.arange(num_running)])
+    own = view.blocks.freeable(rows[parked_first])
     num_blocks: I32 = needed + 1
-    num_blocks[:num_holding] = own + missing[:num_holding] + 1
+    num_blocks[parked_first] = own + missing[parked_first] + 1
     coming = 0 if view.host is None else view.host.leaving_blocks
     return num_blocks, view.free_blocks + coming + int(own.sum())

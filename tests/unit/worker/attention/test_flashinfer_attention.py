@@ -26,7 +26,7 @@ from services.worker.attention.flashinfer_paged import (
 )
 from services.worker.executor import kernels as kernels_module
 from services.worker.executor.attention_trial import attention_fault
-from services.worker.executor.kernels import choose_kernels
+from services.worker.executor.kernels import WantedKernels, choose_kernels
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.spec import ModelSpec
 from shared.errors import StartupError
@@ -264,7 +264,7 @@ def as_if_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def chosen(wanted: str = "auto", head_dim: int = 64, *, deterministic: bool = False) -> str:
     spec = attention_spec((4, 2, head_dim), (None,))
-    return choose_kernels(wanted, spec, CUDA, torch.bfloat16, deterministic=deterministic).name
+    return choose_kernels(WantedKernels(wanted, deterministic), spec, CUDA, torch.bfloat16).name
 
 
 @pytest.mark.usefixtures("as_if_on_cuda")
@@ -302,7 +302,7 @@ def test_deterministic_mode_refuses_flashinfer_by_name() -> None:
 
 def test_flashinfer_on_the_cpu_is_refused() -> None:
     with pytest.raises(StartupError, match="the device is cpu"):
-        choose_kernels("flashinfer", attention_spec(GROUPED, (None,)), CPU, torch.bfloat16, deterministic=False)
+        choose_kernels(WantedKernels("flashinfer"), attention_spec(GROUPED, (None,)), CPU, torch.bfloat16)
 
 
 def test_a_module_that_cannot_be_imported_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import structlog
 import torch
 
 from services.worker.executor import kernels as kernels_module
-from services.worker.executor.kernels import choose_kernels
+from services.worker.executor.kernels import WantedKernels, choose_kernels
 from services.worker.models.spec import ModelSpec
 from shared.errors import StartupError
 from tests.support.attention_cases import CPU, attention_spec
@@ -31,7 +31,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
 def chosen(spec: ModelSpec, wanted: str = "auto") -> tuple[str, list[Any]]:
     """Return the kernels' name and the reasons that the log gives."""
     with structlog.testing.capture_logs() as logs:
-        name = choose_kernels(wanted, spec, CPU, torch.float32, deterministic=False).name
+        name = choose_kernels(WantedKernels(wanted), spec, CPU, torch.float32).name
     return name, [entry["reason"] for entry in logs]
 
 

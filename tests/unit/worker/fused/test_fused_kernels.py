@@ -13,7 +13,7 @@ import structlog
 import torch
 
 from services.worker.executor import kernels as kernels_module
-from services.worker.executor.kernels import Kernels, choose_kernels
+from services.worker.executor.kernels import Kernels, WantedKernels, choose_kernels
 from services.worker.fused import launching
 from services.worker.fused.drawing import choose
 from services.worker.fused.library import FusedKernels, open_fused
@@ -299,13 +299,12 @@ def no_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels_module, "_without_flashinfer", lambda *_, **__: "it is not wanted")
 
 
-def chosen(wanted: str = "auto", *, deterministic: bool = False, **changes: Any) -> Kernels:
-    spec = spec_of("llama")
-    return choose_kernels(wanted, spec, GPU, torch.bfloat16, deterministic=deterministic, **changes)
+def chosen(**changes: Any) -> Kernels:
+    return choose_kernels(WantedKernels(**changes), spec_of("llama"), GPU, torch.bfloat16)
 
 
 @pytest.mark.usefixtures("no_flashinfer")
-@pytest.mark.parametrize("changes", [{}, {"fused": False}, {"wanted": "torch"}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"fused": False}, {"kind": "torch"}, {"deterministic": True}], ids=str)
 def test_they_are_chosen_on_a_gpu_unless_they_are_not_to_be(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
