@@ -1,10 +1,11 @@
 """One quantity of a drawn load, by system: Andes's figures 15 (intensity), 16 (duration), 20 (rate), BROS's 10 to 12.
 
     python -m benchmarks.load_sweep SCENARIO rate_per_s 0.5 1 1.5 [--systems fcfs,andes] [--jobs N] [--svg FILE]
-    python -m benchmarks.load_sweep bros-13b rate_per_s 4 6 8 --figures limits [--lengths lmsys]
+    python -m benchmarks.load_sweep bros-13b rate_per_s 4 6 8 --figures limits [--lengths lmsys] [--no-best-effort]
 
 The quantity is a field of the scenario's arrivals (`sim/scenarios/arrivals.py`): `rate_per_s`, `intensity`,
-`burst_ratio`. Each value is one run by each system.
+`burst_ratio`. Each value is one run by each system, or one for each of `--seeds`: then the mean is told, and the least
+and the most.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks.harness import print_table
@@ -27,7 +30,7 @@ TITLES = {
     "intensity": "rate of the burst / mean rate",
     "burst_ratio": "share of the cycle that the burst lasts",
 }
-_Told = Callable[[Summary], float | None]
+_Of = Callable[[Summary], float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +38,12 @@ class Figure:
     """One number of a run."""
 
     title: str
-    of: _Told
+    of: _Of
     shown: str = "{:.3f}"
     is_drawn: bool = True
 
 
-def _until(which: str) -> _Told:
+def _until(which: str) -> _Of:
     return lambda summary: summary["tokens_until_s"][which]
 
 
@@ -67,8 +70,8 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
     ),
 }
 """What is told: of readers, or of requests with limits and best effort beside them."""
-Found = Mapping[str, Sequence[Summary]]
-"""By system, of each value."""
+Found = Mapping[str, Sequence[Sequence[Summary]]]
+"""By system, of each value, by seed."""
 
 
 def changed(scenario: Scenario, quantity: str, value: float) -> Scenario:
@@ -82,28 +85,35 @@ def changed(scenario: Scenario, quantity: str, value: float) -> Scenario:
 
 
 def measure(
-    scenario: Scenario, quantity: str, values: Sequence[float], systems: Sequence[str], num_processes: int
+    scenario: Scenario, quantity: str, values: Sequence[float], systems: Sequence[str], seeds: int, num_processes: int
 ) -> Found:
     """Return what came of each value."""
     loads = [changed(scenario, quantity, value) for value in values]
-    jobs = [Job(load, system, 0) for system in systems for load in loads]
-    done = [each.summary for each in run_jobs(jobs, num_processes)]
-    return {system: done[i * len(values) : (i + 1) * len(values)] for i, system in enumerate(systems)}
+    jobs = [Job(load, system, seed) for system in systems for load in loads for seed in range(seeds)]
+    done = iter(run_jobs(jobs, num_processes))
+    return {system: [[next(done).summary for _ in range(seeds)] for _ in values] for system in systems}
 
 
 def report(quantity: str, values: Sequence[float], found: Found, figures: Sequence[Figure]) -> None:
-    """Print a row for each run."""
+    """Print a row for each value."""
     rows = [
-        [system, f"{value:g}", *(_cell(figure, summary) for figure in figures)]
-        for system, summaries in found.items()
-        for value, summary in zip(values, summaries, strict=True)
+        [system, f"{value:g}", *(_cell(figure, summaries) for figure in figures)]
+        for system, of_system in found.items()
+        for value, summaries in zip(values, of_system, strict=True)
     ]
     print_table(TITLES.get(quantity, quantity), ["", quantity, *(figure.title for figure in figures)], rows)
 
 
-def _cell(figure: Figure, summary: Summary) -> str:
-    value = figure.of(summary)
-    return "–" if value is None else figure.shown.format(value).replace("%", " %")
+def _told(figure: Figure, summaries: Sequence[Summary]) -> list[float]:
+    return [value for summary in summaries if (value := figure.of(summary)) is not None]
+
+
+def _cell(figure: Figure, summaries: Sequence[Summary]) -> str:
+    told = _told(figure, summaries)
+    if not told:
+        return "–"
+    mean, *ends = (figure.shown.format(value).replace("%", " %") for value in (fmean(told), min(told), max(told)))
+    return mean if len(summaries) == 1 else f"{mean} ({' to '.join(ends)})"
 
 
 def draw(quantity: str, values: Sequence[float], found: Found, figures: Sequence[Figure], path: Path) -> None:
@@ -117,7 +127,7 @@ def draw(quantity: str, values: Sequence[float], found: Found, figures: Sequence
         picture = Picture(figsize=(4 * len(drawn), 3.5), layout="constrained")
         for axes, figure in zip(picture.subplots(1, len(drawn)), drawn, strict=True):
             for system, summaries in found.items():
-                axes.plot(values, [figure.of(each) for each in summaries], marker=".", label=system)
+                axes.plot(values, [fmean(_told(figure, each) or [nan]) for each in summaries], marker=".", label=system)
             axes.set(xlabel=TITLES.get(quantity, quantity), ylabel=figure.title)
             axes.set_ylim(0, 1.02 if figure.title.startswith("QoE") or "in time" in figure.title else None)
             axes.grid(visible=True, lw=0.3)
@@ -136,11 +146,15 @@ def main() -> None:
     parser.add_argument("--systems", type=lambda text: text.split(","), default=["fcfs", "andes"])
     parser.add_argument("--figures", choices=sorted(FIGURES), default="qoe")
     parser.add_argument("--lengths", help="of prompts and answers, and not the scenario's")
+    parser.add_argument("--no-best-effort", action="store_true", help="requests with limits alone")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="runs of each value [%(default)s]")
     parser.add_argument("--jobs", type=int, default=count_cores(), help="runs at a time [cores]")
     parser.add_argument("--svg", type=Path, help="file for the picture")
     chosen = parser.parse_args()
     load = load_scenario(chosen.scenario).with_overrides(lengths=chosen.lengths)
-    found = measure(load, chosen.quantity, chosen.values, chosen.systems, chosen.jobs)
+    if chosen.no_best_effort:
+        load = validated({**load.model_dump(), "best_effort": None}, f"scenario {load.name}")
+    found = measure(load, chosen.quantity, chosen.values, chosen.systems, chosen.seeds, chosen.jobs)
     figures = FIGURES[chosen.figures]
     report(chosen.quantity, chosen.values, found, figures)
     if chosen.svg:
