@@ -52,6 +52,12 @@ def _best_effort_rate(summary: Summary) -> float | None:
     return None if told is None else told["cut_off"]["requests_per_s"]
 
 
+def _token_rate(summary: Summary) -> float | None:
+    """Return the tokens of both classes until the cut-off, or those of all who wait where there is no best effort."""
+    at_cut_off, drained = summary["cut_off"], summary["throughput_tokens_per_s"]
+    return drained if at_cut_off is None else at_cut_off["tokens_per_s"]
+
+
 FIGURES: dict[str, tuple[Figure, ...]] = {
     "qoe": (
         Figure("QoE, mean", lambda summary: summary["qoe"]["mean"]),
@@ -66,7 +72,7 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
         Figure("TPOT in time", lambda summary: summary["slo"]["tpot_share"], "{:.1%}"),
         Figure("both in time", lambda summary: summary["slo"]["both_share"], "{:.1%}"),
         Figure("best effort, requests/s", _best_effort_rate, "{:.2f}"),
-        Figure("both, tokens/s", lambda summary: summary["cut_off"]["tokens_per_s"], "{:.0f}", is_drawn=False),
+        Figure("tokens/s", _token_rate, "{:.0f}", is_drawn=False),
     ),
 }
 """What is told: of readers, or of requests with limits and best effort beside them."""

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.load_sweep import FIGURES, Figure, changed, draw, measure, report
 from shared.errors import StartupError
 from sim.scenarios.files import load_scenario
+from sim.scenarios.scenario import validated
 
 
 def test_a_value_changes_the_arrivals_alone() -> None:
@@ -51,6 +52,9 @@ def test_limits_and_best_effort_are_told_where_there_are_some(capsys: pytest.Cap
     assert [row.split(" | ")[3] for row in rows] == ["100.0 %", "100.0 %"]
     assert rows[1].split(" | ")[6] == "–"
     assert float(rows[0].split(" | ")[6]) > 0
+    alone = validated({**load.model_dump(), "best_effort": None}, load.name)
+    report("rate_per_s", [2.0], measure(alone, "rate_per_s", [2.0], ["fcfs"], 1, 1), FIGURES["limits"])
+    assert float(capsys.readouterr().out.split(" | ")[-1].strip(" |\n")) > 0
 
 
 def test_of_several_seeds_the_mean_the_least_and_the_most_are_told(capsys: pytest.CaptureFixture[str]) -> None:
