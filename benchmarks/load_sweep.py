@@ -54,8 +54,9 @@ def _best_effort_rate(summary: Summary) -> float | None:
 
 def _token_rate(summary: Summary) -> float | None:
     """Return the tokens of both classes until the cut-off, or those of all who wait where there is no best effort."""
-    at_cut_off, drained = summary["cut_off"], summary["throughput_tokens_per_s"]
-    return drained if at_cut_off is None else at_cut_off["tokens_per_s"]
+    at_cut_off = summary["cut_off"]
+    rate: float | None = summary["throughput_tokens_per_s"] if at_cut_off is None else at_cut_off["tokens_per_s"]
+    return rate
 
 
 FIGURES: dict[str, tuple[Figure, ...]] = {
