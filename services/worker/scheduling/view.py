@@ -54,7 +54,7 @@ class Columns:
     """Tokens of a preempted row whose KV it has again once the host gives back what lies there, or is on its way there,
     behind the blocks that it holds; 0: nothing is on the host."""
     order: NDArray[np.int64]
-    """Number of the row's sequence, in order of their coming: with the row it names one sequence for good."""
+    """Number of the row's sequence, in order of their coming: with the row it names one sequence for good. -1: none."""
     arrival_s: F64
     """When the request reached the dispatcher, on this worker's clock."""
     expires_s: F64

@@ -66,7 +66,7 @@ class SequenceTable:
         self.host_tokens = np.zeros(num_rows, dtype=np.int32)  # of a preempted row: see `Columns`
         self.max_output = np.zeros(num_rows, dtype=np.int32)
         self.last_token = np.zeros(num_rows, dtype=np.int32)  # the last known token: a decode's input
-        self.order = np.zeros(num_rows, dtype=np.int64)  # order of `add`: breaks ties of arrival
+        self.order = np.full(num_rows, -1, dtype=np.int64)  # order of `add`: breaks ties of arrival; -1: a free row
         self.last_step = np.full(num_rows, -1, dtype=np.int64)  # the newest step with the row
         self.paused_after = np.full(num_rows, -1, dtype=np.int64)  # who was in no step since then takes no new pause
         self.arrival_s = np.zeros(num_rows, dtype=np.float64)
@@ -168,7 +168,7 @@ class SequenceTable:
             self.num_parked_blocks -= self._num_blocks(row)
         self.num_readers -= int(not np.isnan(self.qoe_speed[row]))
         self.status[row], self.hold[row] = Status.FREE, 0
-        self.num_computed[row] = 0
+        self.order[row], self.num_computed[row] = -1, 0
         self.expires_s[row] = np.inf
         self.has_started[row] = self.at_executor[row] = False
         self.cold[row] = None

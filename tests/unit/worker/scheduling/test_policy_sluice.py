@@ -10,10 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.worker.scheduling.best_effort import Patience
 from services.worker.scheduling.registry import make_scheduler
 from services.worker.scheduling.view import Scheduler, SchedulerOutput, SchedulerView
 from shared.api_keys import Tier
 from shared.cost import CostModel
+from tests.support.engine_builders import new_sequence
+from tests.support.engine_harness import make_harness
 from tests.support.engine_views import (
     check_contract,
     chosen,
@@ -209,6 +212,28 @@ def test_the_oldest_document_comes_first_once_it_has_been_that_for_long(patience
     assert took
     assert took[0] == NOW_S + patience_s
     assert len(took) == int((100 - patience_s) / 0.5), "and stays the first until it ends"
+
+
+def test_who_has_ended_is_the_oldest_no_more_though_nobody_has_come_into_its_place() -> None:
+    """Else nobody would grow old until somebody does."""
+    patience, chunked = Patience(0.0), make_scheduler("chunked")
+    oldest: list[int | None] = []
+
+    class Asking:
+        reorders = best_effort_gives_way = False
+
+        def schedule(self, view: SchedulerView) -> SchedulerOutput:
+            rows = np.concatenate([view.running, view.preempted, view.waiting])
+            oldest.append(patience.overdue(replace(view, cost=None), rows))
+            return chunked.schedule(view)
+
+    harness = make_harness(Asking())
+    for number, max_tokens in enumerate((2, 9)):
+        harness.add(new_sequence(number, num_prompt=4, max_tokens=max_tokens, tier=FLEX))
+    rows = harness.engine.table.waiting.view.tolist()
+    harness.finish()
+    assert oldest[0] == rows[0]
+    assert oldest[-1] == rows[1]
 
 
 def test_a_document_of_hours_takes_a_twentieth_of_the_time_at_most() -> None:
