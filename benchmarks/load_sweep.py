@@ -71,7 +71,7 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
         Figure("normalised latency, s", lambda summary: summary["normalised_latency_s"]["mean"]),
         Figure("TTFT in time", lambda summary: summary["slo"]["ttft_share"], "{:.1%}"),
         Figure("TPOT in time", lambda summary: summary["slo"]["tpot_share"], "{:.1%}"),
-        Figure("both in time", lambda summary: summary["slo"]["both_share"], "{:.1%}"),
+        Figure("both in time", lambda summary: summary["slo"]["both_share"], "{:.1%}", is_drawn=False),
         Figure("best effort, requests/s", _best_effort_rate, "{:.2f}"),
         Figure("tokens/s", _token_rate, "{:.0f}", is_drawn=False),
     ),
@@ -138,9 +138,9 @@ def draw(quantity: str, values: Sequence[float], found: Found, figures: Sequence
             axes.set(xlabel=TITLES.get(quantity, quantity), ylabel=figure.title)
             axes.set_ylim(0, 1.02 if figure.title.startswith("QoE") or "in time" in figure.title else None)
             axes.grid(visible=True, lw=0.3)
-            axes.legend(fontsize="small")
             if figure.title.startswith("QoE"):
                 axes.axhline(GOOD_QOE, color="black", lw=0.6, ls="--")
+        picture.legend(*axes.get_legend_handles_labels(), loc="outside right center", fontsize="small")
         picture.savefig(path, metadata={"Date": None, "Creator": None})
 
 
