@@ -30,7 +30,7 @@ TITLES = {
     "intensity": "rate of the burst / mean rate",
     "burst_ratio": "share of the cycle that the burst lasts",
 }
-_Of = Callable[[Summary], float | None]
+_Told = Callable[[Summary], float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ class Figure:
     """One number of a run."""
 
     title: str
-    of: _Of
+    of: _Told
     shown: str = "{:.3f}"
     is_drawn: bool = True
 
 
-def _until(which: str) -> _Of:
+def _until(which: str) -> _Told:
     return lambda summary: summary["tokens_until_s"][which]
 
 
@@ -92,13 +92,18 @@ def changed(scenario: Scenario, quantity: str, value: float) -> Scenario:
 
 
 def measure(
-    scenario: Scenario, quantity: str, values: Sequence[float], systems: Sequence[str], seeds: int, num_processes: int
+    scenario: Scenario,
+    quantity: str,
+    values: Sequence[float],
+    systems: Sequence[str],
+    seeds: Sequence[int],
+    num_processes: int,
 ) -> Found:
     """Return what came of each value."""
     loads = [changed(scenario, quantity, value) for value in values]
-    jobs = [Job(load, system, seed) for system in systems for load in loads for seed in range(seeds)]
+    jobs = [Job(load, system, seed) for system in systems for load in loads for seed in seeds]
     done = iter(run_jobs(jobs, num_processes))
-    return {system: [[next(done).summary for _ in range(seeds)] for _ in values] for system in systems}
+    return {system: [[next(done).summary for _ in seeds] for _ in values] for system in systems}
 
 
 def report(quantity: str, values: Sequence[float], found: Found, figures: Sequence[Figure]) -> None:
@@ -111,12 +116,12 @@ def report(quantity: str, values: Sequence[float], found: Found, figures: Sequen
     print_table(TITLES.get(quantity, quantity), ["", quantity, *(figure.title for figure in figures)], rows)
 
 
-def _told(figure: Figure, summaries: Sequence[Summary]) -> list[float]:
+def _values(figure: Figure, summaries: Sequence[Summary]) -> list[float]:
     return [value for summary in summaries if (value := figure.of(summary)) is not None]
 
 
 def _cell(figure: Figure, summaries: Sequence[Summary]) -> str:
-    told = _told(figure, summaries)
+    told = _values(figure, summaries)
     if not told:
         return "–"
     mean, *ends = (figure.shown.format(value).replace("%", " %") for value in (fmean(told), min(told), max(told)))
@@ -134,7 +139,9 @@ def draw(quantity: str, values: Sequence[float], found: Found, figures: Sequence
         picture = Picture(figsize=(4 * len(drawn), 3.5), layout="constrained")
         for axes, figure in zip(picture.subplots(1, len(drawn)), drawn, strict=True):
             for system, summaries in found.items():
-                axes.plot(values, [fmean(_told(figure, each) or [nan]) for each in summaries], marker=".", label=system)
+                axes.plot(
+                    values, [fmean(_values(figure, each) or [nan]) for each in summaries], marker=".", label=system
+                )
             axes.set(xlabel=TITLES.get(quantity, quantity), ylabel=figure.title)
             axes.set_ylim(0, 1.02 if figure.title.startswith("QoE") or "in time" in figure.title else None)
             axes.grid(visible=True, lw=0.3)
@@ -154,7 +161,7 @@ def main() -> None:
     parser.add_argument("--figures", choices=sorted(FIGURES), default="qoe")
     parser.add_argument("--lengths", help="of prompts and answers, and not the scenario's")
     parser.add_argument("--no-best-effort", action="store_true", help="requests with limits alone")
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="runs of each value [%(default)s]")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="a run of each value by each")
     parser.add_argument("--jobs", type=int, default=count_cores(), help="runs at a time [cores]")
     parser.add_argument("--svg", type=Path, help="file for the picture")
     chosen = parser.parse_args()

@@ -153,26 +153,26 @@ def test_greedy_text_over_http_equals_the_references(name: str) -> None:
         check_under_pressure(running, work, texts)
 
 
+COMPUTED_AGAIN = ("0", "num_recomputed_tokens_total", "num_brought_back_tokens_total")
+BROUGHT_BACK = ("4MiB", "num_brought_back_tokens_total", "num_given_up_tokens_total")
+
+
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("system", ["fcfs-chunked", "andes", "bros"])
 @pytest.mark.parametrize(
-    ("host_memory", "counted", "never"),
+    ("system", "host_memory", "counted", "never"),
     [
-        ("0", "num_recomputed_tokens_total", "num_brought_back_tokens_total"),
-        ("4MiB", "num_brought_back_tokens_total", "num_given_up_tokens_total"),
+        *((system, *COMPUTED_AGAIN) for system in ("fcfs-chunked", "andes", "bros-recompute", "bros-rr")),
+        *((system, *BROUGHT_BACK) for system in ("fcfs-chunked", "andes", "bros", "bros-whole")),
     ],
-    ids=["computed again", "brought back from the host"],
 )
 def test_deterministic_text_does_not_depend_on_the_batch(
-    host_memory: str, counted: str, never: str, system: str
+    system: str, host_memory: str, counted: str, never: str
 ) -> None:
     """Sampled text from a model with near-ties: byte-equal alone, in a full batch, and after preemptions.
 
     So are log-probabilities, both texts of two, and those with penalties for what was said before; with best effort
     among them, which fills its blocks from the other end with `bros`.
     """
-    if system == "bros" and host_memory == "0":
-        system = "bros-recompute"
     tiers = cycle(("flex", "default", "default"))
     shape, rng = CheckpointShape(seed=5, weight_std=0.03), random.Random(1)
     folder, _ = stored_checkpoint(shape)

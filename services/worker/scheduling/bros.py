@@ -11,12 +11,12 @@ effort that is not chosen, then best effort that is, then real time that is not,
 back has only best effort give way.
 
 Source: BROS ("Efficient LLM serving on hybrid real-time and best-effort requests"), section 4. Deviations: those of
-`residual_packing.py`; the oldest of best effort ages (`best_effort.py`), or it could starve; requests that named no
-limits have their readers', or the paper's; of a prompt that waits the whole work counts, as if none of it was cached;
-one row at a time has others give way, and of real time only for a first token, or those who are late would take turns
-in memory, a token each; KV comes back from the host beside a step, and the row computes in a later one; the mean
-duration of steps is of those that the worker's model of its steps foretells, since policies are not asked for all of
-those that overlap.
+`residual_packing.py`; one sort, which takes less time here than polling two queues; the oldest of best effort ages
+(`best_effort.py`), or it could starve; requests that named no limits have their readers', or the paper's; of a prompt
+that waits the whole work counts, as if none of it was cached; one row at a time has others give way, and of real time
+only for a first token, or those who are late would take turns in memory, a token each; KV comes back from the host
+beside a step, and the row computes in a later one; the mean duration of steps is of those that the worker's model of
+its steps foretells, since policies are not asked for all of those that overlap.
 """
 
 from __future__ import annotations
@@ -84,10 +84,7 @@ class BrosScheduler:
         return output
 
     def _by_residual(self, view: SchedulerView) -> tuple[I32, F64]:
-        """Return the rows of real time, and their residuals, the least first; of equal ones those that have begun.
-
-        The paper polls two queues, of which that of those who wait is in order; one sort of both takes less time here.
-        """
+        """Return the rows of real time, and their residuals, the least first; of equal ones those that have begun."""
         rows: I32 = np.concatenate([view.running, view.preempted, view.waiting])
         rows = rows[view.columns.tier.take(rows) != Tier.FLEX]
         residual_s = self._groups.residual_s(view, rows, self._settings, self._period_s)

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from services.worker import load
-from services.worker.config import ExecutorKind, WorkerSettings
+from services.worker.config import ExecutorKind, KernelKind, WorkerSettings
+from services.worker.executor import runner as runner_module
+from services.worker.executor.kernels import WantedKernels
 from services.worker.load import check_start, load_executor
 from services.worker.scheduling.registry import SCHEDULERS
 from shared.errors import StartupError
@@ -198,3 +200,14 @@ def test_a_system_of_groups_shares_no_blocks() -> None:
     with pytest.raises(ValueError, match="system 'kunserve' forms groups, where no two requests fill one block"):
         replace(SYSTEMS["kunserve"], shares_blocks=True)
     assert [name for name, system in SYSTEMS.items() if system.shares_blocks] == ["bros"]
+
+
+@pytest.mark.parametrize("system", ["bros", "bros-whole", "sluice"])
+def test_kernels_are_asked_for_blocks_from_the_right_where_there_will_be_any(
+    system: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[WantedKernels] = []
+    monkeypatch.setattr(runner_module, "choose_kernels", lambda wanted, *_: asked.append(wanted))
+    chosen = settings(system, executor=ExecutorKind.TORCH, kernels=KernelKind.TORCH, memory=2**25)
+    load.check_model(chosen, check_start(chosen))
+    assert asked == [WantedKernels("torch", fused=False, from_right=SYSTEMS[system].shares_blocks)]
