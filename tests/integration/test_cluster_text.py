@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import random
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import cycle
@@ -17,10 +19,12 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
 from shared.process.config import parse_size
+from shared.subjects import Subjects
+from shared.transport.nats_bus import NatsBus
 from tests.support.checkpoints import CheckpointShape, greedy_text, stored_checkpoint
 from tests.support.cluster import Cluster, cluster
 from tests.support.group_changes import ENV
-from tests.support.processes import sluice
+from tests.support.processes import LIMIT_S, sluice
 from tests.support.waiting import rounds
 from tests.unit.worker.models.test_model_oracle import MIN_MARGIN, NUM_TOKENS, SHAPES
 
@@ -47,6 +51,9 @@ WAYS: tuple[dict[str, Any], ...] = (
 """Of asking, by turns."""
 BLOCK_KV_BYTES = 8192
 """Of the smallest checkpoint: 2 layers · 2 (keys, values) · 2 heads · 16 dimensions · 4 bytes · 16 slots."""
+AT_ONCE = {"SLUICE_WORKER_REPORT_PERIOD_S": "0.05", "SLUICE_MONITOR_VIEW_PERIOD_S": "0.05"}
+MOST_TOKENS = 240
+"""Of an answer that outlasts the others: while it is alone, whole instances have room for what there is."""
 MAX_ROUNDS = 5
 """How the requests arrive is not ours to say; so often may they be sent until a preemption has been seen."""
 
@@ -86,10 +93,10 @@ def crowded_cluster(folder: Path, *flags: str) -> AbstractContextManager[Cluster
 
 
 def dropping_cluster(folder: Path, system: str, host_memory: str) -> AbstractContextManager[Cluster]:
-    """Two workers that the planner leaves alone, each with KV for a few of the requests."""
+    """Two workers that the planner leaves alone, each with KV for a few of the requests; it knows what they hold."""
     sizes = ("--max-model-len", "256", "--memory", "5300KiB", "--host-memory", host_memory)
     flags = ("--system", system, "--deterministic", "--workers", "2", "--threads", "1")
-    env = {**ENV, "SLUICE_PLANNER_DROP_HOLD_S": "3600", "SLUICE_WORKER_PAGE_BYTES": "4096"}
+    env = {**ENV, **AT_ONCE, "SLUICE_PLANNER_DROP_HOLD_S": "3600", "SLUICE_WORKER_PAGE_BYTES": "4096"}
     return cluster("--model", str(folder), "--served-model-name", "checkpoint", *flags, *sizes, env=env)
 
 
@@ -103,9 +110,14 @@ def choices_of(running: Cluster, prompt: list[int], **how: Any) -> list[dict[str
     choices: list[dict[str, Any]] = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
     assert len(choices) == how.get("n", 1)
     assert {choice["finish_reason"] for choice in choices} == {"length"}
-    assert answer["usage"]["completion_tokens"] == NUM_TOKENS * len(choices)
+    assert answer["usage"]["completion_tokens"] == body["max_tokens"] * len(choices)
     assert answer["usage"]["prompt_tokens"] == len(prompt)
     return choices
+
+
+def num_tokens(length: int) -> int:
+    """Return how many tokens answer a prompt of so many where groups change: the shortest ones get the most."""
+    return MOST_TOKENS if length == min(LENGTHS) else NUM_TOKENS
 
 
 def check_under_pressure(running: Cluster, work: Sequence[Callable[[], T]], texts: list[T], *counted: str) -> None:
@@ -127,16 +139,29 @@ def check_under_pressure(running: Cluster, work: Sequence[Callable[[], T]], text
 def is_done_meanwhile(running: Cluster, work: Sequence[Callable[[], T]], texts: list[T], command: str) -> bool:
     """Ask for everything at once, and return whether a command was done before the last answer; the texts are the same.
 
-    Nobody is killed before the first answer.
+    Nothing is done before the first answer.
     """
     with ThreadPoolExecutor(len(work)) as pool:
         asked, is_done = [pool.submit(ask) for ask in work], False
+        wait(asked, return_when=FIRST_COMPLETED)
         while not is_done and not all(each.done() for each in asked):  # they may hold too much just now
-            if not command.startswith("chaos") or any(each.done() for each in asked):
+            if command.startswith("chaos"):
                 is_done = sluice(*command.split(), "--nats-url", running.nats_url).returncode == 0
+            else:
+                is_done = asyncio.run(is_done_by_planner(running, command))
         assert [each.result() for each in asked] == texts
     running.wait_until_idle()
     return is_done
+
+
+async def is_done_by_planner(running: Cluster, verb: str) -> bool:
+    """Ask the planner at once: `sluice drop` and `sluice restore` take most of a round to start and to find it."""
+    bus = await NatsBus.connect(running.nats_url, name="test")
+    try:
+        answer = await bus.request(Subjects().admin("planner", "planner", verb), b"", timeout_s=LIMIT_S)
+        return bool(json.loads(answer)["done"])
+    finally:
+        await bus.close()
 
 
 @pytest.mark.timeout(180)
@@ -219,6 +244,7 @@ def test_deterministic_text_in_a_group_does_not_depend_on_which_readers_give_way
                 draw_prompt(rng, shape, length),
                 temperature=1.0,
                 seed=number,
+                max_tokens=num_tokens(length),
                 qoe={"ttft_s": 0.5, "speed_tokens_per_s": next(speeds)},
             )
             for number, length in enumerate(2 * LENGTHS)
