@@ -34,7 +34,7 @@ SLOW_LAST = [*list(KINDS)[:2], pytest.param("torch, fixed shapes", marks=pytest.
 
 def clean_runner(shape: CheckpointShape, **changes: Any) -> ModelRunner:
     """Return a runner whose KV is no number wherever nothing was written."""
-    runner = open_runner(shape, memory_bytes=8 * MIB, **changes)
+    runner = open_runner(shape, memory_bytes=16 * MIB, **changes)
     soil(runner)
     return runner
 
