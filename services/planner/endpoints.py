@@ -155,30 +155,39 @@ class PlannerEndpoints:
         try:
             names = _read_names(message.data, key)
             await self._planner.settle()
-            intent = find(*self._look(), names)
+            intent = self._find(find, names)
         except RefusedError as error:
             asked = f"{verb} {'+'.join(names[:MAX_TOLD])}" if names else verb
             await self._planner.announce("plan_refused", f"{asked}, asked by hand: {error}")
             return _answer(PlanOutcome(is_done=False, reason=str(error)))
         return _answer(await self._planner.carry_out(intent))
 
-    def _look(self) -> tuple[ClusterFacts, ClusterView]:
-        """Return what is known of the workers now.
+    def _find(self, find: _Find, names: tuple[str, ...]) -> Intent:
+        """Return what carries out what is asked, by what is known of the workers now.
 
         Raises:
-            RefusedError: too little, or something is being done.
+            RefusedError: too little is, something is being done, or it cannot be.
         """
         if self._planner.why_busy:
             raise RefusedError(self._planner.why_busy)
         view = self._planner.fresh_view
         if view is None:
             raise RefusedError("no fresh view of the cluster: is the monitor there?")
-        facts = self._decider.observe(view, 0.0).snapshot.facts
-        if facts is None:
+        seen = self._decider.observe(view, 0.0)
+        if seen.snapshot.facts is None:
             raise RefusedError(
                 "no worker that is ready can drop parameters; those of `--system kunserve` and `fcfs-pp` can"
             )
-        return facts, view
+        try:
+            return find(seen.snapshot.facts, view, names)
+        except RefusedError as error:
+            without = [left_out(name, reason) for name, reason in seen.left_out[:MAX_TOLD]]
+            raise RefusedError("; ".join([str(error), *without])) from None
+
+
+def left_out(worker_id: WorkerId, reason: str) -> str:
+    """Return the sentence of a worker that no plan counts on."""
+    return f"{worker_id} takes part in no plan: {reason}"
 
 
 def _read_names(data: bytes, key: str) -> tuple[str, ...]:

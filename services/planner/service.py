@@ -14,7 +14,7 @@ from typing import Any
 
 from services.planner.book import PlanBook, SupersededError
 from services.planner.config import PlannerSettings
-from services.planner.endpoints import PlannerEndpoints
+from services.planner.endpoints import PlannerEndpoints, left_out
 from services.planner.execution import PlanExecution
 from services.planner.metrics import PlannerMetrics
 from services.planner.orders import Orders
@@ -249,7 +249,7 @@ class Planner:
             return
         verdict = self._decider.decide(self._view, self._view_age_s(), now_s)
         for worker_id, reason in verdict.left_out:
-            await self._tell_once("worker_left_out", f"{worker_id} takes part in no plan: {reason}")
+            await self._tell_once("worker_left_out", left_out(worker_id, reason))
         for refusal in verdict.refusals:
             await self.announce("plan_refused", refusal)
         await self._tell_wish(book, verdict.wish)

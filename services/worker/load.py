@@ -207,7 +207,7 @@ async def _in_pages(
 
     limit_s, facts = settings.stage_limit_s, _facts(model.info, fitting)
     secret = await off_the_loop(lambda: cluster_secret(_password(settings), settings.cluster))
-    identity = PeerIdentity(WorkerId(settings.instance_id), incarnation, secret)
+    identity = PeerIdentity(WorkerId(settings.instance_id), incarnation, secret, model.digest)
     try:
         peers = await Peers.open(
             identity, settings.stage_host, settings.stage_port, advertise=settings.stage_advertise, wait_s=limit_s

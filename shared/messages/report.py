@@ -84,6 +84,9 @@ class ElasticFacts(MessagePart):
     """At which KV is exchanged with other workers, each way; 0: it does not go along, and is computed again."""
     has_host_copy: bool = False
     """Dropped layers can be loaded again from the memory or the disk of its own host."""
+    digest: Annotated[str, Field(max_length=64)] = ""
+    """Of its parameters, their number format, and how KV is computed and lies in a block: only workers that say the
+    same go on with each other's layers and KV."""
 
 
 class ProcessFacts(MessagePart):

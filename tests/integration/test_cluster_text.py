@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -24,7 +26,7 @@ from shared.transport.nats_bus import NatsBus
 from tests.support.checkpoints import CheckpointShape, greedy_text, stored_checkpoint
 from tests.support.cluster import Cluster, cluster
 from tests.support.group_changes import ENV
-from tests.support.processes import LIMIT_S, sluice
+from tests.support.processes import LIMIT_S, sluice, wait_until
 from tests.support.waiting import rounds
 from tests.unit.worker.models.test_model_oracle import MIN_MARGIN, NUM_TOKENS, SHAPES
 
@@ -281,3 +283,38 @@ def test_text_is_the_same_by_way_of_the_host_and_through_groups_that_form_break_
                     break
                 to_do = ["drop", "restore"]
         assert running.total("num_used_host_blocks") == 0
+
+
+def start_anew(running: Cluster, worker_id: str) -> None:
+    def ready_pids() -> set[int]:
+        return {report["pid"] for report in running.reports() if report["phase"] == "ready"}
+
+    before = ready_pids()
+    assert sluice("chaos", "kill", worker_id, "--nats-url", running.nats_url).returncode == 0
+    wait_until(lambda: bool(ready_pids() - before), f"{worker_id} serves again", LIMIT_S)
+
+
+@pytest.mark.timeout(180)
+def test_a_worker_with_other_weights_under_the_same_name_serves_and_joins_no_group(tmp_path: Path) -> None:
+    """The folder's weights are replaced, and one worker is started anew: no layer and no KV goes from one to the other.
+
+    With the old ones again both are a group.
+    """
+    shape = CheckpointShape(seed=5, num_layers=4)
+    folder, _ = stored_checkpoint(shape)
+    others, _ = stored_checkpoint(replace(shape, seed=6))
+    served = tmp_path / "served"
+    shutil.copytree(folder, served)
+    with dropping_cluster(served, "kunserve", "0") as running:
+        ask = partial(complete, running, draw_prompt(random.Random(1), shape, 9), temperature=1.0, seed=1)
+        text = ask()
+        for weights in (others, folder):
+            shutil.copyfile(weights / "model.safetensors", tmp_path / "new")
+            (tmp_path / "new").rename(served / "model.safetensors")
+            start_anew(running, "worker-1")
+            done = sluice("drop", "--nats-url", running.nats_url)
+            assert ("worker-1 takes part in no plan: the parameters of its model" in done.stderr) == (weights == others)
+            assert done.returncode == (weights == others), done.stderr
+        running.wait_for_reports()
+        assert {report["num_stages"] for report in running.reports()} == {2}
+        assert ask() == text

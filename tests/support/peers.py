@@ -16,9 +16,9 @@ from tests.support.leaks import whats_open
 PASSWORD = "a password of workers"
 
 
-def identity(index: int, secret: str = PASSWORD) -> PeerIdentity:
+def identity(index: int, secret: str = PASSWORD, model: str = "0f") -> PeerIdentity:
     """Return who a worker is to others."""
-    return PeerIdentity(WorkerId(f"w{index}"), Incarnation(index + 1), secret.encode())
+    return PeerIdentity(WorkerId(f"w{index}"), Incarnation(index + 1), secret.encode(), model)
 
 
 @asynccontextmanager

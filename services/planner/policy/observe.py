@@ -8,7 +8,8 @@ no plan is made for it, none waits for it, and none is dearer for it. When group
 given up where there is no room. Where it does not give way it counts as everything else that is at the worker.
 
 A leader reports for its whole group; the other members report no sequences, and nothing is placed on them. All elastic
-workers must agree on the sizes of the model: those that do not agree with most of them are left out, by name.
+workers must agree on the model, its sizes and its parameters: those that do not agree with most of them are left out,
+by name.
 
 Pure. Source: the project's own design.
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from services.planner.policy.levers.ladder import ClusterSnapshot, MemoryLoad
 from services.planner.policy.plans.drop_facts import ClusterFacts, InstanceFacts, ModelFacts
@@ -99,11 +100,13 @@ def observe(view: ClusterView, view_age_s: float, params: ObserveParams) -> Obse
         if name not in models:
             continue
         if models[name] != model:
-            left_out[name] = "the sizes of its model are not those of most workers"
+            is_of_size = model is not None and models[name]._replace(digest=model.digest) == model
+            what = "parameters" if is_of_size else "sizes"
+            left_out[name] = f"the {what} of its model are not those of most workers"
             continue
         instances.append(_instance(status, models[name], params))
     instances.sort(key=lambda instance: instance.instance_id)
-    facts = None if model is None else ClusterFacts(model[1], tuple(instances), params.throughput)
+    facts = None if model is None else ClusterFacts(model.facts, tuple(instances), params.throughput)
     snapshot = ClusterSnapshot(view_age_s, loads, len(view.workers) - len(usable), facts)
     return Observation(snapshot, tuple(sorted(left_out.items())))
 
@@ -161,7 +164,13 @@ def _load(status: WorkerStatus) -> MemoryLoad:
     )
 
 
-_Model = tuple[str, ModelFacts]
+class _Model(NamedTuple):
+    """What workers have to have in common."""
+
+    name: str
+    digest: str
+    """See `ElasticFacts`."""
+    facts: ModelFacts
 
 
 def _models(usable: Sequence[WorkerStatus]) -> tuple[dict[WorkerId, _Model], dict[WorkerId, str]]:
@@ -173,7 +182,7 @@ def _models(usable: Sequence[WorkerStatus]) -> tuple[dict[WorkerId, _Model], dic
         if report.elastic is None:
             continue
         try:
-            models[report.worker_id] = report.model, _model_facts(report, report.elastic)
+            models[report.worker_id] = _Model(report.model, report.elastic.digest, _model_facts(report, report.elastic))
         except ValueError as error:
             left_out[report.worker_id] = str(error)
     return models, left_out
@@ -216,7 +225,7 @@ def _most_common(models: Mapping[WorkerId, _Model]) -> _Model | None:
 
 
 def _instance(status: WorkerStatus, model: _Model, params: ObserveParams) -> InstanceFacts:
-    report, elastic, block_size = status.report, status.report.elastic, model[1].block_size
+    report, elastic, block_size = status.report, status.report.elastic, model.facts.block_size
     assert elastic is not None, "it has a model"
     reports, flex = takes_requests(report), giving_way(report)
     num_running = max(report.num_running - flex.num_running, 0)
@@ -237,7 +246,7 @@ def _instance(status: WorkerStatus, model: _Model, params: ObserveParams) -> Ins
         throttled=reports and status.throttled,
         token_s=report.token_s,
         link_bytes_per_s=elastic.link_bytes_per_s,
-        host_copy=model[1].all_layers if elastic.has_host_copy else None,
+        host_copy=model.facts.all_layers if elastic.has_host_copy else None,
         max_blocks=elastic.max_blocks,
         num_blocks=report.num_blocks,
         resident=_resident(report),

@@ -35,6 +35,7 @@ from services.worker.memory.holdings import NotEnoughPagesError
 from services.worker.memory.kv_cache import KVCache
 from services.worker.memory.page_swap import PageSwap
 from services.worker.memory.spans import Spans
+from services.worker.models.digests import model_digest
 from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import ModelWeights, stage_parts
 from shared.errors import StartupError
@@ -75,6 +76,10 @@ class ElasticModel:
         What a change does to their contents: blocks of layers that stay keep theirs as long as there are as many.
         """
         self._loading = ParameterLoading(loaded.opener.spec, loaded.opener.weights, loaded.tensors)
+        blocks = [f"{each.dtype} {tuple(each.shape[1:])} {each.stride()[1:]}" for each in self.cache.pools()]
+        kernels = loaded.runner.info.kernels if loaded.opener.deterministic else ""
+        self.digest = model_digest(self.spec, self._loading.digests, kernels, *blocks)
+        """Of its parameters, of how it computes KV, and how that lies in a block; see `model_digest`."""
         self._addresses = self._find_addresses()
         self.host = loaded.runner.host
         """Host memory for KV of the layers that are held, the same at all times; None: there is none."""

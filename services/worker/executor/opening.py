@@ -73,7 +73,7 @@ class RunnerOpener:
         *,
         recorder: GraphRecorder | None = None,
     ) -> None:
-        self._settings = settings
+        self._settings, self.deterministic = settings, settings.deterministic
         self.spec = spec
         self.weights = weights
         self._demand = demand

@@ -93,7 +93,8 @@ class ParameterLoading:
         self._spec = spec
         self._weights = weights
         self._checkpoint = CheckpointSource(tensors)
-        self._digests = digests_of(weights)
+        self.digests = digests_of(weights)
+        """Of all of its parts, as they were loaded first."""
         self._lacking: dict[int | None, ParameterBuffer] = {}
         """By layer, None: outside of the layers; with only the parts that are not loaded."""
         self._unread: set[str] = set()
@@ -246,7 +247,7 @@ class ParameterLoading:
 
     def _check(self, layer: int | None, buffer: ParameterBuffer) -> None:
         """Compare the bytes of all parts of a buffer with those that were loaded first."""
-        if wrong := wrong_parts(self._digests, layer, buffer):
+        if wrong := wrong_parts(self.digests, layer, buffer):
             raise SourceLostError(f"{', '.join(wrong)} came with other bytes than were loaded first")
 
     def _take(self, pieces: Iterator[int], num_bytes: int) -> bool:

@@ -1,9 +1,11 @@
 """What the bytes of every parameter are known by, so that parameters that come back are those that went.
 
     load ──► digest of each part, by (layer, name)          a part that comes back, from wherever ──► the same digest?
+                 └──► digest of the model                    another worker's layers and KV        ──► the same digest?
 
 A digest is of the bytes as they lie in memory: type, stacking and order included. Instances of one model and type have
-the same ones. Deviation: KunServe names no check of parameters that are pulled from another instance.
+the same ones. Deviation: KunServe names no check of parameters that are pulled from another instance, nor of the model
+that the other stages of a group have loaded under the same name.
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Final
 
 import torch
 
+from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import ModelWeights, ParameterBuffer
 from shared.host import count_cores
 
@@ -45,6 +49,21 @@ def digests_of(weights: ModelWeights) -> dict[PartKey, bytes]:
     with ThreadPoolExecutor(num_threads, thread_name_prefix="digest") as threads:
         found = threads.map(lambda key: digest(buffers[key[0]][key[1]]), keys)
         return dict(zip(keys, found, strict=True))
+
+
+def model_digest(spec: ModelSpec, digests: Mapping[PartKey, bytes], *more: str) -> str:
+    """Return what workers have in common of whom one can go on with another's layers and KV, in hexadecimal digits.
+
+    Args:
+        spec: of the model; which tokens end a text, and what its folder has besides, does not count.
+        digests: of all of its parts.
+        more: what else KV depends on, and how it lies in memory.
+    """
+    found = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    found.update(repr((replace(spec, eos_token_ids=(), left_out=()), more)).encode())
+    for layer, name in sorted(digests, key=repr):
+        found.update(f"{layer} {name} ".encode() + digests[layer, name])
+    return found.hexdigest()
 
 
 def wrong_parts(digests: Mapping[PartKey, bytes], layer: int | None, buffer: ParameterBuffer) -> list[str]:

@@ -178,6 +178,8 @@ class Peers:
         await say(sock, FrameKind.GREETING, answer)
         await say_greeting(sock, proofs.of("listener"))
         proofs.check("dialler", await hear_greeting(sock, PeerProof))
+        if said.model != self._identity.model:
+            raise PeerRefusedError(f"{said.worker_id} has another model: parameters, number format or KV differ")
         return said
 
     async def _taker(self, said: PeerHello) -> Take:

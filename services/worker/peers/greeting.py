@@ -10,7 +10,8 @@
 
 Each side proves that it knows the cluster's secret and never shows it. What was said before is part of the proof, with
 both nonces, so nothing can be changed on the way, said again later, or sent back to whoever said it. The secret lets
-in; a plan's id only selects whose the connection is. What follows is neither encrypted nor sealed against an attacker:
+in, if both have one model: layers and KV are known by names, which say nothing of whose parameters computed them. A
+plan's id only selects whose the connection is. What follows is neither encrypted nor sealed against an attacker:
 these connections are for networks in which nobody else reads or writes.
 """
 
@@ -60,6 +61,8 @@ class PeerHello(ControlMessage):
     """Which process of that name, for logs."""
     nonce: _Nonce
     """Drawn for this connection."""
+    model: Annotated[str, Field(max_length=64)] = ""
+    """`ElasticFacts.digest` of its model: the listener's is the same."""
     purpose: Annotated[str, Field(max_length=32)]
     """A `Purpose`, of this version or another."""
     plan_id: int = 0
@@ -124,6 +127,8 @@ class PeerIdentity:
     incarnation: Incarnation
     secret: bytes = field(repr=False)
     """The cluster's, the same at all of its workers."""
+    model: str = ""
+    """See `PeerHello`."""
 
     def hello(self, purpose: str, plan_id: int, index: int) -> PeerHello:
         """Return what it says when it dials, for one connection."""
@@ -131,6 +136,7 @@ class PeerIdentity:
             worker_id=self.worker_id,
             incarnation=self.incarnation,
             nonce=secrets.token_bytes(NONCE_BYTES),
+            model=self.model,
             purpose=purpose,
             plan_id=plan_id,
             index=index,

@@ -227,6 +227,8 @@ async def test_a_worker_of_another_model_is_left_out_by_name(cluster: PlanCluste
     (reason,) = cluster.reasons("worker_left_out")
     assert "w1 takes part in no plan: the sizes of its model" in reason
     assert "w1" not in {each.worker_id for each in cluster.heard}
+    asked = await cluster.ask("drop", {"workers": ["w0", "w1"]})
+    assert asked["reason"].endswith(reason.removeprefix("epoch 1: "))
 
 
 # --- what goes wrong at planners -------------------------------------------------------------------------------------

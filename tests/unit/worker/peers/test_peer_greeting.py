@@ -60,9 +60,9 @@ SAMPLES: dict[str, tuple[ControlMessage, str]] = {
     "hello": (
         identity(0).hello(Purpose.LEADER, 5, 2).model_copy(update={"nonce": bytes(range(32))}),
         (
-            "88a776657273696f6e03a46b696e64aa706565725f68656c6c6fa9776f726b65725f6964a27730ab696e6361726e6174696f6e01a56e6f6e63"
-            "65c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fa7707572706f7365a66c6561646572a7706c616e5f69"
-            "6405a5696e64657802"
+            "89a776657273696f6e03a46b696e64aa706565725f68656c6c6fa9776f726b65725f6964a27730ab696e6361726e6174696f6e01a56e6f6e63"
+            "65c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fa56d6f64656ca23066a7707572706f7365a66c6561"
+            "646572a7706c616e5f696405a5696e64657802"
         ),
     ),
     "answer": (
@@ -132,8 +132,8 @@ async def taking(plan_id: int = 0) -> AsyncIterator[Listener]:
 
 
 @asynccontextmanager
-async def dialler(index: int = 0, secret: str = PASSWORD) -> AsyncIterator[Peers]:
-    peers = await Peers.open(identity(index, secret))
+async def dialler(index: int = 0, secret: str = PASSWORD, model: str = "0f") -> AsyncIterator[Peers]:
+    peers = await Peers.open(identity(index, secret, model))
     try:
         yield peers
     finally:
@@ -180,6 +180,16 @@ async def test_who_does_not_belong_is_refused_by_name(
             await other.dial(WorkerId(who), listener.peers.address, purpose, plan_id)
         assert str(caught.value) == reason
         await until_greeted(listener.peers, 0)
+        assert listener.taken.empty()
+
+
+@pytest.mark.parametrize("purpose", Purpose)
+async def test_who_has_another_model_is_refused_whatever_the_connection_is_for(purpose: Purpose) -> None:
+    async with listening(1) as peers, dialler(model="f0") as other:
+        listener = Listener(peers)
+        peers.expect(list(Purpose), 5, listener.take)
+        with pytest.raises(PeerRefusedError, match="it refuses: w0 has another model"):
+            await other.dial(W1, peers.address, purpose, 5)
         assert listener.taken.empty()
 
 
