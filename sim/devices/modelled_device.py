@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -88,7 +88,9 @@ class ModelledGroupDevice:
         self._params = params
         self._network = network
         self._make_executor = make_executor
-        self._layout = MemoryLayout(MemoryFacts(**facts.model_dump(exclude={"link_bytes_per_s", "has_host_copy"})))
+        self._layout = MemoryLayout(
+            MemoryFacts(**facts.model_dump(include={each.name for each in fields(MemoryFacts)}))
+        )
         self._kv = self._shadow_kv(self.num_blocks(self._all_layers), 1)
         self._ahead: ShadowKv | None = None
         """Beside a stage: memory for KV of all layers of its share."""
