@@ -38,7 +38,7 @@ def file_pages(page_bytes: int, *, process: int | str = "self") -> list[tuple[in
 
 def rule_of(facts: ElasticFacts, block_size: int) -> CapacityRule:
     """Return what a planner knows of a worker's memory."""
-    other = {"num_pages", "max_blocks", "link_bytes_per_s", "has_host_copy"}
+    other = {"num_pages", "max_blocks", "link_bytes_per_s", "has_host_copy", "digest"}
     return CapacityRule(ModelFacts(**facts.model_dump(exclude=other), block_size=block_size))
 
 

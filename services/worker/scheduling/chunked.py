@@ -11,7 +11,7 @@ from __future__ import annotations
 from math import inf
 from typing import Final
 
-from services.worker.scheduling.flex_last import FlexLast
+from services.worker.scheduling.flex_last import FlexLast, runs_best_effort
 from services.worker.scheduling.lanes import decode_lane
 from services.worker.scheduling.plain import plain_decode
 from services.worker.scheduling.plan import StepPlan
@@ -32,7 +32,8 @@ class ChunkedScheduler:
 
     def schedule(self, view: SchedulerView) -> SchedulerOutput:
         """Choose the next step."""
-        if (plain := plain_decode(view)) is not None:
+        is_plain = not (self.best_effort_gives_way and runs_best_effort(view))
+        if is_plain and (plain := plain_decode(view)) is not None:
             return plain
         output = self._next(view, flex_last=self.best_effort_gives_way)
         if self.best_effort_gives_way and not (output.rows.size or output.resume.size or view.num_in_flight):
@@ -42,11 +43,11 @@ class ChunkedScheduler:
     def _next(self, view: SchedulerView, *, flex_last: bool) -> SchedulerOutput:
         in_turn = FlexLast(view) if flex_last else None
         plan = StepPlan(view) if in_turn is None else in_turn.plan
-        decode_lane(plan)
-        plan.prefill()
+        decode_lane(plan, some=None if in_turn is None else in_turn.served)
+        plan.prefill(None if in_turn is None else in_turn.begun)
         plan.rescue()
         if in_turn is not None:
             in_turn.admit()
         elif not plan.preempted.size:
             plan.admit()
-        return plan.output(holds_s=inf)
+        return plan.output(holds_s=0.0 if in_turn is not None and in_turn.runs_last.size else inf)

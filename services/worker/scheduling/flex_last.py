@@ -4,16 +4,25 @@
     parked     others, as they came │ best effort      the first of the others that does not fit has best effort give
                                                        way; none of it comes in while one of them does not fit
 
+While others need more than half of the memory best effort sits out steps, with what KV it has, and none of it comes in:
+steps are as fast as without it then, so that others stay no longer, and need no more memory, than alone.
+
 Without best effort it is as if this were not here. Nobody of it grows old here: it ends when others leave room.
 """
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
+from services.worker.scheduling.blocks_math import blocks_taken
 from services.worker.scheduling.plan import StepPlan
-from services.worker.scheduling.view import I32, SchedulerView
+from services.worker.scheduling.view import EMPTY_ROWS, I32, SchedulerView
 from shared.api_keys import Tier
+
+MOST_NEEDED: Final = 0.5
+"""Of the memory, by others, beside whom best effort is in steps. Higher leaves it more, and others slower steps."""
 
 
 class FlexLast:
@@ -24,23 +33,52 @@ class FlexLast:
     """
 
     def __init__(self, view: SchedulerView) -> None:
-        running, self._runs_last = _split(view, view.running)
+        running, self.runs_last = _split(view, view.running)
+        """[n] best effort that runs."""
         self._others, self._last = _split(view, np.concatenate([view.preempted, view.waiting]))
-        self.plan = StepPlan(view, np.concatenate([running, self._runs_last]) if self._runs_last.size else None)
-        head = self.plan.head(self._others) if self._runs_last.size else None
+        self.plan = StepPlan(view, np.concatenate([running, self.runs_last]) if self.runs_last.size else None)
+        self.aside = EMPTY_ROWS
+        """[n] who of best effort runs and sits this step out."""
+        if (self.runs_last.size or self._last.size) and _need_much(view):
+            self.aside, self._last = self.runs_last, EMPTY_ROWS
+        head = self.plan.head(self._others) if self.runs_last.size else None
         if head is not None:
-            self.plan.preempt_for(head, self._runs_last[::-1])
+            self.plan.preempt_for(head, self.runs_last[::-1])
 
     @property
     def line(self) -> I32:
-        """[n] parked rows, who comes in first first."""
+        """[n] parked rows that may come in, who does first first."""
         return np.concatenate([self._others, self._last])
+
+    @property
+    def served(self) -> I32 | None:
+        """[n] running rows that are in the step; None: all."""
+        return self.plan.view.running[~np.isin(self.plan.view.running, self.aside)] if self.aside.size else None
+
+    @property
+    def begun(self) -> I32 | None:
+        """[n] prompts that were begun and may be in the step; None: all."""
+        if not self.aside.size:
+            return None
+        return _split(self.plan.view, np.fromiter(self.plan.begun, dtype=np.int32))[0]
 
     def admit(self) -> None:
         """Let come in who fits; nobody while one of the others gives way."""
         gone = self.plan.preempted
-        if np.isin(gone, self._runs_last).all() and self.plan.admit(self._others) is None and not gone.size:
+        if np.isin(gone, self.runs_last).all() and self.plan.admit(self._others) is None and not gone.size:
             self.plan.admit(self._last)
+
+
+def runs_best_effort(view: SchedulerView) -> bool:
+    """Return whether some of those that run are best effort."""
+    return bool((view.columns.tier.take(view.running) == Tier.FLEX).any())
+
+
+def _need_much(view: SchedulerView) -> bool:
+    """Return whether those that are not best effort need so much memory that it sits out."""
+    rows = np.concatenate([view.running, view.preempted, view.waiting])
+    num_blocks, capacity = blocks_taken(view, rows)
+    return int(num_blocks[view.columns.tier.take(rows) != Tier.FLEX].sum()) > MOST_NEEDED * capacity
 
 
 def _split(view: SchedulerView, rows: I32) -> tuple[I32, I32]:

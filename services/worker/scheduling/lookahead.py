@@ -60,11 +60,11 @@ class LookaheadScheduler:
     def _next(self, view: SchedulerView, cost: CostModel) -> SchedulerOutput:
         in_turn = FlexLast(view)
         plan = in_turn.plan
-        decode_lane(plan, cost)
+        decode_lane(plan, cost, in_turn.served)
         parked = _fitting(view, in_turn.line, plan.unpromised_blocks)
-        line, room = _line(view, cost, parked), Room.beside(plan.num_decodes, view.limits, cost)
+        line, room = _line(view, cost, parked, in_turn.aside), Room.beside(plan.num_decodes, view.limits, cost)
         plan.budget = _Share(cost, self._shares.next_s(line, room, is_alone=not _any_decodes(view)))
-        plan.prefill()
+        plan.prefill(in_turn.begun)
         in_turn.admit()
         return plan.output()
 
@@ -102,15 +102,18 @@ def _any_decodes(view: SchedulerView) -> bool:
     return bool(np.count_nonzero(num_known(columns, view.in_flight) <= view.in_flight_ends))
 
 
-def _line(view: SchedulerView, cost: CostModel, parked: I32) -> Line:
+def _line(view: SchedulerView, cost: CostModel, parked: I32, aside: I32) -> Line:
     """Return what is left of the prompts that were begun and of those that fit the memory.
 
     Args:
         view: the moment.
         cost: of a step.
         parked: those that fit.
+        aside: running ones that sit out.
     """
     columns, running = view.columns, view.running
+    if aside.size:
+        running = running[~np.isin(running, aside)]
     computed = columns.num_computed[running]
     begun = num_known(columns, running) - computed > 1
     rows = np.concatenate([view.extensible, running[begun], parked])

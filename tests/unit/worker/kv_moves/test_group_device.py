@@ -61,7 +61,7 @@ pytestmark = pytest.mark.kernels
 
 def planned(facts: ElasticFacts, layers: LayerRange) -> int:
     """Return the KV blocks that a planner expects, which knows the device by what it reports."""
-    sizes = facts.model_dump(exclude={"num_pages", "max_blocks", "link_bytes_per_s", "has_host_copy"})
+    sizes = facts.model_dump(exclude={"num_pages", "max_blocks", "link_bytes_per_s", "has_host_copy", "digest"})
     return CapacityRule(ModelFacts(**sizes, block_size=16)).blocks(layers, facts.num_pages, facts.max_blocks)
 
 
