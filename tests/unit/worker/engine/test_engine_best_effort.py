@@ -88,6 +88,29 @@ async def reach(harness: EngineHarness, num_blocks: int) -> BlockLimit:
     return limit
 
 
+@pytest.mark.parametrize(("num_prompt", "sits_out"), [(14, False), (34, True)])
+def test_where_layers_can_be_dropped_it_sits_out_while_others_need_more_than_half_of_the_memory(
+    num_prompt: int, sits_out: bool
+) -> None:
+    """Of 24 blocks others need 9 to 11, or 14 to 16, until the longer one ends; best effort keeps its KV."""
+    rows = [(True, 10, 20), (False, 10, 20)]
+    harness = mixed(rows, num_steps=3, scheduler="lookahead", max_batch_tokens=200)
+    engine, row_of = harness.engine, harness.engine.registry.row_of
+    flex, other = (row_of[new_sequence(name).request_id, 1] for name in (0, 1))
+    harness.add(new_sequence(2, num_prompt=num_prompt, max_tokens=4))
+    before = [int(engine.table.num_output[row]) for row in (flex, other)]
+    for _ in range(4):
+        harness.step()
+    assert (new_sequence(2).request_id, 1) not in row_of
+    went = [int(engine.table.num_output[row]) - count for row, count in zip((flex, other), before, strict=True)]
+    assert went == [0 if sits_out else 4, 4]
+    assert engine.totals.num_preemptions == 0
+    assert engine.totals.num_pauses == sits_out
+    harness.step()
+    assert engine.table.num_output[flex] == before[0] + went[0] + 1
+    harness.finish()
+
+
 @pytest.mark.virtual_time
 async def test_best_effort_that_gives_way_lets_memory_go_the_youngest_first() -> None:
     """13 blocks are to stay: one of the two gives up its 8, nobody else anything, and all get their text."""
