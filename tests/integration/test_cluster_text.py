@@ -54,6 +54,7 @@ WAYS: tuple[dict[str, Any], ...] = (
 BLOCK_KV_BYTES = 8192
 """Of the smallest checkpoint: 2 layers · 2 (keys, values) · 2 heads · 16 dimensions · 4 bytes · 16 slots."""
 AT_ONCE = {"SLUICE_WORKER_REPORT_PERIOD_S": "0.05", "SLUICE_MONITOR_VIEW_PERIOD_S": "0.05"}
+"""What a round of requests holds is known to the planner before the round is over."""
 MOST_TOKENS = 240
 """Of an answer that outlasts the others: while it is alone, whole instances have room for what there is."""
 MAX_ROUNDS = 5

@@ -73,7 +73,9 @@ class RunnerOpener:
         *,
         recorder: GraphRecorder | None = None,
     ) -> None:
-        self._settings, self.deterministic = settings, settings.deterministic
+        self._settings = settings
+        self.deterministic = settings.deterministic
+        """Results do not depend on the batch."""
         self.spec = spec
         self.weights = weights
         self._demand = demand

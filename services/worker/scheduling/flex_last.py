@@ -5,7 +5,7 @@
                                                        way; none of it comes in while one of them does not fit
 
 While others need more than half of the memory best effort sits out steps, with what KV it has, and none of it comes in:
-steps are as fast as without it then, so that others stay no longer, and need no more memory, than alone.
+it would slow their steps, so that they stay longer, with their KV, and come to need all of it.
 
 Without best effort it is as if this were not here. Nobody of it grows old here: it ends when others leave room.
 """
@@ -18,7 +18,7 @@ import numpy as np
 
 from services.worker.scheduling.blocks_math import blocks_taken
 from services.worker.scheduling.plan import StepPlan
-from services.worker.scheduling.view import EMPTY_ROWS, I32, SchedulerView
+from services.worker.scheduling.view import EMPTY_ROWS, I32, Bool, SchedulerView
 from shared.api_keys import Tier
 
 MOST_NEEDED: Final = 0.5
@@ -37,10 +37,10 @@ class FlexLast:
         """[n] best effort that runs."""
         self._others, self._last = _split(view, np.concatenate([view.preempted, view.waiting]))
         self.plan = StepPlan(view, np.concatenate([running, self.runs_last]) if self.runs_last.size else None)
-        self.aside = EMPTY_ROWS
-        """[n] who of best effort runs and sits this step out."""
-        if (self.runs_last.size or self._last.size) and _need_much(view):
-            self.aside, self._last = self.runs_last, EMPTY_ROWS
+        is_here = self.runs_last.size or self._last.size or _split(view, view.extensible)[1].size
+        self._sits_out = bool(is_here) and _need_much(view)
+        if self._sits_out:
+            self._last = EMPTY_ROWS
         head = self.plan.head(self._others) if self.runs_last.size else None
         if head is not None:
             self.plan.preempt_for(head, self.runs_last[::-1])
@@ -52,15 +52,19 @@ class FlexLast:
 
     @property
     def served(self) -> I32 | None:
-        """[n] running rows that are in the step; None: all."""
-        return self.plan.view.running[~np.isin(self.plan.view.running, self.aside)] if self.aside.size else None
+        """[n] running rows that may be in the step; None: all."""
+        return _split(self.plan.view, self.plan.view.running)[0] if self._sits_out else None
 
     @property
     def begun(self) -> I32 | None:
         """[n] prompts that were begun and may be in the step; None: all."""
-        if not self.aside.size:
+        if not self._sits_out:
             return None
         return _split(self.plan.view, np.fromiter(self.plan.begun, dtype=np.int32))[0]
+
+    def takes_part(self, rows: I32) -> Bool:
+        """Return [n]: which rows may be in the step."""
+        return (self.plan.view.columns.tier.take(rows) != Tier.FLEX) | (not self._sits_out)
 
     def admit(self) -> None:
         """Let come in who fits; nobody while one of the others gives way."""

@@ -62,7 +62,7 @@ class LookaheadScheduler:
         plan = in_turn.plan
         decode_lane(plan, cost, in_turn.served)
         parked = _fitting(view, in_turn.line, plan.unpromised_blocks)
-        line, room = _line(view, cost, parked, in_turn.aside), Room.beside(plan.num_decodes, view.limits, cost)
+        line, room = _line(view, cost, parked, in_turn), Room.beside(plan.num_decodes, view.limits, cost)
         plan.budget = _Share(cost, self._shares.next_s(line, room, is_alone=not _any_decodes(view)))
         plan.prefill(in_turn.begun)
         in_turn.admit()
@@ -102,23 +102,23 @@ def _any_decodes(view: SchedulerView) -> bool:
     return bool(np.count_nonzero(num_known(columns, view.in_flight) <= view.in_flight_ends))
 
 
-def _line(view: SchedulerView, cost: CostModel, parked: I32, aside: I32) -> Line:
+def _line(view: SchedulerView, cost: CostModel, parked: I32, in_turn: FlexLast) -> Line:
     """Return what is left of the prompts that were begun and of those that fit the memory.
 
     Args:
         view: the moment.
         cost: of a step.
         parked: those that fit.
-        aside: running ones that sit out.
+        in_turn: who may be in the step.
     """
     columns, running = view.columns, view.running
-    if aside.size:
-        running = running[~np.isin(running, aside)]
     computed = columns.num_computed[running]
     begun = num_known(columns, running) - computed > 1
     rows = np.concatenate([view.extensible, running[begun], parked])
     done = np.zeros(rows.size)
     done[: rows.size - parked.size] = np.concatenate([view.extensible_begins, computed[begun]])
+    takes_part = in_turn.takes_part(rows)
+    rows, done = rows[takes_part], done[takes_part]
     left = num_known(columns, rows) - done
     works = left * (cost.token_s + cost.a_s * (done + (left + 1) / 2))
     return Line(float(works.sum()), int(left.sum()), int(rows.size))

@@ -18,6 +18,7 @@ from services.worker.scheduling.registry import make_scheduler
 from services.worker.scheduling.shares import Line, Room, Shares
 from services.worker.scheduling.view import Limits, Scheduler, SchedulerOutput
 from services.worker.sequences.config import NewSequence
+from shared.api_keys import Tier
 from shared.cost import CostModel, load_profile
 from sim.workload.lengths import find_lengths
 from tests.support.engine_builders import make_engine, new_sequence, per_token
@@ -50,6 +51,20 @@ def same(one: SchedulerOutput, other: SchedulerOutput) -> bool:
 def test_with_one_lane_it_is_chunked(seed: int, swaps: bool) -> None:
     view = replace(random_view(np.random.default_rng(seed), swaps=swaps), cost=COST)
     assert same(LookaheadScheduler().schedule(view), make_scheduler("chunked-flex-last").schedule(view))
+
+
+@pytest.mark.parametrize(("free_blocks", "sits_out"), [(100, False), (0, True)])
+def test_in_lanes_too_best_effort_sits_out_while_others_need_more_than_half_of_the_memory(
+    free_blocks: int, sits_out: bool
+) -> None:
+    """Others need 33 blocks, of 161 or 61 in all; of best effort four decode, and two have begun a prompt."""
+    rows = [decoding(60), prefilling(60, 16), *[decoding(40)] * 4, *[prefilling(30, 6)] * 2]
+    view = in_lanes(make_view(running=rows, free_blocks=free_blocks, cost=COST), 2, [7], ends=np.full(8, 18))
+    view.columns.tier[2:] = Tier.FLEX
+    assert view.extensible.tolist() == [7]
+    chosen_rows = set(LookaheadScheduler().schedule(view).rows.tolist())
+    assert chosen_rows & {0, 1}
+    assert (not chosen_rows - {0, 1}) == sits_out
 
 
 @pytest.mark.slow
