@@ -64,7 +64,8 @@ class FlexLast:
 
     def takes_part(self, rows: I32) -> Bool:
         """Return [n]: which rows may be in the step."""
-        return (self.plan.view.columns.tier.take(rows) != Tier.FLEX) | (not self._sits_out)
+        takes_part: Bool = (self.plan.view.columns.tier.take(rows) != Tier.FLEX) | (not self._sits_out)
+        return takes_part
 
     def admit(self) -> None:
         """Let come in who fits; nobody while one of the others gives way."""
