@@ -93,6 +93,26 @@ def test_texts_survive_any_order_of_operations_where_steps_overlap(
     overlapping_run(scheduler, seed=seed, num_host_blocks=num_host_blocks).live_through(adds=4)
 
 
+LEAVING_SHAPES: tuple[dict[str, Any], ...] = ({"depth": 1}, {"depth": 2, "overlaps": True, "whims": 0.05})
+
+
+@pytest.mark.parametrize("shape", LEAVING_SHAPES)
+@pytest.mark.parametrize(("seed", "num_host_blocks"), first_of([(seed, 12 * (seed % 2)) for seed in range(6)], 2))
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_texts_survive_that_sequences_leave_between_any_two_steps_and_come_again(
+    scheduler: str, seed: int, num_host_blocks: int, shape: dict[str, Any]
+) -> None:
+    chaotic_run(scheduler, seed=seed, num_host_blocks=num_host_blocks, leaves=12, **shape).live_through()
+
+
+@pytest.mark.slow
+def test_the_random_operations_reach_every_kind_of_leaving() -> None:
+    cases = ((seed, shape) for seed in range(10) for shape in LEAVING_SHAPES)
+    counts = lived(chaotic_run("chunked", seed=seed, num_host_blocks=20, leaves=12, **shape) for seed, shape in cases)
+    for name in ("leaves", "leaves in flight", "left", "not left", "stays", "came again", "bad luck", "out", "back"):
+        assert counts[name] > 3, name
+
+
 def lived(runs: Iterable[Chaos], **adds: int) -> Counter[str]:
     """Live through runs; return what came to pass in them all."""
     counts: Counter[str] = Counter()

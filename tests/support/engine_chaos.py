@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from services.worker.scheduling.view import I32, U8, PreemptHow, Scheduler, Sche
 from services.worker.sequences.config import AddRefusal, NewSequence
 from services.worker.sequences.table import Hold, Status
 from shared.api_keys import Tier
+from shared.ids import StreamId
 from shared.types import FinishReason, ReaderTarget
 from tests.support.engine_builders import FOREVER, new_sequence
 from tests.support.engine_harness import EngineHarness, Story, make_harness
@@ -106,8 +109,13 @@ def draw_reader(random: np.random.Generator) -> tuple[ReaderTarget | None, Tier]
 class Chaos:
     """One operation after the other, each allowed at its moment."""
 
-    def __init__(self, harness: EngineHarness, unruly: UnrulyScheduler, random: np.random.Generator) -> None:
+    def __init__(
+        self, harness: EngineHarness, unruly: UnrulyScheduler, random: np.random.Generator, leaves: float = 0
+    ) -> None:
         self.harness = harness
+        self.leaves = leaves
+        self._left: list[Story] = []
+        """Released; they come again."""
         self.unruly = unruly
         self.random = random
         self._readers = random.spawn(1)[0]
@@ -124,6 +132,8 @@ class Chaos:
             operations, weights = [*operations, self.copy, self.pause], np.append(weights, [25, 3])
         if self.harness.num_stages > 1:
             operations, weights = [*operations, self.advance], np.append(weights, 30)
+        if self.leaves:
+            operations, weights = [*operations, self.leave], np.append(weights, self.leaves)
         for index in self.random.choice(len(operations), size=num_operations, p=weights / weights.sum()):
             operations[index]()
 
@@ -270,6 +280,32 @@ class Chaos:
             assert self.harness.cancel(story)
             assert self._in_flight(story) or story.finish is FinishReason.CANCELLED
 
+    def leave(self) -> None:
+        """Let a sequence go elsewhere, or stay after all; those that have gone come again as another attempt."""
+        registry, live = self.harness.engine.registry, self.harness.live()
+        if registry.leaving and self.random.random() < 0.5:
+            self.counts["stays"] += 1
+            registry.stay(registry.leaving[0])
+        elif going := [story for story in live if story.row not in registry.leaving]:
+            story = going[self.random.integers(len(going))]
+            self.counts["leaves in flight" if self._in_flight(story) else "leaves"] += 1
+            registry.leave(story.row, "another", partial(self._is_over, story))
+        self.harness.settle()
+        for story in [story for story in self._left if story.finish is FinishReason.RELEASED]:
+            self._left.remove(story)
+            self._come_again(story)
+
+    def _is_over(self, story: Story, has_left: bool) -> None:
+        self.counts["left" if has_left else "not left"] += 1
+        if has_left:
+            self._left.append(story)
+
+    def _come_again(self, story: Story) -> None:
+        name, self.num_added = self.num_added, self.num_added + 1
+        stream, generated = StreamId(1000 + name), np.array(story.text, dtype=np.uint32)
+        again = replace(story.new, attempt=story.new.attempt + 1, stream=stream, generated=generated, fork_of=None)
+        self.counts["came again"] += isinstance(self.harness.offer(again), int)
+
     def grow(self) -> None:
         first = self.harness.kv.num_blocks
         end = first + int(self.random.integers(1, 4))
@@ -345,10 +381,12 @@ class Chaos:
         return row is not None and any(row in batch.rows for batch in self.harness.flights)
 
 
-def make_chaos(scheduler: Scheduler, seeds: Sequence[int], *, whims: float = 0.6, **harness: Any) -> Chaos:
+def make_chaos(
+    scheduler: Scheduler, seeds: Sequence[int], *, whims: float = 0.6, leaves: float = 0, **harness: Any
+) -> Chaos:
     """Choose at random, from these seeds, what is done to an engine of small limits; `whims` is of its scheduler."""
     random = np.random.default_rng(seeds)
     unruly = UnrulyScheduler(scheduler, random, whims)
     limits = {"max_batch_tokens": 24, "max_batch_rows": 6, "max_model_len": 80, "vocab_size": 50}
     limits["num_blocks"] = int(random.integers(20, 40))
-    return Chaos(make_harness(unruly, eos_token_ids=(1, 2), **limits | harness), unruly, random)
+    return Chaos(make_harness(unruly, eos_token_ids=(1, 2), **limits | harness), unruly, random, leaves)

@@ -194,7 +194,7 @@ class Engine:
         flight, sound = self._land(batch)
         self.totals.num_failed_steps += 1
         self.flights.fail(flight.rows)
-        going_on = ((self.table.hold[flight.rows] & Hold.CANCELLED) == 0) & sound
+        going_on = ((self.table.hold[flight.rows] & (Hold.CANCELLED | Hold.LEAVING)) == 0) & sound
         group = RetryGroup(flight.rows, batch.num_tokens).select(going_on)
         events = self._end_landed(flight.rows)
         if not group.rows.size or error.is_lost:
@@ -215,6 +215,7 @@ class Engine:
     def copied(self, copy_id: int, *, done: bool) -> None:
         """Take in the end of a copy. If it failed, its row's KV is lost, and is computed again when its turn comes."""
         self._transitions.copied(copy_id, done=done)
+        self.registry.let_leave()
 
     # Another executor: the step gate is held
 
@@ -364,10 +365,12 @@ class Engine:
         return flight, sound
 
     def _end_landed(self, rows: Rows) -> StepEvents:
-        """Let rows of a landed batch go that were only waited for: those that have ended, or were cancelled."""
+        """Let rows of a landed batch go that were only waited for: those that have ended, leave, or were cancelled."""
         if self.registry.num_ended:
             self.registry.forget_ended(rows)
-        return self.registry.end_cancelled(rows)
+        events = self.registry.end_cancelled(rows)
+        self.registry.let_leave()
+        return events
 
     def _deliver(self, rows: Rows, tokens: I32, now_s: float, extras: tuple[RowExtra, ...] = ()) -> StepEvents:
         table = self.table

@@ -25,8 +25,8 @@ from services.worker.sequences.table import Hold, SequenceTable
 from shared.hot import hot_dataclass
 
 # without a dimension: an operation of a short array with one takes half as long as with a scalar
-_LANDED = np.array(~Hold.IN_FLIGHT, dtype=np.uint8)
-_IN_FLIGHT = np.array(Hold.IN_FLIGHT, dtype=np.uint8)
+_LANDED = np.array(~Hold.IN_FLIGHT, dtype=np.uint16)
+_IN_FLIGHT = np.array(Hold.IN_FLIGHT, dtype=np.uint16)
 _ONE = np.array(1, dtype=np.uint8)
 
 

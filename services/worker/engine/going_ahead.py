@@ -23,9 +23,9 @@ from services.worker.scheduling.view import Limits, SchedulerOutput
 from services.worker.sequences.table import Hold, SequenceTable
 
 # arrays without a dimension: an operation of a short array with one takes half as long as with a scalar
-_IN_FLIGHT = np.array(Hold.IN_FLIGHT, dtype=np.uint8)
-_LEAVING = np.array(Hold.CANCELLED | Hold.ENDED, dtype=np.uint8)
-_HELD_BACK = np.array(~Hold.IN_FLIGHT, dtype=np.uint8)
+_IN_FLIGHT = np.array(Hold.IN_FLIGHT, dtype=np.uint16)
+_LEAVING = np.array(Hold.CANCELLED | Hold.ENDED | Hold.LEAVING, dtype=np.uint16)
+_HELD_BACK = np.array(~Hold.IN_FLIGHT, dtype=np.uint16)
 _ONE = np.array(1, dtype=np.int32)
 
 

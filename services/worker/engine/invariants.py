@@ -76,6 +76,10 @@ def _check_holds(engine: Engine) -> None:
     assert engine.registry.num_ended == ended.size, "rows that have ended are counted"
     cancelled = np.flatnonzero(table.hold & Hold.CANCELLED)
     assert set(cancelled.tolist()) <= set(in_flight), "a cancelled row outside a batch has ended"
+    leaving = np.flatnonzero((table.hold & (Hold.LEAVING | Hold.ENDED)) == Hold.LEAVING)
+    assert sorted(engine.registry.leaving) == leaving.tolist(), "the bit LEAVING and the rows that leave differ"
+    is_away = table.hold[leaving] & (Hold.IN_FLIGHT | Hold.SWAPPING)
+    assert is_away.all(), "a row that leaves has left once it is in no batch and no copy"
     retried = np.flatnonzero(table.hold & Hold.RETRY).tolist()
     assert sorted(engine.retry.rows) == retried, "the bit RETRY and the rows to try again differ"
     assert (table.status[in_flight + retried] == Status.RUNNING).all(), "a row in a step is running"

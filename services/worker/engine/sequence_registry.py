@@ -20,6 +20,7 @@ from shared.ids import RequestId
 from shared.types import MAX_PREEMPTIONS, FinishReason
 
 _CANCELLED_IN_FLIGHT = Hold.CANCELLED | Hold.IN_FLIGHT
+_MAY_LEAVE_WITHOUT = Hold.CANCELLED | Hold.ENDED | Hold.IN_FLIGHT | Hold.SWAPPING
 
 
 class SequenceRegistry:
@@ -50,6 +51,8 @@ class SequenceRegistry:
         self._events: list[StepEvents] = []
         self._newest: dict[RequestId, int] = {}
         """Row of a request's newest attempt."""
+        self._leaving: dict[int, tuple[str, Callable[[bool], None]]] = {}
+        """Rows that go on elsewhere: where, and who is told once that is so, or is not."""
 
     def add(self, new: NewSequence) -> int | AddRefusal:
         """Take a sequence in; it waits for its turn.
@@ -102,6 +105,7 @@ class SequenceRegistry:
         del self.row_of[table.sequence(row).key]
         table.rename(row, new)
         table.hold[row] &= ~Hold.PAUSED
+        self.stay(row)
         self.row_of[key] = row
         self.next_expiry_s = min(self.next_expiry_s, new.expires_s)
         return row
@@ -194,6 +198,37 @@ class SequenceRegistry:
         extras = tuple(RowExtra(i, moved_to=moved_to) for i in range(len(events)) if moved_to)
         self._events.append(replace(events, extras=extras))
 
+    def leave(self, row: int, moved_to: str, on_over: Callable[[bool], None]) -> None:
+        """Release a row as soon as it is in no batch and no copy; from now on it comes into none.
+
+        Args:
+            row: goes on at another worker.
+            moved_to: at which one.
+            on_over: told once whether it has been released; not if it ends before, or stays.
+        """
+        self._table.hold[row] |= Hold.LEAVING
+        self._leaving[row] = moved_to, on_over
+        self.let_leave()
+
+    def stay(self, row: int) -> None:
+        """Let a row that was to leave go on here. Idempotent; the caller wakes the step loop."""
+        if row in self._leaving:
+            self._table.hold[row] &= ~Hold.LEAVING
+            on_over, has_left = self._leaving.pop(row)[1], False
+            on_over(has_left)
+
+    def let_leave(self) -> None:
+        """Release the rows that leave and are in no batch and no copy by now."""
+        for row in [row for row in self._leaving if not self._table.hold[row] & _MAY_LEAVE_WITHOUT]:
+            (moved_to, on_over), has_left = self._leaving.pop(row), True
+            self.release([row], moved_to)
+            on_over(has_left)
+
+    @property
+    def leaving(self) -> list[int]:
+        """Rows that are about to be released."""
+        return list(self._leaving)
+
     def note_started(self, rows: Sequence[int]) -> None:
         """Say that rows are in a step for the first time: events without a token and without an end."""
         if rows:
@@ -224,6 +259,7 @@ class SequenceRegistry:
         key, num_output = table.sequence(row).key, int(table.num_output[row])
         self._finished.add(key, self._log.read(row, 0, num_output), finish)
         del self.row_of[key]
+        self.stay(row)
         if self._newest.get(key[0]) == row:
             del self._newest[key[0]]
         if table.hold[row] & Hold.IN_FLIGHT:

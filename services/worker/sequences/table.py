@@ -35,14 +35,15 @@ class Status(IntEnum):
 class Hold:
     """Why a row may not be scheduled. A feature that must keep a sequence from running adds a bit, nothing else."""
 
-    IN_FLIGHT: Final = np.uint8(1)  # in a batch that the executor has not answered
-    CANCELLED: Final = np.uint8(2)  # ends when its batch comes back
-    RETRY: Final = np.uint8(4)  # was in a failed batch and waits for its turn to be tried in a smaller one
-    NO_ROOM: Final = np.uint8(8)  # the KV memory has shrunk below what the whole sequence needs
-    FORK: Final = np.uint8(16)  # waits for the prompt of the sequence that it forks
-    PAUSED: Final = np.uint8(32)  # its dispatcher has not been heard for too long
-    SWAPPING: Final = np.uint8(64)  # its KV is being copied to host memory, or back
-    ENDED: Final = np.uint8(128)  # has ended and said so; a batch that went ahead still writes its KV
+    IN_FLIGHT: Final = np.uint16(1)  # in a batch that the executor has not answered
+    CANCELLED: Final = np.uint16(2)  # ends when its batch comes back
+    RETRY: Final = np.uint16(4)  # was in a failed batch and waits for its turn to be tried in a smaller one
+    NO_ROOM: Final = np.uint16(8)  # the KV memory has shrunk below what the whole sequence needs
+    FORK: Final = np.uint16(16)  # waits for the prompt of the sequence that it forks
+    PAUSED: Final = np.uint16(32)  # its dispatcher has not been heard for too long
+    SWAPPING: Final = np.uint16(64)  # its KV is being copied to host memory, or back
+    ENDED: Final = np.uint16(128)  # has ended and said so; a batch that went ahead still writes its KV
+    LEAVING: Final = np.uint16(256)  # goes on at another worker once it is in no batch and no copy
 
 
 class SequenceTable:
@@ -57,7 +58,7 @@ class SequenceTable:
         """KV blocks that waiting and preempted rows need for the tokens known so far, as if they held none."""
         self.block_size = block_size
         self.status = np.zeros(num_rows, dtype=np.uint8)
-        self.hold = np.zeros(num_rows, dtype=np.uint8)
+        self.hold = np.zeros(num_rows, dtype=np.uint16)
         self.num_prompt = np.zeros(num_rows, dtype=np.int32)
         self.num_output = np.zeros(num_rows, dtype=np.int32)
         self.num_known = np.zeros(num_rows, dtype=np.int32)  # num_prompt + num_output
