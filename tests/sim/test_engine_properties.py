@@ -109,7 +109,18 @@ def test_texts_survive_that_sequences_leave_between_any_two_steps_and_come_again
 def test_the_random_operations_reach_every_kind_of_leaving() -> None:
     cases = ((seed, shape) for seed in range(10) for shape in LEAVING_SHAPES)
     counts = lived(chaotic_run("chunked", seed=seed, num_host_blocks=20, leaves=12, **shape) for seed, shape in cases)
-    for name in ("leaves", "leaves in flight", "left", "not left", "stays", "came again", "bad luck", "out", "back"):
+    for name in (
+        "leaves",
+        "leaves in flight",
+        "left",
+        "not left",
+        "stays",
+        "came again",
+        "reserved",
+        "arrived",
+        "no room",
+        "bad luck",
+    ):
         assert counts[name] > 3, name
 
 

@@ -91,6 +91,15 @@ class BlockPool:
         self._free_blocks.retain(stays)
         self._pins.add(ids, owner)
 
+    def set_aside(self, count: int, owner: Hashable) -> I32:
+        """Pin [count] free blocks, which somebody is about to fill or to need; the caller knows that there are so many.
+
+        What they held is lost.
+        """
+        ids = self._hand_out(count)
+        self._pins.add(ids, owner)
+        return ids
+
     def num_only_pinned(self, owner: Hashable) -> int:
         """Return how many of an owner's blocks no row refers to."""
         return sum(int(np.count_nonzero(self.refcount[ids] == 0)) for ids in self._pins.of(owner))

@@ -55,9 +55,8 @@ class HostBlocks(BlockPool):
 
     def hand_out(self, owner: Hashable, from_right: Bool) -> I32:
         """Return [n] blocks, pinned, for contents [n] filled from these ends of no row; the caller knows them free."""
-        ids = self._hand_out(int(from_right.size))
+        ids = self.set_aside(int(from_right.size), owner)
         self.from_right[ids] = from_right
-        self._pins.add(ids, owner)
         return ids
 
     def name(self, names: Sequence[RunName], ids: I32, row: int | None) -> None:

@@ -11,26 +11,21 @@ is there.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 
+from services.worker.blocks.coming_kv import ComingKv
 from services.worker.blocks.forks import Forks
 from services.worker.blocks.kept_blocks import kept_blocks
 from services.worker.blocks.manager import BlockManager
 from services.worker.blocks.prefix import PrefixIndex, RunName
-from services.worker.blocks.remote_kv import RemoteKv, RemoteSpan
 from services.worker.blocks.row_names import RowNames
 from services.worker.contract.arrays import EMPTY_I32, I32, AnyRows
 from services.worker.contract.kept_kv import KeptKv
 from services.worker.scheduling.view import NOTHING_CACHED, CachedPrefix
 from services.worker.sequences.table import SequenceTable, Status
-
-_COMING: Final = "KV that is on its way"
-"""Owner of the pins."""
-
 
 @dataclass(slots=True)
 class _Chain:
@@ -66,10 +61,8 @@ class Sharing:
         self._claims: dict[RunName, int] = {}
         self._unsettled: dict[int, _Chain] = {}
         """Rows with claims."""
-        self._coming: set[RunName] = set()
-        """Of blocks whose KV is on its way."""
-        self._remote: RemoteKv | None = None
-        """Which of it can be attended where it lies."""
+        self.coming = ComingKv(blocks, blocks.block_size)
+        """KV that is on its way from other workers."""
 
     # What policies ask
 
@@ -82,7 +75,7 @@ class Sharing:
         match, following = self._match(row), None
         if self.prefix_caching and match.partial is None and len(match.ids) < self._num_shareable(row):
             following = self._names.of(row, len(match.ids) + 1)[-1]
-            if following in self._claims or following in self._coming:
+            if following in self._claims or following in self.coming:
                 return CachedPrefix(match.num_tokens, 0, following, is_coming=True)
         if not match.num_tokens and following is None:
             return NOTHING_CACHED
@@ -100,6 +93,7 @@ class Sharing:
         if self.prefix_caching:
             self._chains[row] = _Chain()
             self._names.of(row, int(self._table.num_known[row]) // self._blocks.block_size)
+            self.coming.give_room(self._table.sequence(row).key[0])
 
     def admit(self, rows: list[int], owner: Hashable, leaving: I32) -> list[int]:
         """Give rows that are admitted what they can share.
@@ -118,6 +112,7 @@ class Sharing:
             self._blocks.share(row, ids, match.partial, owner)
             if self.prefix_caching:
                 self._claim(row, self._chains[row], len(match.ids))
+                self.coming.release(self._table.sequence(row).key[0])
         return [match.num_tokens for match in matches]
 
     def comes_back(self, row: int) -> None:
@@ -159,51 +154,9 @@ class Sharing:
                 found.setdefault(name, block)
         return KeptKv(tuple(found), np.array(list(found.values()), dtype=np.int32))
 
-    # KV that is on its way
-
-    @property
-    def num_coming(self) -> int:
-        """Blocks whose KV is on its way."""
-        return len(self._coming)
-
-    @property
-    def attends_elsewhere(self) -> bool:
-        """Whether rows may hold blocks whose KV is attended where it lies, since it is not here."""
-        return self._remote is not None
-
     def awaits_coming(self, row: int) -> bool:
         """Return whether a waiting or preempted row is not admitted because KV for it is on its way from a worker."""
-        return self.cached(row).next_block in self._coming
-
-    @property
-    def num_kept_blocks(self) -> int:
-        """Blocks that are kept for KV on its way, or just arrived, and that no row has yet."""
-        return self._blocks.num_only_pinned(_COMING)
-
-    def expect(self, coming: KeptKv, spans: Sequence[RemoteSpan] = ()) -> None:
-        """Let rows wait for KV that is on its way into free blocks, and keep these for it until `expect_no_more`.
-
-        Args:
-            coming: on its way.
-            spans: what of it can be attended where it lies, so that rows need not wait for it.
-        """
-        self._blocks.reserve(coming.ids, _COMING)
-        self._coming.update(coming.names)
-        self._remote = RemoteKv(coming, spans, self._blocks.block_size) if spans else None
-
-    def arrived(self, blocks: KeptKv) -> None:
-        """Take note of KV that has come; it was expected."""
-        for name, block in zip(blocks.names, blocks.ids.tolist(), strict=True):
-            self._coming.remove(name)
-            self._blocks.index.add(name, block)
-        if self._remote is not None:
-            self._remote.arrived(blocks.names)
-
-    def expect_no_more(self) -> None:
-        """Let rows compute what has not come; no row shares any of it. Idempotent."""
-        self._coming.clear()
-        self._remote = None
-        self._blocks.unpin(_COMING)
+        return self.cached(row).next_block in self.coming
 
     # Rows give up their blocks
 
@@ -232,10 +185,12 @@ class Sharing:
         self.forks.forget(row)
         self._names.forget(row)
         self._chains.pop(row, None)
+        self.coming.release(self._table.sequence(row).key[0])
 
     def check_invariants(self) -> None:
         """Check claims, names and forks; raises AssertionError naming the law that is broken."""
         self.forks.check_invariants()
+        self.coming.check_invariants()
         assert len(self._names) == self._table.num_sequences, "each sequence has its names"
         for name, row in self._claims.items():
             assert row in self._unsettled, "a claim that nobody works on"
@@ -256,8 +211,8 @@ class Sharing:
         if self.prefix_caching:
             shareable = self._names.of(row, self._num_shareable(row))
             ids += self._blocks.index.find(shareable[len(ids) :])
-            if self._remote is not None:
-                ids = self._remote.extend(shareable, ids, self._blocks.index)
+            if self.coming.remote is not None:
+                ids = self.coming.remote.extend(shareable, ids, self._blocks.index)
         found = _Match(ids, None, len(ids) * self._blocks.block_size)
         parent = self.forks.ready_parent(row)
         num_tokens = min(int(self._table.num_prompt[row]), int(self._table.num_known[row]) - 1)
@@ -268,8 +223,8 @@ class Sharing:
     def _of_parent(self, row: int, parent: int, num_tokens: int) -> _Match:
         num_full, rest = divmod(num_tokens, self._blocks.block_size)
         ids = self._blocks.block_table[parent, : num_full + 1].tolist()
-        if self._remote is not None:
-            num_usable = self._remote.num_usable(ids[: num_full + bool(rest)], num_full)
+        if self.coming.remote is not None:
+            num_usable = self.coming.remote.num_usable(ids[: num_full + bool(rest)], num_full)
             if num_usable <= num_full:
                 return _Match(ids[:num_usable], None, num_usable * self._blocks.block_size)
         partial = ids[num_full] if rest and self._blocks.goes_on(row, parent, ids[num_full]) else None

@@ -79,7 +79,7 @@ def _num_late(engine: Engine, num_free: int) -> int:
     parked, slack = _parked(engine)
     late = parked[~slack]
     asked = np.maximum(_num_blocks(engine, late) - engine.table.held_blocks[late], 0).cumsum()
-    num_free += engine.sharing.num_kept_blocks
+    num_free += engine.sharing.coming.num_kept_blocks
     if not late.size or asked[-1 if engine.reorders else 0] <= num_free:
         return 0
     num_fit = int(np.searchsorted(asked, num_free + _num_slack_blocks(engine), side="right"))
@@ -133,9 +133,9 @@ def _head_blocks_of(engine: Engine, rows: I32) -> int:
     if not rows.size:
         return 0
     lacks = int(_num_blocks(engine, rows[:1])[0] - engine.table.held_blocks[rows[0]])
-    return max(lacks - engine.sharing.num_kept_blocks, 0)
+    return max(lacks - engine.sharing.coming.num_kept_blocks, 0)
 
 
 def _num_head_blocks(engine: Engine) -> int:
     """Return the blocks that the next one in line needs; those that are kept for KV on its way are there."""
-    return max(engine.table.num_head_blocks - engine.sharing.num_kept_blocks, 0)
+    return max(engine.table.num_head_blocks - engine.sharing.coming.num_kept_blocks, 0)

@@ -227,7 +227,7 @@ class Engine:
             reader runs out of text first, and last what is on the host alone.
         """
         assert not self.flights, "the executor changes only while nothing is in flight"
-        self.sharing.expect_no_more()
+        self.sharing.coming.clear()
         self.blocks.limit(None)  # what has not moved yet goes along like the rest
         self._transitions.forget_executor()
         rows = self.table.preempted.view
@@ -282,7 +282,7 @@ class Engine:
         asked = self.table.num_parked_blocks
         if not asked:
             return 0
-        counted = self.sharing.num_kept_blocks + self.table.num_lent_blocks
+        counted = self.sharing.coming.num_kept_blocks + self.table.num_lent_blocks
         if self.swapping is not None:
             counted += self.swapping.num_leaving_blocks[0]
         return max(asked - counted, 0)

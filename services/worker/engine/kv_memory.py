@@ -83,7 +83,7 @@ class KvMemory:
         for name, block in zip(kept.names, kept.ids.tolist(), strict=True):
             blocks.index.add(name, block)
         blocks.set_usable(np.arange(num_blocks, dtype=np.int32), usable=True)
-        self.sharing.expect(coming, spans)
+        self.sharing.coming.expect(coming, spans)
         self._review()
 
     def _review(self) -> None:

@@ -99,7 +99,7 @@ def take_stats(engine: Engine, pace: StepPace = StepPace.STEPPING) -> EngineStat
         num_slack_blocks=demand.num_slack_blocks,
         num_slack_demanded_blocks=demand.num_slack_demanded_blocks,
         max_waiting=most_waiting(engine),
-        num_coming_blocks=engine.sharing.num_coming,
+        num_coming_blocks=len(engine.sharing.coming),
         num_host_blocks=0 if host is None else host.num_usable,
         num_used_host_blocks=0 if host is None else host.num_used,
         tiers=_by_tier(table),
@@ -143,7 +143,7 @@ def _one_batch(engine: Engine, least: int) -> int:
 
 def count_awaiting_kv(engine: Engine) -> int:
     """Return how many waiting and preempted sequences are passed over until KV is here that is on its way."""
-    if not engine.sharing.num_coming:
+    if not len(engine.sharing.coming):
         return 0
     parked = (*engine.table.preempted.view.tolist(), *engine.table.waiting.view.tolist())
     return sum(map(engine.sharing.awaits_coming, parked))
@@ -187,7 +187,7 @@ def _num_uncomputed_blocks(engine: Engine) -> int:
     rows, parked = table.running.view, table.preempted.view
     unheld = _ceil_div(table.num_known[rows] - 1, block_size) - table.held_blocks[rows]
     there = np.maximum(_ceil_div(table.host_tokens[parked], block_size), table.held_blocks[parked])
-    waiting = table.num_parked_blocks - int(there.sum()) - engine.sharing.num_kept_blocks
+    waiting = table.num_parked_blocks - int(there.sum()) - engine.sharing.coming.num_kept_blocks
     return max(waiting, 0) + int(np.maximum(unheld, 0).sum())
 
 

@@ -91,7 +91,7 @@ class Viewing:
     @property
     def may_leave(self) -> bool:
         """Whether a copy beside the steps would read what blocks are said to hold: it is here, and is there by now."""
-        return not (self._is_copied or self.sharing.attends_elsewhere)
+        return not (self._is_copied or self.sharing.coming.remote is not None)
 
     @property
     def _is_copied(self) -> bool:

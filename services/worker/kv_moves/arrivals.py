@@ -118,7 +118,7 @@ class ArrivingKv:
     def stop(self) -> None:
         """Take in nothing more: the group is over. The engine leaves its executor next. Idempotent."""
         if self.is_under_way and self._meter is not None:
-            num_lost = self._engine.sharing.num_coming
+            num_lost = len(self._engine.sharing.coming)
             _log.info("kv_given_up", num_lost=num_lost)
             self._moves.end(self._meter, f"given up with the group; {num_lost} blocks are computed again")
         if self._task is not None:
@@ -134,12 +134,12 @@ class ArrivingKv:
     async def _take_in(self, arrivals: Arrivals, meter: TransferMeter) -> None:
         began_s, count, num_blocks = self._now(), 0, arrivals.num_blocks
         async for arrived in arrivals.news:
-            self._engine.sharing.arrived(arrived.blocks)
+            self._engine.sharing.coming.arrived(arrived.blocks)
             count += len(arrived.blocks)
             meter.reach(meter.num_moved_bytes + arrived.num_bytes, self._now())
             num_blocks = self._grow(num_blocks, arrived.num_blocks)
             self._wake()
-        self._engine.sharing.expect_no_more()
+        self._engine.sharing.coming.expect_no_more()
         self._grow(num_blocks, arrivals.num_blocks_then)
         self._wake()
         took_s = round(self._now() - began_s, 4)

@@ -80,8 +80,8 @@ async def take_in(server: Server, led: Led) -> None:
     """Tell a server what arrives, until no more does."""
     assert led.arrivals is not None
     async for arrived in led.arrivals.news:
-        server.engine.sharing.arrived(arrived.blocks)
-    server.engine.sharing.expect_no_more()
+        server.engine.sharing.coming.arrived(arrived.blocks)
+    server.engine.sharing.coming.expect_no_more()
 
 
 async def exchange_by_price(

@@ -155,9 +155,9 @@ async def test_a_group_serves_others_while_kv_is_on_its_way(monkeypatch: pytest.
             over.set()
             left, before = first.left_to_compute(arrivals.coming, [0, 1, 2, 4, 5]), first.num_computed
             async for arrived in arrivals.news:
-                engine.sharing.arrived(arrived.blocks)
+                engine.sharing.coming.arrived(arrived.blocks)
                 await first.serve(1)
-        engine.sharing.expect_no_more()
+        engine.sharing.coming.expect_no_more()
         assert take_stats(engine).num_coming_blocks == 0
         await first.serve()
         assert first.texts == expected

@@ -380,7 +380,7 @@ async def test_the_leader_keeps_blocks_until_nothing_is_written_there_any_more(m
             await late.write(devices[0])
             assert changed_pages(devices[0], before) == [], "it ends at once"
             assert len(await waiting) == 0
-        server.engine.sharing.expect_no_more()
+        server.engine.sharing.coming.expect_no_more()
         server.add(range(3, 6))
         await server.serve()
         assert server.texts == await calm()

@@ -1,0 +1,164 @@
+"""KV that comes from other workers: the blocks that are kept for it, and how rows wait for it.
+
+An *exchange* is the KV of all, because layers have changed: at most one at a time, into blocks that are chosen before.
+A *reservation* is for one request that comes from another worker with its KV: free blocks for what of it is not here,
+as many more for what it computes next, and pins on what is here already. It lasts until the request is admitted.
+
+Whoever lacks a block whose KV is on its way waits for it. When that is there the block has its name, like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Final
+
+import numpy as np
+
+from services.worker.blocks.block_pool import BlockPool
+from services.worker.blocks.prefix import RunName
+from services.worker.blocks.remote_kv import RemoteKv, RemoteSpan
+from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
+from shared.ids import RequestId
+
+_EXCHANGE: Final = "KV that is on its way"
+"""Owner of the pins, and of the names."""
+
+
+class ComingKv:
+    """What comes, and what is reserved. `Sharing` owns it.
+
+    Args:
+        blocks: into which it comes.
+        block_size: tokens of a block.
+    """
+
+    def __init__(self, blocks: BlockPool, block_size: int) -> None:
+        self.remote: RemoteKv | None = None
+        """Which of an exchange can be attended where it lies."""
+        self._blocks = blocks
+        self._block_size = block_size
+        self._coming: dict[RunName, Hashable] = {}
+        """Of blocks whose KV is on its way: for whom."""
+        self._reserved: dict[RequestId, set[RunName]] = {}
+        """Of each reservation: the blocks that are kept for it, there or on their way."""
+        self._are_here: set[RequestId] = set()
+        """Of these, the requests that have come."""
+
+    def __len__(self) -> int:
+        """Return the number of blocks whose KV is on its way."""
+        return len(self._coming)
+
+    def __contains__(self, name: RunName | None) -> bool:
+        """Return whether the KV of that run is on its way."""
+        return name in self._coming
+
+    @property
+    def num_kept_blocks(self) -> int:
+        """Blocks that are kept for KV on its way, or just arrived, and that none of the rows that are here has yet."""
+        kept = self._blocks.num_only_pinned(_EXCHANGE)
+        return kept + sum(self._blocks.num_only_pinned(_owner(request_id)) for request_id in self._are_here)
+
+    def arrived(self, blocks: KeptKv) -> None:
+        """Take note of KV that has come; it was expected."""
+        for name, block in zip(blocks.names, blocks.ids.tolist(), strict=True):
+            del self._coming[name]
+            self._blocks.index.add(name, block)
+        if self.remote is not None:
+            self.remote.arrived(blocks.names)
+
+    # An exchange
+
+    def expect(self, coming: KeptKv, spans: Sequence[RemoteSpan] = ()) -> None:
+        """Let rows wait for KV that is on its way into free blocks, and keep these for it until `expect_no_more`.
+
+        Args:
+            coming: on its way.
+            spans: what of it can be attended where it lies, so that rows need not wait for it.
+        """
+        self._blocks.reserve(coming.ids, _EXCHANGE)
+        self._coming.update(dict.fromkeys(coming.names, _EXCHANGE))
+        self.remote = RemoteKv(coming, spans, self._block_size) if spans else None
+
+    def expect_no_more(self) -> None:
+        """Let rows compute what of an exchange has not come; no row shares any of it. Idempotent."""
+        self._forget(_EXCHANGE)
+        self.remote = None
+        self._blocks.unpin(_EXCHANGE)
+
+    # Reservations
+
+    @property
+    def num_reservations(self) -> int:
+        """Requests for which blocks are kept."""
+        return len(self._reserved)
+
+    def reserve(self, request_id: RequestId, names: Sequence[RunName], num_more: int, num_left: int) -> KeptKv | None:
+        """Keep blocks for a request that comes, until it is admitted or `release`.
+
+        Args:
+            request_id: whose. It may have a reservation, which grows.
+            names: of its full blocks.
+            num_more: free blocks for what it computes next; of the first call.
+            num_left: free blocks that stay for others.
+
+        Returns:
+            Those whose KV has to come, and where to; what comes for others is left out. None: there is no room, and
+            nothing is kept for it any more.
+        """
+        blocks, owner = self._blocks, _owner(request_id)
+        is_new, kept = request_id not in self._reserved, self._reserved.setdefault(request_id, set())
+        lacking = [name for name in names if name not in kept and name not in self._coming]
+        found = {name: block for name in lacking if (block := blocks.index.get(name)) is not None}
+        if found:
+            blocks.pin_kept(np.array(list(found.values()), dtype=np.int32), owner)
+        missing = tuple(name for name in lacking if name not in found)
+        num_taken = len(missing) + is_new * num_more
+        if blocks.num_free < num_taken + num_left:
+            self.release(request_id)
+            return None
+        kept.update(lacking)
+        self._coming.update(dict.fromkeys(missing, owner))
+        if is_new and num_more:
+            blocks.set_aside(num_more, _room_of(request_id))
+        return KeptKv(missing, blocks.set_aside(len(missing), owner)) if missing else NOTHING_KEPT
+
+    def give_room(self, request_id: RequestId) -> None:
+        """The request has come: the blocks for what it computes next are free for it, if there are any."""
+        if request_id in self._reserved:
+            self._are_here.add(request_id)
+            self._blocks.unpin(_room_of(request_id), first=True)
+
+    def release(self, request_id: RequestId) -> None:
+        """Keep nothing for a request any more: what has come of its KV may be used by anybody. Idempotent."""
+        if self._reserved.pop(request_id, None) is not None:
+            self._are_here.discard(request_id)
+            self._forget(_owner(request_id))
+            self._blocks.unpin(_owner(request_id))
+            self._blocks.unpin(_room_of(request_id))
+
+    def clear(self) -> None:
+        """Expect nothing any more, and keep nothing for any request."""
+        self.expect_no_more()
+        for request_id in list(self._reserved):
+            self.release(request_id)
+
+    def check_invariants(self) -> None:
+        """Check that names that come are somebody's; raises AssertionError naming the law that is broken."""
+        owners = {_EXCHANGE, *map(_owner, self._reserved)}
+        assert owners.issuperset(self._coming.values()), "KV comes for nobody"
+        assert self._are_here <= self._reserved.keys(), "a request is here for which nothing is kept"
+        kept = {(_owner(request_id), name) for request_id, names in self._reserved.items() for name in names}
+        for name, owner in self._coming.items():
+            assert owner == _EXCHANGE or (owner, name) in kept, "KV comes for a request that does not know of it"
+
+    def _forget(self, owner: Hashable) -> None:
+        if self._coming:
+            self._coming = {name: other for name, other in self._coming.items() if other != owner}
+
+
+def _owner(request_id: RequestId) -> Hashable:
+    return "KV of a request that comes", request_id
+
+
+def _room_of(request_id: RequestId) -> Hashable:
+    return "room of a request that comes", request_id
