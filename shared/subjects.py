@@ -59,6 +59,10 @@ class Subjects:
         """Request-reply, msgpack: a dispatcher's lease on its sequences at this worker."""
         return f"sluice.{self.cluster}.worker.{worker_id}.renew"
 
+    def fetch(self, worker_id: WorkerId) -> str:
+        """Request-reply, msgpack: have this worker fetch a request that another one runs, with its KV."""
+        return f"sluice.{self.cluster}.worker.{worker_id}.fetch"
+
     def dump(self, worker_id: WorkerId) -> str:
         """Request-reply, JSON: the worker's state, for operators."""
         return f"sluice.{self.cluster}.worker.{worker_id}.dump"

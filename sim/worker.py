@@ -21,7 +21,7 @@ from services.worker.scheduling.view import Scheduler
 from services.worker.sequences.config import EngineConfig
 from services.worker.serving.service import WorkerService
 from shared.cost import CostModel
-from shared.ids import Incarnation
+from shared.ids import Incarnation, WorkerId
 from shared.layers import LayerRange
 from shared.messages.report import ElasticFacts
 from shared.process.tasks import TaskOwner
@@ -29,6 +29,7 @@ from shared.systems import DEFAULT_SYSTEM, Memory, find_system
 from shared.transport.bus import Bus
 from sim.devices.channel import ModelledLink
 from sim.devices.modelled_device import ModelledDeviceParams, ModelledGroupDevice
+from sim.devices.modelled_migration import ModelledKvNetwork
 from sim.devices.modelled_network import ModelledNetwork
 from sim.devices.modelled_pipeline import PipelineParams, modelled_stages
 from sim.oracle import UnlimitedEngine
@@ -182,12 +183,25 @@ class SimWorker:
                 params.eos_token_ids,
                 params.max_model_len,
                 cost=CostEstimate(params.cost),
+                digest=MODEL_NAME,
             ),
             self.reporter,
             self._fail,
             make_engine=self._engine_maker(),
             device=self.groups,
+            network=self._kv_network(network),
         )
+
+    def _kv_network(self, network: ModelledNetwork | None) -> ModelledKvNetwork | None:
+        """Return the way to other workers' KV; None: it serves as a pipeline for good, or there are no others."""
+        if network is None or self.params.pipeline is not None:
+            return None
+        block_kv_bytes = self.params.kv_bytes_per_token * self.params.block_size
+        return ModelledKvNetwork(WorkerId(self.params.worker_id), network.migration, self._memory, block_kv_bytes)
+
+    def _memory(self) -> ShadowKv:
+        assert self.kv is not None, "a pipeline's memory is its stages'"
+        return self.kv
 
     def _open_executor(self, network: ModelledNetwork) -> Executor:
         params = self.params

@@ -222,6 +222,14 @@ class ClusterState:
             ]
         return self._loads[is_flex]
 
+    def address_for(self, target: WorkerId, source: WorkerId) -> str | None:
+        """Return where a worker finds the KV of what another one runs; None: it cannot go on with that."""
+        known = [self._workers.get(worker_id) for worker_id in (target, source)]
+        reports = [worker.status.report for worker in known if worker is not None]
+        if len(reports) < len(known) or any(each.num_stages > 1 or not each.model_digest for each in reports):
+            return None
+        return reports[1].stage_address if reports[0].model_digest == reports[1].model_digest else None
+
     @property
     def num_ready(self) -> int:
         """Return how many workers take requests, now or once a plan holds their steps up no more."""

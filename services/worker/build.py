@@ -16,6 +16,8 @@ from services.worker.engine.engine import Engine
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.engine.readers import look_at_readers
+from services.worker.migration.kv_link import KvNetwork
+from services.worker.migration.migration import Migration
 from services.worker.roles.agent import OrderAgent
 from services.worker.roles.device import GroupDevice
 from services.worker.roles.errands import make_errands
@@ -61,6 +63,8 @@ class ServedModel:
     fitting: CostFitting | None = None
     """What keeps it up to date; None: it does not change."""
     kernels: str = "modelled"
+    digest: str = ""
+    """See `ProcessFacts.model_digest`."""
 
 
 EngineMaker = Callable[[EngineConfig, Scheduler, int, HostMemory | None, CostEstimate], Engine]
@@ -91,6 +95,7 @@ def build_worker(  # noqa: PLR0913  one argument per part that is joined here
     *,
     make_engine: EngineMaker | None = None,
     device: GroupDevice | None = None,
+    network: KvNetwork | None = None,
 ) -> WorkerService:
     """Return a worker that is ready to `start`.
 
@@ -103,8 +108,9 @@ def build_worker(  # noqa: PLR0913  one argument per part that is joined here
         on_failure: called with a task's name and error when one of the worker's own tasks dies.
         make_engine: makes another engine than the usual one; for simulated devices.
         device: of the executor, if its layers can be dropped; the worker closes it when it stops.
+        network: the way to the KV of other workers, and theirs here, if there is one; the worker closes it too.
     """
-    facts = _facts(settings, executor, model, device)
+    facts = _facts(settings, executor, model, device, network)
     reporter.watch_cost(model.cost, executor.num_lanes)
     parts = _Parts(
         worker_id=WorkerId(settings.instance_id),
@@ -130,7 +136,7 @@ def build_worker(  # noqa: PLR0913  one argument per part that is joined here
     )
     limit_s = step_limit(settings.step_limit_s, model.dry_step_s)
     machine = StepMachine(engine, loop, gate, engine_executor, limit_s)
-    endpoints = _endpoints(settings, parts, machine, steps, device)
+    endpoints = _endpoints(settings, parts, machine, steps, device, network)
     roles.agent = endpoints.agent
     return WorkerService(
         info=_info(settings, facts),
@@ -183,7 +189,12 @@ def _on_step(
 
 
 def _endpoints(
-    settings: WorkerSettings, parts: _Parts, machine: StepMachine, steps: StepLog, device: GroupDevice | None
+    settings: WorkerSettings,
+    parts: _Parts,
+    machine: StepMachine,
+    steps: StepLog,
+    device: GroupDevice | None,
+    network: KvNetwork | None,
 ) -> Endpoints:
     engine, loop, reporter = machine.engine, machine.loop, parts.reporter
     leases = Leases(
@@ -197,12 +208,25 @@ def _endpoints(
         orphan_s=settings.orphan_s,
     )
     intake = Intake(engine, parts.emitter, leases, parts.now, loop.wake)
-    agent = None
+    agent = migration = None
     if device is not None:
         keeper = RoleKeeper(
             device=device, machine=machine, intake=intake, reporter=reporter, now=parts.now, tasks=parts.tasks
         )
         agent = OrderAgent(keeper, make_errands(keeper))
+    if network is not None:
+        migration = Migration(
+            engine,
+            network,
+            parts.worker_id,
+            wake=loop.wake,
+            busy=str if agent is None else agent.keeper.why_no_migration,
+            is_open=lambda: intake.is_open,
+            now=parts.now,
+            tasks=parts.tasks,
+        )
+        if agent is not None:
+            agent.keeper.migration = migration
     return Endpoints(
         worker_id=parts.worker_id,
         subjects=parts.subjects,
@@ -211,6 +235,7 @@ def _endpoints(
         admin=Admin(engine, reporter, leases, parts.now),
         steps=steps,
         agent=agent,
+        migration=migration,
     )
 
 
@@ -218,10 +243,18 @@ def _num_blocks(settings: WorkerSettings, capacity: KvCapacity) -> int:
     return min(capacity.num_blocks, settings.max_blocks or capacity.num_blocks)
 
 
-def _facts(settings: WorkerSettings, executor: Executor, model: ServedModel, device: GroupDevice | None) -> WorkerFacts:
+def _facts(
+    settings: WorkerSettings,
+    executor: Executor,
+    model: ServedModel,
+    device: GroupDevice | None,
+    network: KvNetwork | None,
+) -> WorkerFacts:
     capacity = executor.capacity
+    address = "" if device is None else device.address
     return WorkerFacts(
         model=settings.model_name(),
+        model_digest=model.digest,
         device=settings.device,
         kernels=model.kernels,
         system=settings.system,
@@ -233,7 +266,7 @@ def _facts(settings: WorkerSettings, executor: Executor, model: ServedModel, dev
         reserve_bytes=model.reserve_bytes,
         memory_bytes=settings.memory,
         num_layers=0 if device is None else len(device.facts.layer_bytes),
-        stage_address="" if device is None else device.address,
+        stage_address=address if network is None else network.address,
         elastic=None if device is None else device.facts,
     )
 

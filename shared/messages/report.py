@@ -84,9 +84,6 @@ class ElasticFacts(MessagePart):
     """At which KV is exchanged with other workers, each way; 0: it does not go along, and is computed again."""
     has_host_copy: bool = False
     """Dropped layers can be loaded again from the memory or the disk of its own host."""
-    digest: Annotated[str, Field(max_length=64)] = ""
-    """Of its parameters, their number format, and how KV is computed and lies in a block: only workers that say the
-    same go on with each other's layers and KV."""
 
 
 class ProcessFacts(MessagePart):
@@ -99,6 +96,9 @@ class ProcessFacts(MessagePart):
     """Of the process: in containers every process may have the same pid and host."""
     model: str = ""
     """Name under which the model is served."""
+    model_digest: str = ""
+    """Of its parameters, their number format, and how KV is computed and lies in a block: only workers that say the
+    same go on with each other's layers and KV. Empty if the worker does not say."""
     device: str = ""
     kernels: str = ""
     """What computes the steps: `native <instruction set>`, `attention <instruction set>`, `flashinfer`, `torch` or
@@ -112,7 +112,7 @@ class ProcessFacts(MessagePart):
     num_layers: int = 0
     """Of the whole model; 0 if the worker does not say."""
     stage_address: str = ""
-    """Where the other stages of a group connect, `host:port`; empty: only workers of the same process can."""
+    """Where other workers connect, `host:port`; empty: only workers of the same process can."""
     elastic: ElasticFacts | None = None
     """None: its parameters cannot be dropped."""
     reserve_bytes: int = 0

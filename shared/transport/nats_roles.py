@@ -102,7 +102,7 @@ def _monitor(subjects: Subjects) -> tuple[list[str], list[str]]:
 
 def _planner(subjects: Subjects) -> tuple[list[str], list[str]]:
     view, plan = subjects.view_bucket(), subjects.plan_bucket()
-    publish = [subjects.plan(_WORKERS), *_read(view), *_read(plan), _write(plan)]
+    publish = [subjects.plan(_WORKERS), subjects.fetch(_WORKERS), *_read(view), *_read(plan), _write(plan)]
     heard = [subjects.view(), _write(view), _write(plan), *_asked_of_planner(subjects)]
     return publish, [*heard, _inboxes(BrokerRole.PLANNER)]
 
@@ -149,7 +149,7 @@ _TOOLS: Final = {BrokerRole.OPERATOR: _operator, BrokerRole.SETUP: _setup}
 
 def _requests(subjects: Subjects) -> list[str]:
     """Return what dispatchers ask workers."""
-    asked = (subjects.submit, subjects.cancel, subjects.replay, subjects.renew)
+    asked = (subjects.submit, subjects.cancel, subjects.replay, subjects.renew, subjects.fetch)
     return [subject(_WORKERS) for subject in asked]
 
 

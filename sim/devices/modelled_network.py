@@ -22,6 +22,7 @@ from shared.ids import WorkerId
 from shared.systems import KvExchange
 from sim.devices.channel import ModelledLink
 from sim.devices.modelled_exchange import NO_LIMIT, Estate, Exchange, Share, Traffic, carry, hand_out, traffic_of
+from sim.devices.modelled_migration import MigrationPaths
 from sim.devices.modelled_pipeline import ModelledStages, StageOwner
 from sim.devices.modelled_stage import REMOTE_STATES, ModelledStage
 
@@ -110,6 +111,8 @@ class ModelledNetwork:
         self._partings: dict[_Key, _Departure] = {}
         self._copyings: dict[_Key, _Copying] = {}
         self._cut: set[frozenset[WorkerId]] = set()
+        self.migration = MigrationPaths(self._link)
+        """Of requests that go from one worker to another."""
 
     async def meet(
         self, place: GroupPlace, stage: ModelledStage, before: Estate, on_end: Callable[[str | None], None]
@@ -263,6 +266,7 @@ class ModelledNetwork:
 
     def lose(self, worker_id: WorkerId) -> None:
         """A worker's process is gone, and its ends of all connections with it."""
+        self.migration.lose(worker_id)
         for key, (workers, stages) in list(self._pipelines.items()):
             if worker_id in workers:
                 self.end_copying(key)
@@ -280,6 +284,7 @@ class ModelledNetwork:
         """Cut the connection between two workers until `heal`: what runs over it is lost, and none is made."""
         pair = frozenset((one, other))
         self._cut.add(pair)
+        self.migration.cut(one, other)
         for workers, stages in list(self._pipelines.values()):
             if pair <= set(workers):
                 first, second = sorted((workers.index(one), workers.index(other)))
@@ -291,3 +296,4 @@ class ModelledNetwork:
     def heal(self, one: WorkerId, other: WorkerId) -> None:
         """Let them connect again."""
         self._cut.discard(frozenset((one, other)))
+        self.migration.heal(one, other)

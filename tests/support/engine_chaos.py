@@ -119,6 +119,7 @@ class Returning:
     """With the contents of these blocks."""
     is_asked: bool = False
     """For room."""
+    is_reserved: bool = False
     coming: KeptKv = NOTHING_KEPT
 
 
@@ -343,7 +344,7 @@ class Chaos:
                 blocks.drop_contents(np.flatnonzero(blocks.index.is_named & (blocks.refcount == 0)).astype(np.int32))
             num_names = int(random.integers(0, len(one.kept) + 1))
             found = coming.reserve(request_id, one.kept.names[:num_names], 2, int(engine.table.running.view.size))
-            one.coming, one.is_asked = found or NOTHING_KEPT, True
+            one.coming, one.is_asked, one.is_reserved = found or NOTHING_KEPT, True, found is not None
             self.counts["no room" if found is None else "reserved"] += 1
         elif len(one.coming) and random.random() < 0.8:
             count = int(random.integers(1, len(one.coming) + 1))
@@ -357,6 +358,9 @@ class Chaos:
         else:
             if len(one.coming):  # it is given up
                 coming.release(request_id)
+            elif one.is_reserved:
+                self.counts["whole"] += 1
+                coming.is_whole(request_id)
             self._offer_again(one)
         self.harness.settle()
 
@@ -401,7 +405,7 @@ class Chaos:
         num_carried, num_host_blocks = (int(self.random.choice([0, 5, most, most])) for most in (num_blocks, 30))
         kept = self.harness.change_executor(num_blocks, num_carried, num_host_blocks)
         for one in self._returning:
-            one.is_asked, one.coming = False, NOTHING_KEPT
+            one.is_asked, one.coming, one.is_reserved = False, NOTHING_KEPT, False
         self.counts["carried"] += int((kept.ids >= 0).sum())
         self.counts["carried from the host"] += int((kept.ids < 0).sum())
 

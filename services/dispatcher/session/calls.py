@@ -8,6 +8,7 @@ from enum import Enum, auto
 from pydantic import TypeAdapter
 
 from shared.ids import NOBODY, Incarnation, RequestId, WorkerId
+from shared.messages.fetch import FETCH_LIMIT_S, Fetch, Fetched, FetchOutcome
 from shared.messages.lease import Renew, Renewed
 from shared.messages.request import (
     MAX_INLINE_BYTES,
@@ -148,6 +149,18 @@ class WorkerCalls:
             offset = answer.num_bytes
         uploaded = (len(submit.prompt), len(submit.generated))
         return submit.model_copy(update={"prompt": b"", "generated": b"", "uploaded": uploaded})
+
+    async def fetch(self, target: WorkerId, fetch: Fetch) -> FetchOutcome:
+        """Have a worker fetch a request that another one runs; return what came of it, once that is so."""
+        try:
+            data = await self._bus.request(self._subjects.fetch(target), encode(fetch), timeout_s=FETCH_LIMIT_S)
+            fetched = decode(data, Fetched)
+        except NoRespondersError:
+            return FetchOutcome.REFUSED  # it is gone, or others cannot reach it
+        except (BusError, WireError) as error:
+            _log.warning("fetch_without_answer", rid=fetch.request_id, worker=target, error=str(error))
+            return FetchOutcome.LOST
+        return fetched.outcome
 
     async def cancel(self, worker_id: WorkerId, request_id: RequestId, attempt: int) -> bool:
         """Stop the request at the worker; return whether it has heard it."""

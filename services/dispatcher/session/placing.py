@@ -6,8 +6,10 @@ one whose worker is about to stop (`move`: it stays there unless another one tak
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 from services.dispatcher.limits.lines import WorkerLines
 from services.dispatcher.limits.waiting_room import Claimant, RoomLimits, WaitingRooms
@@ -21,10 +23,14 @@ from services.dispatcher.session.submission import next_submit
 from services.dispatcher.state import ClusterState
 from shared.api_keys import Tier
 from shared.ids import RequestId, WorkerId
+from shared.messages.fetch import Fetch, FetchOutcome
 from shared.messages.owner import Owner
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
 
+RELEASE_LIMIT_S: Final = 1.0
+"""How long after the answer of who has fetched a session its source's word may come."""
+RELEASE_POLL_S: Final = 0.01
 _log = get_logger()
 
 
@@ -117,21 +123,65 @@ class Placing:
 
         Args:
             session: runs nowhere.
-            lost: not asked at first.
+            lost: not asked at first; but if it has released the session toward another one, which has its KV, second.
             toward: asked first.
 
         Raises:
             RequestFailedError: no room in time.
         """
         refused = set() if lost is None else {lost}
-        if toward is not None and toward not in self._leases.lost_workers:
-            if await self._submit(session, toward):
-                return
-            refused.add(toward)
+        for worker_id in (toward, lost) if toward is not None else ():
+            if worker_id is None or worker_id in self._leases.lost_workers:
+                continue
+            if session.ended.is_set() or await self._submit(session, worker_id):
+                break
+            refused.add(worker_id)
+        if session.worker_id is not None and not session.ended.is_set():
+            return
         if not await self._submit_somewhere(session, refused) and not session.ended.is_set():
             await self._wait_and_submit(session, has_begun=True)
         if session.ended.is_set():
             self.withdraw(session)
+
+    async def fetch_elsewhere(self, session: Session) -> bool:
+        """Have another worker fetch a running session with its KV; return whether it has left where it is, or ended.
+
+        It goes on there until its worker has released it, and is brought to the other one as whatever is released.
+        """
+        before = session.present
+        tried = {before.worker_id}
+        while (placed := self._find(_claimant(session), tried)) is not None:
+            tried.add(placed.worker_id)
+            address = self._cluster.address_for(placed.worker_id, before.worker_id)
+            if address is None:
+                continue
+            outcome = await self._fetch(session, placed.worker_id, address)
+            if outcome is FetchOutcome.MOVED:
+                await self._until_left(session, before.number)
+            if session.attempt != before.number or session.is_over:
+                return True
+            if outcome in {FetchOutcome.GONE, FetchOutcome.LOST}:
+                break
+        return False
+
+    async def _fetch(self, session: Session, target: WorkerId, address: str) -> FetchOutcome:
+        """Have a worker fetch a session, which counts there meanwhile."""
+        request, before = session.request, session.present
+        num_output, tier = len(session.tokens), request.tier
+        counted = self._cluster.submitted(target, request.num_prompt_tokens, num_output, self._now(), tier)
+        fetch = Fetch(
+            request_id=request.request_id, attempt=before.number, source=before.worker_id, source_address=address
+        )
+        try:
+            return await self._calls.fetch(target, fetch)
+        finally:
+            self._cluster.ended(counted, num_output, self._now())
+
+    async def _until_left(self, session: Session, attempt: int) -> None:
+        """Return once its worker's word has come that it has released this attempt, or should have come."""
+        until_s = self._now() + RELEASE_LIMIT_S
+        while session.attempt == attempt and not session.is_over and self._now() < until_s:
+            await asyncio.sleep(RELEASE_POLL_S)
 
     async def move(self, session: Session) -> bool:
         """Offer a running session to another worker; return whether that one has it. If not, it runs on where it is."""

@@ -97,7 +97,8 @@ class Recovery:
     async def _move(self, session: Session) -> None:
         try:
             async with self._moves:
-                if session.is_running and session.worker_id is not None and await self._placing.move(session):
+                has_left = not session.is_running or await self._placing.fetch_elsewhere(session)
+                if not has_left and await self._placing.move(session):
                     self.num_lost[Loss.DRAINING] += 1
                     self._on_recovered(session)
         finally:

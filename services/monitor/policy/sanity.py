@@ -64,7 +64,7 @@ _TOTALS = (
     "num_prefix_cache_hits_total",
 )
 _RATES = {"token_s": MAX_STEP_TIME_S, "step_time_s": MAX_STEP_TIME_S, "tokens_per_s": MAX_TOKENS_PER_S}
-_TEXTS = ("host", "model", "device", "kernels", "system", "progress_text", "group", "stage_address")
+_TEXTS = ("host", "model", "model_digest", "device", "kernels", "system", "progress_text", "group", "stage_address")
 _ELASTIC_BYTES = ("outer_bytes", "first_stage_end", "last_stage_begin", "block_bytes", "page_bytes")
 _LIMITS: dict[str, float] = (
     dict.fromkeys(_COUNTS, MAX_COUNT)

@@ -169,7 +169,7 @@ class _Model(NamedTuple):
 
     name: str
     digest: str
-    """See `ElasticFacts`."""
+    """See `ProcessFacts`."""
     facts: ModelFacts
 
 
@@ -182,7 +182,7 @@ def _models(usable: Sequence[WorkerStatus]) -> tuple[dict[WorkerId, _Model], dic
         if report.elastic is None:
             continue
         try:
-            models[report.worker_id] = _Model(report.model, report.elastic.digest, _model_facts(report, report.elastic))
+            models[report.worker_id] = _Model(report.model, report.model_digest, _model_facts(report, report.elastic))
         except ValueError as error:
             left_out[report.worker_id] = str(error)
     return models, left_out

@@ -2,7 +2,8 @@
 
 An *exchange* is the KV of all, because layers have changed: at most one at a time, into blocks that are chosen before.
 A *reservation* is for one request that comes from another worker with its KV: free blocks for what of it is not here,
-as many more for what it computes next, and pins on what is here already. It lasts until the request is admitted.
+some more for what it computes next, and pins on what is here already. Whoever made it ends it, or says that all has
+come: then it lasts until the request is admitted, or ends.
 
 Whoever lacks a block whose KV is on its way waits for it. When that is there the block has its name, like any other.
 """
@@ -10,6 +11,7 @@ Whoever lacks a block whose KV is on its way waits for it. When that is there th
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -22,6 +24,17 @@ from shared.ids import RequestId
 
 _EXCHANGE: Final = "KV that is on its way"
 """Owner of the pins, and of the names."""
+
+
+@dataclass(slots=True)
+class _Reservation:
+    """For one request."""
+
+    names: set[RunName] = field(default_factory=set)
+    """Of the blocks that are kept for it, here or on their way."""
+    is_whole: bool = False
+    is_here: bool = False
+    """It has come."""
 
 
 class ComingKv:
@@ -39,10 +52,7 @@ class ComingKv:
         self._block_size = block_size
         self._coming: dict[RunName, Hashable] = {}
         """Of blocks whose KV is on its way: for whom."""
-        self._reserved: dict[RequestId, set[RunName]] = {}
-        """Of each reservation: the blocks that are kept for it, there or on their way."""
-        self._are_here: set[RequestId] = set()
-        """Of these, the requests that have come."""
+        self._reserved: dict[RequestId, _Reservation] = {}
 
     def __len__(self) -> int:
         """Return the number of blocks whose KV is on its way."""
@@ -56,7 +66,8 @@ class ComingKv:
     def num_kept_blocks(self) -> int:
         """Blocks that are kept for KV on its way, or just arrived, and that none of the rows that are here has yet."""
         kept = self._blocks.num_only_pinned(_EXCHANGE)
-        return kept + sum(self._blocks.num_only_pinned(_owner(request_id)) for request_id in self._are_here)
+        here = [request_id for request_id, reservation in self._reserved.items() if reservation.is_here]
+        return kept + sum(self._blocks.num_only_pinned(_owner(request_id)) for request_id in here)
 
     def arrived(self, blocks: KeptKv) -> None:
         """Take note of KV that has come; it was expected."""
@@ -93,7 +104,7 @@ class ComingKv:
         return len(self._reserved)
 
     def reserve(self, request_id: RequestId, names: Sequence[RunName], num_more: int, num_left: int) -> KeptKv | None:
-        """Keep blocks for a request that comes, until it is admitted or `release`.
+        """Keep blocks for a request that comes, until `release`.
 
         Args:
             request_id: whose. It may have a reservation, which grows.
@@ -106,7 +117,8 @@ class ComingKv:
             nothing is kept for it any more.
         """
         blocks, owner = self._blocks, _owner(request_id)
-        is_new, kept = request_id not in self._reserved, self._reserved.setdefault(request_id, set())
+        is_new = request_id not in self._reserved
+        kept = self._reserved.setdefault(request_id, _Reservation()).names
         lacking = [name for name in names if name not in kept and name not in self._coming]
         found = {name: block for name in lacking if (block := blocks.index.get(name)) is not None}
         if found:
@@ -122,16 +134,28 @@ class ComingKv:
             blocks.set_aside(num_more, _room_of(request_id))
         return KeptKv(missing, blocks.set_aside(len(missing), owner)) if missing else NOTHING_KEPT
 
+    def is_whole(self, request_id: RequestId) -> None:
+        """All that comes for a request is here: nothing is written for it any more."""
+        assert _owner(request_id) not in self._coming.values(), "some of it is on its way"
+        self._reserved[request_id].is_whole = True
+
     def give_room(self, request_id: RequestId) -> None:
         """The request has come: the blocks for what it computes next are free for it, if there are any."""
         if request_id in self._reserved:
-            self._are_here.add(request_id)
+            self._reserved[request_id].is_here = True
             self._blocks.unpin(_room_of(request_id), first=True)
 
+    def has_it(self, request_id: RequestId) -> None:
+        """The request has found its KV, or has ended: no more has to be kept for it, unless some is being written."""
+        if request_id in self._reserved and self._reserved[request_id].is_whole:
+            self.release(request_id)
+
     def release(self, request_id: RequestId) -> None:
-        """Keep nothing for a request any more: what has come of its KV may be used by anybody. Idempotent."""
+        """Keep nothing for a request any more: what has come of its KV may be used by anybody. Idempotent.
+
+        Nobody writes what was on its way.
+        """
         if self._reserved.pop(request_id, None) is not None:
-            self._are_here.discard(request_id)
             self._forget(_owner(request_id))
             self._blocks.unpin(_owner(request_id))
             self._blocks.unpin(_room_of(request_id))
@@ -146,8 +170,7 @@ class ComingKv:
         """Check that names that come are somebody's; raises AssertionError naming the law that is broken."""
         owners = {_EXCHANGE, *map(_owner, self._reserved)}
         assert owners.issuperset(self._coming.values()), "KV comes for nobody"
-        assert self._are_here <= self._reserved.keys(), "a request is here for which nothing is kept"
-        kept = {(_owner(request_id), name) for request_id, names in self._reserved.items() for name in names}
+        kept = {(_owner(request_id), name) for request_id, each in self._reserved.items() for name in each.names}
         for name, owner in self._coming.items():
             assert owner == _EXCHANGE or (owner, name) in kept, "KV comes for a request that does not know of it"
 

@@ -27,6 +27,7 @@ from services.worker.contract.kept_kv import KeptKv
 from services.worker.scheduling.view import NOTHING_CACHED, CachedPrefix
 from services.worker.sequences.table import SequenceTable, Status
 
+
 @dataclass(slots=True)
 class _Chain:
     """What has become of the names of a row's full blocks."""
@@ -112,7 +113,7 @@ class Sharing:
             self._blocks.share(row, ids, match.partial, owner)
             if self.prefix_caching:
                 self._claim(row, self._chains[row], len(match.ids))
-                self.coming.release(self._table.sequence(row).key[0])
+                self.coming.has_it(self._table.sequence(row).key[0])
         return [match.num_tokens for match in matches]
 
     def comes_back(self, row: int) -> None:
@@ -185,7 +186,7 @@ class Sharing:
         self.forks.forget(row)
         self._names.forget(row)
         self._chains.pop(row, None)
-        self.coming.release(self._table.sequence(row).key[0])
+        self.coming.has_it(self._table.sequence(row).key[0])
 
     def check_invariants(self) -> None:
         """Check claims, names and forks; raises AssertionError naming the law that is broken."""

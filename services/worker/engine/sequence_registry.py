@@ -119,6 +119,10 @@ class SequenceRegistry:
             return False
         return np.array_equal(self._log.read(row, 0, num_known), new.generated)
 
+    def is_here(self, request_id: RequestId) -> bool:
+        """Return whether any attempt of a request is here."""
+        return request_id in self._newest
+
     def num_outputs(self, request_id: RequestId, attempt: int) -> int:
         """Return how many output tokens a sequence has that is here, 0 if it is not."""
         row = self.row_of.get((request_id, attempt))

@@ -35,7 +35,6 @@ from services.worker.memory.holdings import NotEnoughPagesError
 from services.worker.memory.kv_cache import KVCache
 from services.worker.memory.page_swap import PageSwap
 from services.worker.memory.spans import Spans
-from services.worker.models.digests import model_digest
 from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import ModelWeights, stage_parts
 from shared.errors import StartupError
@@ -76,9 +75,7 @@ class ElasticModel:
         What a change does to their contents: blocks of layers that stay keep theirs as long as there are as many.
         """
         self._loading = ParameterLoading(loaded.opener.spec, loaded.opener.weights, loaded.tensors)
-        blocks = [f"{each.dtype} {tuple(each.shape[1:])} {each.stride()[1:]}" for each in self.cache.pools()]
-        kernels = loaded.runner.info.kernels if loaded.opener.deterministic else ""
-        self.digest = model_digest(self.spec, self._loading.digests, kernels, *blocks)
+        self.digest = loaded.digest(self._loading.digests)
         """Of its parameters, of how it computes KV, and how that lies in a block; see `model_digest`."""
         self._addresses = self._find_addresses()
         self.host = loaded.runner.host

@@ -7,6 +7,7 @@ KV blocks → in deterministic mode, a proof on the model's own shapes.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -23,6 +24,7 @@ from services.worker.executor.step_threads import StepThreads
 from services.worker.memory.kv_cache import KVCache
 from services.worker.memory.model_memory import ModelMemory, ModelSizes, open_memory
 from services.worker.models.checkpoint import TensorEntry
+from services.worker.models.digests import PartKey, model_digest
 from services.worker.models.loader import Progress, load_weights
 from services.worker.models.matching import MatchedCheckpoint
 from services.worker.models.spec import ModelSpec, read_spec
@@ -46,6 +48,16 @@ class LoadedModel:
     """In which the runner keeps its KV."""
     tensors: dict[str, TensorEntry]
     """Where the parameters came from."""
+
+    def digest(self, digests: Mapping[PartKey, bytes]) -> str:
+        """Return the digest of all that KV depends on: parameters, positions, layout, and kernels where they count.
+
+        Args:
+            digests: of `digests_of`, of its parameters.
+        """
+        blocks = [f"{each.dtype} {tuple(each.shape[1:])} {each.stride()[1:]}" for each in self.cache.pools()]
+        kernels = self.runner.info.kernels if self.opener.deterministic else ""
+        return model_digest(self.opener.spec, digests, kernels, *blocks)
 
 
 def load_runner(settings: RunnerSettings, progress: Progress, spec: ModelSpec | None = None) -> ModelRunner:

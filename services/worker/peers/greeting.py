@@ -62,7 +62,7 @@ class PeerHello(ControlMessage):
     nonce: _Nonce
     """Drawn for this connection."""
     model: Annotated[str, Field(max_length=64)] = ""
-    """`ElasticFacts.digest` of its model: the listener's is the same."""
+    """`ProcessFacts.model_digest`: the listener's is the same."""
     purpose: Annotated[str, Field(max_length=32)]
     """A `Purpose`, of this version or another."""
     plan_id: int = 0

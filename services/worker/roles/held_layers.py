@@ -21,10 +21,8 @@ class HeldLayers:
 
     def __init__(self, model: ElasticModel, link_bytes_per_s: float) -> None:
         self._model = model
-        self.facts = ElasticFacts(
-            **asdict(model.facts), link_bytes_per_s=link_bytes_per_s, has_host_copy=True, digest=model.digest
-        )
-        """Sizes of its memory, and whose layers and KV can be there."""
+        self.facts = ElasticFacts(**asdict(model.facts), link_bytes_per_s=link_bytes_per_s, has_host_copy=True)
+        """Sizes of its memory."""
         self.layers = model.layers
         """Held now; while they change, those of before."""
         self.resident = model.resident

@@ -23,6 +23,7 @@ from services.worker.engine.stats import count_awaiting_kv
 from services.worker.kv_moves.arrivals import ArrivingKv
 from services.worker.kv_moves.places import GroupPlace
 from services.worker.kv_moves.transfers import Transfers
+from services.worker.migration.migration import Migration
 from services.worker.roles.block_limit import BlockLimit
 from services.worker.roles.device import GroupDevice, Led, Parting
 from services.worker.roles.resident import Resident, resident_in_group
@@ -93,6 +94,8 @@ class RoleKeeper:
         self.machine = machine
         self.intake = intake
         self.reporter = reporter
+        self.migration: Migration | None = None
+        """Requests that go from worker to worker; None: none do."""
         self.now = now
         self.tasks = tasks
         engine, wake = machine.engine, machine.loop.wake
@@ -120,6 +123,12 @@ class RoleKeeper:
         if reason is None and not self.intake.is_serving:
             return "it is about to stop"
         return reason
+
+    def why_no_migration(self) -> str:
+        """Return why no request leaves or comes now; empty: they may."""
+        if self._holds:
+            return self._holds[0]
+        return "" if isinstance(self.state, Alone) else "it is in a group, or about to be"
 
     @contextmanager
     def told_held(self, why: str) -> Iterator[None]:
@@ -150,6 +159,8 @@ class RoleKeeper:
         self.moves.follow_no_more()
         was = self.state.was if isinstance(self.state, Changing) else self.state
         self.state = Changing(was, joins)
+        if self.migration is not None:
+            await self.migration.abort()
         if self.role.is_leader:
             await self.machine.executor.close()
         return self.machine.engine.leave_executor(self.now())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.worker.migration.migration import Migration
 from services.worker.roles.agent import OrderAgent
 from services.worker.serving.admin import Admin
 from services.worker.serving.intake import Intake
@@ -28,6 +29,8 @@ class Endpoints:
     steps: StepLog
     agent: OrderAgent | None
     """None: the worker's layers cannot be dropped."""
+    migration: Migration | None
+    """None: other workers cannot reach this one."""
 
     def all(self) -> list[Endpoint]:
         """Return what is to be served."""
@@ -41,4 +44,6 @@ class Endpoints:
         ]
         if self.agent is not None:
             endpoints.append(Endpoint("plan", subjects.plan(worker_id), self.agent.answer, metadata=_JSON))
+        if self.migration is not None:
+            endpoints.append(Endpoint("fetch", subjects.fetch(worker_id), self.migration.fetching.fetch))
         return [*endpoints, Endpoint("steps", subjects.steps(worker_id), self.steps.read, metadata=_JSON)]

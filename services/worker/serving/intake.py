@@ -83,6 +83,11 @@ class Intake:
         self._is_aside = False
 
     @property
+    def is_open(self) -> bool:
+        """Submissions are taken."""
+        return self._closed is None
+
+    @property
     def _closed(self) -> RefusalReason | None:
         """Why nothing is taken now; None if something is."""
         if not self._open:

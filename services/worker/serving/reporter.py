@@ -38,6 +38,7 @@ class WorkerFacts:
     """What does not change while a worker serves."""
 
     model: str
+    model_digest: str
     device: str
     kernels: str
     system: str

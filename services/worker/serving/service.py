@@ -38,6 +38,7 @@ class WorkerService:
     ) -> None:
         self.engine = machine.engine
         self.agent = endpoints.agent
+        self.migration = endpoints.migration
         self.executor = machine.executor
         self.leases = endpoints.leases
         self.emitter = emitter
@@ -60,6 +61,8 @@ class WorkerService:
         watchdog = watch_steps(lambda: loop.step_age_s, self._machine.step_limit_s)
         self._tasks.start(watchdog, name="watchdog")
         self._served = await self._bus.serve(self._info, self._endpoints.all())
+        if self._endpoints.migration is not None:
+            self._endpoints.migration.start()
         self._endpoints.intake.open()
         self._reporter.serve(self._facts, lambda: take_stats(self.engine, loop.pace))
 
@@ -79,6 +82,8 @@ class WorkerService:
         self._endpoints.intake.close()
         if self._served is not None:
             await self._served.close()
+        if self._endpoints.migration is not None:
+            await self._endpoints.migration.close()
         self._machine.loop.close()
         ended = True
         if self._stepping is not None:

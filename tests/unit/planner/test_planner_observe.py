@@ -203,10 +203,7 @@ def test_without_elastic_workers_there_are_no_facts() -> None:
     [
         ({"block_size": 32}, "the sizes of its model are not those of most workers"),
         ({"model": "other"}, "the sizes of its model are not those of most workers"),
-        (
-            {"elastic": ELASTIC.model_copy(update={"digest": "0f"})},
-            "the parameters of its model are not those of most workers",
-        ),
+        ({"model_digest": "0f"}, "the parameters of its model are not those of most workers"),
         ({"block_size": 0}, "block_bytes, block_size and page_bytes are positive"),
         ({"layers": (0, 0)}, "layers [0, 0) are no range"),
         ({"layers": (0, 9)}, "it holds the layers (0, 9) of a model of 8"),

@@ -1,0 +1,184 @@
+"""The source's side of a migration: what is kept for whoever fetches a request, and when that may leave.
+
+    ListKv ──► names of its full blocks, which stay as they are    GetKv ──► they are read    LetGo ──► it is released
+
+Who asks is a worker of the cluster that has greeted, and has `LEASE_S` for each next question. Whatever ends the
+connection ends the lease: the blocks are let go, and a request that has not left goes on here. Nothing else has changed
+by then, so nothing has to be undone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from services.worker.blocks.prefix import RunName
+from services.worker.contract.arrays import I32
+from services.worker.engine.engine import Engine
+from services.worker.migration.kv_messages import (
+    GetKv,
+    HasLeft,
+    KvListed,
+    LetGo,
+    ListKv,
+    NotHere,
+    pack_names,
+    unpack_names,
+)
+from services.worker.sequences.sequence import SequenceKey
+from services.worker.sequences.table import Status
+from shared.errors import WireError
+from shared.ids import WorkerId
+from shared.process.log import get_logger
+
+LEASE_S: Final = 5.0
+"""For which blocks are kept for who asks nothing more."""
+MAX_DEPARTURES: Final = 64
+"""Requests that are fetched from one worker at a time."""
+_log = get_logger()
+
+
+class Departures:
+    """Of one worker.
+
+    Args:
+        engine: of this worker.
+        wake: lets its step loop look at the engine again, and pass on what has happened.
+        refusal: returns why no request leaves now; empty: they may.
+    """
+
+    def __init__(self, engine: Engine, wake: Callable[[], None], refusal: Callable[[], str]) -> None:
+        self.engine = engine
+        self.wake = wake
+        self.refusal = refusal
+        self.num_left = 0
+        """Requests that have left since the start."""
+        self._open: set[Departure] = set()
+        self._num_opened = 0
+
+    def __len__(self) -> int:
+        """Return how many connections there are."""
+        return len(self._open)
+
+    def open(self, target: WorkerId, end: Callable[[], None]) -> Departure | None:
+        """Return the lease of a worker that has connected; None: there are too many.
+
+        Args:
+            target: that worker.
+            end: lets the connection end soon; called when the lease is over.
+        """
+        if len(self._open) >= MAX_DEPARTURES:
+            return None
+        self._num_opened += 1
+        departure = Departure(self, target, self._num_opened, end)
+        self._open.add(departure)
+        return departure
+
+    def forget(self, departure: Departure) -> None:
+        """Forget a lease that is closed."""
+        self._open.discard(departure)
+
+    def close(self) -> None:
+        """Let all leases end, and their connections soon: the blocks are about to be others."""
+        for departure in list(self._open):
+            departure.expire()
+
+
+class Departure:
+    """The lease of one connection. On the event loop."""
+
+    def __init__(self, departures: Departures, target: WorkerId, number: int, end: Callable[[], None]) -> None:
+        self._departures = departures
+        self._engine = departures.engine
+        self._target = target
+        self._owner = "KV that is fetched", number
+        self._end = end
+        self._key: SequenceKey | None = None
+        self._ids: dict[RunName, int] = {}
+        """Of what was listed."""
+        self._leaving: asyncio.Future[bool] | None = None
+        self._is_closed = False
+        self._timer = asyncio.get_running_loop().call_later(LEASE_S, self.expire)
+
+    def renew(self) -> None:
+        """Who asks is there."""
+        self._timer.cancel()
+        if not self._is_closed:
+            self._timer = asyncio.get_running_loop().call_later(LEASE_S, self.expire)
+
+    async def answer(self, asked: ListKv | LetGo) -> KvListed | HasLeft | NotHere:
+        """Answer a question; what `ids_of` reads is asked for apart."""
+        self.renew()
+        return self._list(asked) if isinstance(asked, ListKv) else await self._let_go()
+
+    def ids_of(self, asked: GetKv) -> I32:
+        """Return the blocks that hold what is asked for, as in `KeptKv`.
+
+        Raises:
+            WireError: something was not listed.
+        """
+        self.renew()
+        names = unpack_names(asked.names)
+        if self._is_closed or not all(name in self._ids for name in names):
+            raise WireError("blocks that were not listed")
+        return np.array([self._ids[name] for name in names], dtype=np.int32)
+
+    def expire(self) -> None:
+        """Let the lease and its connection end."""
+        if not self._is_closed:
+            self.close()
+            self._end()
+
+    def close(self) -> None:
+        """Keep nothing any more; what has not left goes on here. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._timer.cancel()
+        row = self._row
+        if self._leaving is not None and not self._leaving.done() and row is not None:
+            self._engine.registry.stay(row)
+        self._engine.blocks.unpin(self._owner)
+        self._ids.clear()
+        self._departures.forget(self)
+        self._departures.wake()
+
+    @property
+    def _row(self) -> int | None:
+        return None if self._key is None else self._engine.registry.row_of.get(self._key)
+
+    def _list(self, asked: ListKv) -> KvListed | NotHere:
+        key = (asked.request_id, asked.attempt)
+        if self._is_closed or (reason := self._departures.refusal()):
+            return NotHere(detail="the lease is over" if self._is_closed else reason, is_refused=True)
+        if self._key is None:
+            self._key = key
+        row = self._row
+        if row is None or key != self._key:
+            return NotHere(detail="it is not here, or no longer")
+        engine = self._engine
+        runs = engine.table.status[row] == Status.RUNNING
+        kept = engine.sharing.computed([row]) if runs else engine.sharing.kept([row])
+        new = [place for place, name in enumerate(kept.names) if name not in self._ids]
+        if new:
+            engine.blocks.pin_kept(kept.ids[new], self._owner)
+            self._ids.update((kept.names[place], int(kept.ids[place])) for place in new)
+        return KvListed(names=pack_names(kept.names))
+
+    async def _let_go(self) -> HasLeft | NotHere:
+        row = self._row
+        if row is None or self._is_closed or self._leaving is not None:
+            return NotHere(detail="it is not here, or no longer")
+        if reason := self._departures.refusal():
+            return NotHere(detail=reason, is_refused=True)
+        self._leaving = leaving = asyncio.get_running_loop().create_future()
+        self._engine.registry.leave(row, self._target, leaving.set_result)
+        self._departures.wake()
+        if not await asyncio.shield(leaving):
+            return NotHere(detail="it has ended, or goes on here")
+        self._departures.num_left += 1
+        _log.info("request_left", rid=self._key and self._key[0], target=self._target)
+        return HasLeft()

@@ -1,0 +1,245 @@
+"""The target's side of a migration: it has room, pulls the KV while the source goes on, and then the request itself.
+
+    ASKED     a connection to the source; which full blocks are there?
+    RESERVED  blocks for those that are not here, and some for what comes next; those that are here stay
+    COPYING   in rounds, until all that the source has computed is here, or for `MAX_ROUNDS`
+    LEAVING   the source releases it toward this worker
+    DONE      its dispatcher submits the next attempt here, which finds its KV; what is reserved is kept for `KEPT_S`
+
+From each of them it may fail (the source refuses or is lost, there is no room, time is over, this worker's layers are
+about to change): then nothing is kept, and the request goes on where it is. What has come is a cached prefix.
+
+Source: Llumnix (OSDI'24, section 4.2). Deviations: see `shared/messages/fetch.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+from services.worker.blocks.prefix import RunName
+from services.worker.engine.demand import count_queued_for_memory
+from services.worker.engine.engine import Engine
+from services.worker.migration.kv_link import KvLink, KvNetwork
+from services.worker.migration.kv_messages import HasLeft, KvListed, LetGo, ListKv, NotHere, unpack_names
+from services.worker.peers.frames import PeerLostError
+from services.worker.peers.greeting import PeerRefusedError
+from shared.errors import WireError
+from shared.ids import RequestId, WorkerId
+from shared.messages.fetch import Fetch, Fetched, FetchOutcome
+from shared.process.log import get_logger
+from shared.process.tasks import TaskOwner
+from shared.transport.bus import Message
+from shared.wire import decode, encode
+
+MAX_AT_ONCE: Final = 4
+"""Requests whose KV comes at a time; others wait for their turn."""
+MAX_ROUNDS: Final = 8
+LIMIT_S: Final = 5.0
+"""Longest time that one takes, but for the wait for its turn."""
+TURN_LIMIT_S: Final = 4.0
+"""Longest wait for its turn."""
+ROOM_BLOCKS: Final = 3
+"""Free blocks for what a request computes next: the rest of its KV, and more."""
+PIECE_BLOCKS: Final = 64
+"""Asked for at a time, so that what has come is there if the rest does not come."""
+KEPT_S: Final = 5.0
+"""How long KV and room are kept for a request that has been released toward this worker and has not come."""
+_log = get_logger()
+
+
+class _FetchFailedError(Exception):
+    """It does not come about; the arguments are outcome and detail."""
+
+    def __init__(self, outcome: FetchOutcome, detail: str = "") -> None:
+        super().__init__(detail)
+        self.outcome = outcome
+        self.detail = detail
+
+
+class Fetching:
+    """Of one worker.
+
+    Args:
+        engine: of this worker.
+        network: the way to others.
+        worker_id: of this worker.
+        wake: lets its step loop look at the engine again.
+        refusal: returns why none is fetched now; empty: some may be.
+        now: the worker's clock, seconds.
+        tasks: owns what is under way.
+    """
+
+    def __init__(  # noqa: PLR0913  one argument per part that is joined here
+        self,
+        engine: Engine,
+        network: KvNetwork,
+        worker_id: WorkerId,
+        *,
+        wake: Callable[[], None],
+        refusal: Callable[[], str],
+        now: Callable[[], float],
+        tasks: TaskOwner,
+    ) -> None:
+        self.outcomes: Counter[FetchOutcome] = Counter()
+        """Of all that were asked for since the start."""
+        self.num_blocks = self.num_bytes = 0
+        """That have come since the start."""
+        self.busy_s = 0.0
+        """Seconds that took."""
+        self._engine = engine
+        self._network = network
+        self._worker_id = worker_id
+        self._wake = wake
+        self._refusal = refusal
+        self._now = now
+        self._tasks = tasks
+        self._turns = asyncio.Semaphore(MAX_AT_ONCE)
+        self._under_way: dict[RequestId, asyncio.Task[Fetched]] = {}
+        self._kept: dict[RequestId, asyncio.TimerHandle] = {}
+        """Requests that are to come: when nothing is kept for them any more."""
+
+    async def fetch(self, message: Message) -> bytes:
+        """Answer a `Fetch` with `Fetched`, when it is over."""
+        asked = decode(message.data, Fetch)
+        if asked.request_id in self._under_way:
+            answer = self._answer(asked, FetchOutcome.REFUSED, "it is being fetched already")
+        else:
+            task = self._tasks.start(self._fetch(asked), name=f"fetch-{asked.request_id}")
+            self._under_way[asked.request_id] = task
+            try:
+                answer = await asyncio.shield(task)
+            except asyncio.CancelledError:
+                if not task.cancelled():
+                    raise
+                answer = self._answer(asked, FetchOutcome.REFUSED, "its layers change, or it is about to stop")
+            finally:
+                self._under_way.pop(asked.request_id, None)
+        self.outcomes[answer.outcome] += 1
+        return encode(answer)
+
+    async def stop(self) -> None:
+        """End all that are under way, and keep nothing for anybody; nothing is written when it returns."""
+        tasks = list(self._under_way.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        for request_id in list(self._kept):
+            self._keep_no_more(request_id)
+
+    def _answer(self, asked: Fetch, outcome: FetchOutcome, detail: str = "") -> Fetched:
+        return Fetched(request_id=asked.request_id, attempt=asked.attempt, outcome=outcome, detail=detail[:256])
+
+    async def _fetch(self, asked: Fetch) -> Fetched:
+        self._keep_no_more(asked.request_id)
+        began_s, has_moved = self._now(), False
+        one = _Fetch(asked, self._engine, self._wake)
+        try:
+            async with asyncio.timeout(TURN_LIMIT_S) as limit, self._turns:
+                limit.reschedule(asyncio.get_running_loop().time() + LIMIT_S)
+                await self._bring(one)
+            has_moved = True
+            answer = self._answer(asked, FetchOutcome.MOVED)
+        except _FetchFailedError as error:
+            answer = self._answer(asked, error.outcome, error.detail)
+        except (PeerLostError, WireError) as error:
+            answer = self._answer(asked, FetchOutcome.LOST, str(error))
+        except PeerRefusedError as error:
+            answer = self._answer(asked, FetchOutcome.REFUSED, str(error))
+        except TimeoutError:
+            answer = self._answer(asked, FetchOutcome.LATE, f"after {self._now() - began_s:.3g} s")
+        finally:
+            if has_moved:
+                self._keep(asked.request_id)
+            else:
+                self._engine.sharing.coming.release(asked.request_id)
+                self._wake()
+            self.num_blocks, self.num_bytes = self.num_blocks + one.num_blocks, self.num_bytes + one.num_bytes
+            self.busy_s += self._now() - began_s
+        said = answer.outcome.value, answer.detail, one.num_blocks, round(self._now() - began_s, 4)
+        names = ("outcome", "detail", "num_blocks", "took_s")
+        _log.info("request_fetched", rid=asked.request_id, source=asked.source, **dict(zip(names, said, strict=True)))
+        return answer.model_copy(update={"num_blocks": one.num_blocks, "num_bytes": one.num_bytes})
+
+    async def _bring(self, one: _Fetch) -> None:
+        if reason := self._refusal():
+            raise _FetchFailedError(FetchOutcome.REFUSED, reason)
+        if self._engine.registry.is_here(one.asked.request_id):
+            raise _FetchFailedError(FetchOutcome.REFUSED, "it runs here")
+        if count_queued_for_memory(self._engine):
+            raise _FetchFailedError(FetchOutcome.FULL, "others wait for memory here")
+        link = await self._network.connect(one.asked.source, one.asked.source_address)
+        try:
+            await one.bring(link)
+        finally:
+            await link.close()
+
+    def _keep(self, request_id: RequestId) -> None:
+        self._engine.sharing.coming.is_whole(request_id)
+        loop = asyncio.get_running_loop()
+        self._kept[request_id] = loop.call_later(KEPT_S, self._keep_no_more, request_id)
+
+    def _keep_no_more(self, request_id: RequestId) -> None:
+        timer = self._kept.pop(request_id, None)
+        if timer is not None:
+            timer.cancel()
+            self._engine.sharing.coming.release(request_id)
+            self._wake()
+
+
+class _Fetch:
+    """One request on its way."""
+
+    def __init__(self, asked: Fetch, engine: Engine, wake: Callable[[], None]) -> None:
+        self.asked = asked
+        self.num_blocks = self.num_bytes = 0
+        """That have come."""
+        self._engine = engine
+        self._wake = wake
+
+    async def bring(self, link: KvLink) -> None:
+        """Return once the source has released it.
+
+        Raises:
+            _FetchFailedError: it does not come.
+            PeerLostError, WireError: the source is lost, or says what it should not.
+        """
+        names = await self._list(link)
+        for _ in range(MAX_ROUNDS):
+            await self._get_missing(link, names)
+            names = await self._list(link)
+            if self._are_here(names):
+                break
+        left = await link.ask(LetGo())
+        if not isinstance(left, HasLeft):
+            raise self._failed(left)
+
+    async def _list(self, link: KvLink) -> tuple[RunName, ...]:
+        listed = await link.ask(ListKv(request_id=self.asked.request_id, attempt=self.asked.attempt))
+        if not isinstance(listed, KvListed):
+            raise self._failed(listed)
+        return unpack_names(listed.names)
+
+    async def _get_missing(self, link: KvLink, names: tuple[RunName, ...]) -> None:
+        coming_kv, running = self._engine.sharing.coming, self._engine.table.running.view.size
+        missing = coming_kv.reserve(self.asked.request_id, names, ROOM_BLOCKS, running)
+        if missing is None:
+            raise _FetchFailedError(FetchOutcome.FULL, "its KV finds no room")
+        for first in range(0, len(missing), PIECE_BLOCKS):
+            piece = missing.only(range(first, min(first + PIECE_BLOCKS, len(missing))))
+            self.num_bytes += await link.get(piece)
+            self.num_blocks += len(piece)
+            coming_kv.arrived(piece)
+            self._wake()
+
+    def _are_here(self, names: tuple[RunName, ...]) -> bool:
+        index = self._engine.blocks.index
+        return all(index.get(name) is not None for name in names)
+
+    def _failed(self, said: KvListed | HasLeft | NotHere) -> _FetchFailedError:
+        if not isinstance(said, NotHere):
+            return _FetchFailedError(FetchOutcome.LOST, f"it says {said.kind}")
+        return _FetchFailedError(FetchOutcome.REFUSED if said.is_refused else FetchOutcome.GONE, said.detail)

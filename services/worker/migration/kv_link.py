@@ -1,0 +1,55 @@
+"""How the KV of a request comes from worker to worker: what the live sockets and the simulator's network have to do."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from services.worker.contract.kept_kv import KeptKv
+from services.worker.migration.departures import Departures
+from services.worker.migration.kv_messages import HasLeft, KvListed, LetGo, ListKv, NotHere
+from shared.ids import WorkerId
+
+
+class KvLink(Protocol):
+    """A connection to the worker that runs a request. One thing at a time."""
+
+    async def ask(self, message: ListKv | LetGo) -> KvListed | HasLeft | NotHere:
+        """Ask, and return the answer; raises `PeerLostError`."""
+
+    async def get(self, coming: KeptKv) -> int:
+        """Have blocks hold what the source has under their names; return the bytes that came.
+
+        Args:
+            coming: of the last list; nobody else reads or writes these blocks.
+
+        Raises:
+            PeerLostError: the connection is lost; the blocks hold anything.
+        """
+
+    async def close(self) -> None:
+        """End the connection; nothing is written any more when it returns. Idempotent."""
+
+
+class KvNetwork(Protocol):
+    """A worker's way to the KV of the others, and theirs to its own."""
+
+    @property
+    def address(self) -> str:
+        """Where others connect."""
+
+    def serve(self, departures: Departures) -> None:
+        """Let others connect from now on; each connection is for one request."""
+
+    async def connect(self, worker_id: WorkerId, address: str) -> KvLink:
+        """Return a connection to the worker that is at this address.
+
+        Raises:
+            PeerLostError: nobody is there.
+            PeerRefusedError: it is another one, of another cluster or model, or wants no connection.
+        """
+
+    async def disconnect(self) -> None:
+        """End the connections that there are, both ways; nothing is read or written when it returns."""
+
+    async def close(self) -> None:
+        """Likewise, for good. Idempotent."""

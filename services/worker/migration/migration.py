@@ -1,0 +1,83 @@
+"""Both sides of live migration at one worker, and what they say of themselves.
+
+Source: Llumnix (OSDI'24): requests move between instances while they run. Mell (section 5) asks the same of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.worker.engine.engine import Engine
+from services.worker.migration.departures import Departures
+from services.worker.migration.fetching import Fetching
+from services.worker.migration.kv_link import KvNetwork
+from shared.ids import WorkerId
+from shared.process.tasks import TaskOwner
+
+
+class Migration:
+    """See the module.
+
+    Args:
+        engine: of this worker.
+        network: the way to others, and theirs here; owned.
+        worker_id: of this worker.
+        wake: lets its step loop look at the engine again.
+        busy: returns why no request leaves or comes now, empty: some may.
+        is_open: whether this worker takes requests.
+        now: the worker's clock, seconds.
+        tasks: owns what is under way.
+    """
+
+    def __init__(  # noqa: PLR0913  one argument per part that is joined here
+        self,
+        engine: Engine,
+        network: KvNetwork,
+        worker_id: WorkerId,
+        *,
+        wake: Callable[[], None],
+        busy: Callable[[], str],
+        is_open: Callable[[], bool],
+        now: Callable[[], float],
+        tasks: TaskOwner,
+    ) -> None:
+        never = _why_never(engine)
+        self.departures = Departures(engine, wake, lambda: never or busy())
+        self.fetching = Fetching(
+            engine,
+            network,
+            worker_id,
+            wake=wake,
+            refusal=lambda: never or busy() or ("" if is_open() else "it takes no requests"),
+            now=now,
+            tasks=tasks,
+        )
+        self._network = network
+
+    @property
+    def address(self) -> str:
+        """Where others connect."""
+        return self._network.address
+
+    def start(self) -> None:
+        """Let others fetch from here from now on."""
+        self._network.serve(self.departures)
+
+    async def abort(self) -> None:
+        """Give up what is under way, both ways: when it returns nothing of the KV is pinned, read or written for it."""
+        await self.fetching.stop()
+        self.departures.close()
+        await self._network.disconnect()
+
+    async def close(self) -> None:
+        """As `abort`, for good. Idempotent."""
+        await self.abort()
+        await self._network.close()
+
+
+def _why_never(engine: Engine) -> str:
+    if not engine.config.prefix_caching:
+        return "its blocks have no names: prefix caching is off"
+    if engine.config.shares_blocks:
+        return "its blocks may be filled from both ends, and names do not say from which"
+    return ""

@@ -1,0 +1,69 @@
+"""Live migration: a worker fetches a request that another one runs, with its KV. Request-reply, msgpack.
+
+    dispatcher                     target                                   source, which runs it
+       ├── Fetch ───────────────────►├── connects, asks for its KV ───────────►│ goes on meanwhile
+       │                             │◄──────────────── full blocks, by name ──┤
+       │                             ├── has all but the newest ──────────────►│ no step holds it any more
+       │◄───────────────── RELEASED, toward the target ────────────────────────┤
+       │◄────────────────── Fetched ─┤
+       ├── Submit, the next attempt ►│ finds its KV, and goes on
+
+Who asks names the attempt, so a late message moves nothing. The target answers when it is over, one way or the other;
+what it has of the KV when it fails stays with it as cached prefix. Source: Llumnix (OSDI'24, section 4.2: live
+migration in rounds). Deviation: the target pulls, so that who has to have room decides, and blocks go by name.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Final, Literal
+
+from pydantic import Field
+
+from shared.ids import RequestId, WorkerId
+from shared.messages.base import ControlMessage
+
+FETCH_LIMIT_S: Final = 10.0
+"""Longest time in which a `Fetch` is answered."""
+
+
+class Fetch(ControlMessage):
+    """Fetch this request."""
+
+    kind: Literal["fetch"] = "fetch"
+    request_id: RequestId
+    attempt: Annotated[int, Field(ge=1, le=65_535)]
+    """That runs at the source."""
+    source: WorkerId
+    source_address: Annotated[str, Field(max_length=256)]
+    """`ProcessFacts.stage_address` of the source."""
+
+
+class FetchOutcome(StrEnum):
+    """What came of it."""
+
+    MOVED = "moved"
+    """The source has released it toward this worker, which keeps its KV and room for a while."""
+    GONE = "gone"
+    """The source does not run that attempt, or no longer."""
+    FULL = "full"
+    """The target has no room for it."""
+    REFUSED = "refused"
+    """One of both takes part in no migration now; the detail says why."""
+    LOST = "lost"
+    """The source, or the connection to it, was lost."""
+    LATE = "late"
+    """It took too long."""
+
+
+class Fetched(ControlMessage):
+    """The target's answer."""
+
+    kind: Literal["fetched"] = "fetched"
+    request_id: RequestId
+    attempt: int
+    outcome: FetchOutcome
+    detail: Annotated[str, Field(max_length=256)] = ""
+    num_blocks: Annotated[int, Field(ge=0)] = 0
+    """That came over the connection."""
+    num_bytes: Annotated[int, Field(ge=0)] = 0
