@@ -89,13 +89,12 @@ def decode(data: bytes, kind: type[M], max_bytes: int = MAX_MESSAGE_BYTES) -> M:
     return _validate(_unpack(_check_size(data, kind.__name__, max_bytes), kind.__name__), kind)
 
 
-def decode_union(data: bytes, adapter: TypeAdapter[T]) -> T:
+def decode_union(data: bytes, adapter: TypeAdapter[T], max_bytes: int = MAX_MESSAGE_BYTES) -> T:
     """Return the message that the msgpack bytes hold, of whichever type of the adapter's union its `kind` says.
 
-    Raises:
-        WireError: as `decode`.
+    `max_bytes` as in `encode`. Raises `WireError` as `decode`.
     """
-    return _validate_union(_unpack(_check_size(data, "message"), "message"), adapter)
+    return _validate_union(_unpack(_check_size(data, "message", max_bytes), "message"), adapter)
 
 
 def encode_json(message: ControlMessage) -> bytes:

@@ -45,7 +45,16 @@ async def _load(
 async def _serve(
     settings: WorkerSettings, process: ServiceProcess, bus: Bus, reporter: Reporter, loaded: Loaded
 ) -> None:
-    worker = build_worker(settings, bus, loaded.executor, loaded.model, reporter, process.fail, device=loaded.device)
+    worker = build_worker(
+        settings,
+        bus,
+        loaded.executor,
+        loaded.model,
+        reporter,
+        process.fail,
+        device=loaded.device,
+        network=loaded.network,
+    )
     await worker.start()
     get_logger().info("worker_ready", model=settings.model_name(), num_blocks=loaded.executor.capacity.num_blocks)
     await process.wait_stop()

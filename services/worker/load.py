@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
@@ -22,6 +22,7 @@ from services.worker.cost.kept import KeptSteps
 from services.worker.executor.first_look import RunnerSettings, first_look
 from services.worker.memory.budget import bytes_per_block
 from services.worker.memory.host_share import HostShare, host_share
+from services.worker.migration.kv_link import KvNetwork
 from services.worker.modelled.executor import ModelledExecutor
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw
 from services.worker.models.spec import MIN_CONTEXT, TOO_SHORT, ModelSpec, read_spec
@@ -38,6 +39,8 @@ from shared.systems import UnknownSystemError, find_live_system, find_system
 if TYPE_CHECKING:
     from services.worker.executor.elastic_model import ElasticModel
     from services.worker.executor.model_runner import ModelInfo, ModelRunner
+    from services.worker.executor.runner import LoadedModel
+    from services.worker.peers.connect import Peers
 
 NICENESS: Final = 5
 """Of what loads for the CPU. The threads that it makes have it too, and end with it or are replaced
@@ -53,6 +56,8 @@ class Loaded:
     model: ServedModel
     device: GroupDevice | None = None
     """Owns the executor's model, and outlives it; None: no layer is ever dropped."""
+    network: KvNetwork | None = None
+    """The way to the KV of other workers, and theirs here; None: they cannot know each other."""
 
 
 def check_start(settings: WorkerSettings) -> ModelSpec:
@@ -70,7 +75,7 @@ def check_start(settings: WorkerSettings) -> ModelSpec:
             f"max_blocks bounds a memory that does not change, but system '{settings.system}' drops parameters for more"
         )
         raise StartupError(said, "Give less memory instead")
-    if settings.executor is ExecutorKind.TORCH and find_system(settings.system).forms_groups:
+    if settings.executor is ExecutorKind.TORCH:
         _password(settings)
     most_kv = settings.max_blocks * settings.block_size
     for name, num_tokens in (("max_model_len", settings.max_model_len), ("max_blocks times block_size", most_kv)):
@@ -108,11 +113,17 @@ def check_model(settings: WorkerSettings, spec: ModelSpec) -> None:
         check_compute(_runner_settings(settings), spec)
 
 
-def _password(settings: WorkerSettings) -> str:
-    """Return the password at the broker, by which workers know each other."""
+def _password(settings: WorkerSettings) -> str | None:
+    """Return the password at the broker, by which workers know each other; None: there is none that keeps a secret.
+
+    Raises:
+        StartupError: likewise, and the system is about workers that know each other.
+    """
     login = settings.nats_login()
     num_bytes = len(login[1].encode()) if login is not None else 0
     if login is None or num_bytes < MIN_PASSWORD_BYTES:
+        if not find_system(settings.system).forms_groups:
+            return None
         have = f"has {num_bytes} bytes, fewer than {MIN_PASSWORD_BYTES}" if login is not None else "is not set"
         said = f"workers of system '{settings.system}' know each other by their password at the broker, which {have}"
         raise StartupError(said, "Set SLUICE_WORKER_NATS_USER and _NATS_PASSWORD_FILE, for all of them the same")
@@ -191,31 +202,58 @@ async def _torch(
         model = await off_the_loop(lambda: _load_elastic(runner_settings, spec, report), niceness=niceness)
         fitting = await off_the_loop(lambda: _tried_elastic(settings, spec, model))
         return await _in_pages(settings, model, fitting, incarnation)
-    runner = await off_the_loop(lambda: _load_runner(runner_settings, spec, report), niceness=niceness)
-    fitting = await off_the_loop(lambda: _tried(settings, spec, runner))
+    loaded, digest = await off_the_loop(lambda: _load_whole(runner_settings, spec, report), niceness=niceness)
+    fitting = await off_the_loop(lambda: _tried(settings, spec, loaded.runner))
     from services.worker.executor.thread import ThreadExecutor
+    from services.worker.migration.socket_network import SocketKvNetwork
 
-    return Loaded(ThreadExecutor(runner, loop), _facts(runner.info, fitting))
+    facts = replace(_facts(loaded.runner.info, fitting), digest=digest)
+    peers = await _peers(settings, incarnation, digest)
+    network = None if peers is None else SocketKvNetwork(peers, lambda: loaded.cache)
+    return Loaded(ThreadExecutor(loaded.runner, loop), facts, network=network)
+
+
+async def _peers(settings: WorkerSettings, incarnation: Incarnation, digest: str) -> Peers | None:
+    """Return this worker among the others; None: it has no password by which they know each other.
+
+    Raises:
+        StartupError: nothing can be heard at the address.
+    """
+    from services.worker.peers.connect import Peers
+
+    password = _password(settings)
+    if password is None:
+        return None
+    secret = await off_the_loop(lambda: cluster_secret(password, settings.cluster))
+    identity = PeerIdentity(WorkerId(settings.instance_id), incarnation, secret, digest)
+    try:
+        return await Peers.open(
+            identity,
+            settings.stage_host,
+            settings.stage_port,
+            advertise=settings.stage_advertise,
+            wait_s=settings.stage_limit_s,
+        )
+    except OSError as error:
+        where = host_and_port(settings.stage_host, settings.stage_port)
+        said = f"other workers cannot be heard at {where}: {error.strerror or error}"
+        raise StartupError(said, "Set stage_host") from error
 
 
 async def _in_pages(
     settings: WorkerSettings, model: ElasticModel, fitting: CostFitting, incarnation: Incarnation
 ) -> Loaded:
     from services.worker.kv_moves.kv_exchanges import ExchangeParams
-    from services.worker.peers.connect import Peers
+    from services.worker.migration.socket_network import SocketKvNetwork
     from services.worker.roles.torch_device import TorchGroupDevice
 
-    limit_s, facts = settings.stage_limit_s, _facts(model.info, fitting)
-    secret = await off_the_loop(lambda: cluster_secret(_password(settings), settings.cluster))
-    identity = PeerIdentity(WorkerId(settings.instance_id), incarnation, secret, model.digest)
+    facts = replace(_facts(model.info, fitting), digest=model.digest)
     try:
-        peers = await Peers.open(
-            identity, settings.stage_host, settings.stage_port, advertise=settings.stage_advertise, wait_s=limit_s
-        )
-    except OSError as error:
+        peers = await _peers(settings, incarnation, model.digest)
+    except StartupError:
         model.close()
-        where = host_and_port(settings.stage_host, settings.stage_port)
-        raise StartupError(f"stages cannot be heard at {where}: {error.strerror or error}", "Set stage_host") from error
+        raise
+    assert peers is not None, "its system asks for a password"
     device = TorchGroupDevice(
         model,
         peers,
@@ -226,11 +264,11 @@ async def _in_pages(
             mode=find_system(settings.system).exchange,
             hands_over=model.device.type == "cuda" if settings.hand_over_pages is None else settings.hand_over_pages,
         ),
-        limit_s=limit_s,
+        limit_s=settings.stage_limit_s,
         peers_first=settings.load_from is LoadFrom.PEERS,
         cost=facts.cost,
     )
-    return Loaded((await device.alone()).executor, facts, device)
+    return Loaded((await device.alone()).executor, facts, device, SocketKvNetwork(peers, lambda: model.cache))
 
 
 def _import_torch() -> None:
@@ -243,10 +281,13 @@ def _make_pool(settings: RunnerSettings) -> None:
     make_pool(settings)
 
 
-def _load_runner(settings: RunnerSettings, spec: ModelSpec, report: Progress) -> ModelRunner:
-    from services.worker.executor.runner import load_runner
+def _load_whole(settings: RunnerSettings, spec: ModelSpec, report: Progress) -> tuple[LoadedModel, str]:
+    """Return the model, and the digest of all that its KV depends on."""
+    from services.worker.executor.runner import load_model
+    from services.worker.models.digests import digests_of
 
-    return load_runner(settings, report, spec)
+    loaded = load_model(settings, report, spec)
+    return loaded, loaded.digest(digests_of(loaded.opener.weights))
 
 
 def _load_elastic(settings: RunnerSettings, spec: ModelSpec, report: Progress) -> ElasticModel:

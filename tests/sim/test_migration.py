@@ -55,5 +55,12 @@ async def test_a_worker_that_drains_gives_its_requests_away_with_their_kv(system
         for worker in cluster.workers:
             migration = worker.service.migration
             totals = worker.service.engine.totals
-            print(worker.params.worker_id, migration.departures.num_left, migration.fetching.outcomes, migration.fetching.num_blocks, totals.num_prompt_tokens, totals.num_prefix_cache_hits)
+            print(
+                worker.params.worker_id,
+                migration.departures.num_left,
+                migration.fetching.outcomes,
+                migration.fetching.num_blocks,
+                totals.num_prompt_tokens,
+                totals.num_prefix_cache_hits,
+            )
         print(before)

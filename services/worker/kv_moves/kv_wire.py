@@ -83,10 +83,11 @@ class KvSocket(FrameSocket):
 
     Args:
         sock: connected; owned from here on.
+        silence_s: see `FrameSocket`.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
-        super().__init__(sock, is_checked=True)
+    def __init__(self, sock: socket.socket, *, silence_s: float | None = None) -> None:
+        super().__init__(sock, is_checked=True, silence_s=silence_s)
         self._num_sent = 0
         self._num_received = 0
 

@@ -71,6 +71,9 @@ class FrameKind(IntEnum):
     PAGES_COMMIT = 83
     PAGES_UNDO = 84
 
+    MIGRATION_ASK = 96  # `migration/socket_network.py`
+    MIGRATION_ANSWER = 97
+
 
 _KINDS: Final = frozenset(FrameKind)
 

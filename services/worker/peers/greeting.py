@@ -49,6 +49,7 @@ class Purpose(StrEnum):
     AHEAD = "ahead"  # from any stage before: KV goes both ways while the group serves, before it dissolves
     PARTING = "parting"  # from any stage before: KV goes both ways when the group dissolves
     ATTENTION = "attention"  # from any stage before: attention over KV that has not arrived, both ways
+    FETCH = "fetch"  # from any other worker: it fetches a request that the listener runs
     PARAMETERS = "parameters"  # from any other stage: parameters of the stage that listens go there
 
 
