@@ -23,7 +23,7 @@ from pydantic import Field
 from shared.ids import RequestId, WorkerId
 from shared.messages.base import ControlMessage
 
-FETCH_LIMIT_S: Final = 10.0
+FETCH_LIMIT_S: Final = 40.0
 """Longest time in which a `Fetch` is answered."""
 
 
@@ -48,6 +48,8 @@ class FetchOutcome(StrEnum):
     """The source does not run that attempt, or no longer."""
     FULL = "full"
     """The target has no room for it."""
+    BUSY = "busy"
+    """Others came first at the target; it may be asked again."""
     REFUSED = "refused"
     """One of both takes part in no migration now; the detail says why."""
     LOST = "lost"

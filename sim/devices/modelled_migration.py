@@ -10,6 +10,7 @@ import asyncio
 from asyncio import Future
 from collections.abc import Awaitable, Callable
 from contextvars import copy_context
+from functools import partial
 from typing import TypeVar
 
 from services.worker.contract.arrays import I32
@@ -23,8 +24,6 @@ from shared.ids import WorkerId
 from sim.devices.channel import ModelledLink
 
 T = TypeVar("T")
-MAX_GREETINGS = 64
-"""Connections to one worker at a time."""
 
 
 class MigrationPaths:
@@ -53,6 +52,7 @@ class MigrationPaths:
         """A worker's process is gone."""
         port = self._ports.pop(worker_id, None)
         if port is not None:
+            port.is_gone = True
             port.drop(lambda _: True, f"{worker_id} is gone")
 
     def cut(self, one: WorkerId, other: WorkerId) -> None:
@@ -83,6 +83,8 @@ class ModelledKvNetwork:
         self.worker_id = worker_id
         self.kv = kv
         self.departures: Departures | None = None
+        self.is_gone = False
+        """Its process is."""
         self.sends_at_s = self.takes_at_s = 0.0
         """When its link is free, each way."""
         self._paths = paths
@@ -135,12 +137,12 @@ class ModelledKvNetwork:
         """It is over."""
         self._links.discard(link)
 
-    def run(self, work: Awaitable[T], into: Future[T]) -> None:
+    def run(self, work: Callable[[], Awaitable[T]], into: Future[T]) -> None:
         """Do something in this worker's process, and settle a future with what comes of it."""
 
         async def do() -> None:
             try:
-                result = await work
+                result = await work()
             except Exception as error:  # handed to who waits, whatever it is
                 if not into.done():
                     into.set_exception(error)
@@ -162,8 +164,8 @@ class ModelledKvLink:
         self._paths = paths
         self._block_kv_bytes = block_kv_bytes
         self._departure: Departure | None = None
-        self._lost: Future[None] = asyncio.get_running_loop().create_future()
-        self._lost.add_done_callback(lambda lost: lost.exception())
+        self._lost: Future[str] = asyncio.get_running_loop().create_future()
+        """Why the connection is over, once it is."""
 
     def peer_of(self, end: ModelledKvNetwork) -> WorkerId:
         """Return who is at the other end."""
@@ -173,7 +175,7 @@ class ModelledKvLink:
         """Greet; raises `PeerRefusedError`, `PeerLostError`."""
         for end in (self._target, self._source):
             end.hold(self)
-        self._departure = await self._at_source(self._welcome())
+        self._departure = await self._at_source(self._welcome)
         if self._departure is None:
             await self.close()
             raise PeerRefusedError("too many are fetched there")
@@ -184,8 +186,9 @@ class ModelledKvLink:
 
     async def ask(self, message: ListKv | LetGo) -> KvListed | HasLeft | NotHere:
         """See `KvLink`."""
-        assert self._departure is not None, "it is open"
-        return await self._at_source(self._departure.answer(message))
+        departure = self._departure
+        assert departure is not None, "it is open"
+        return await self._at_source(lambda: departure.answer(message))
 
     async def get(self, coming: KeptKv) -> int:
         """See `KvLink`."""
@@ -194,14 +197,14 @@ class ModelledKvLink:
             assert self._departure is not None, "it is open"
             return self._departure.ids_of(GetKv(names=pack_names(coming.names)))
 
-        found, num_bytes = await self._at_source(ids()), len(coming) * self._block_kv_bytes
+        found, num_bytes = await self._at_source(ids), len(coming) * self._block_kv_bytes
         loop, source, target = asyncio.get_running_loop(), self._source, self._target
         ends_s = max(loop.time(), source.sends_at_s, target.takes_at_s) + num_bytes / self._paths.link.bytes_per_s
         source.sends_at_s = target.takes_at_s = ends_s
         while (wait_s := ends_s - loop.time()) > 0:
             await self._unless_lost(asyncio.sleep(wait_s))
         if self._lost.done():
-            await self._lost
+            raise PeerLostError(self._lost.result())
         target.kv().take_from(source.kv(), found, coming.ids)
         self._paths.num_bytes += num_bytes
         return num_bytes
@@ -214,14 +217,13 @@ class ModelledKvLink:
         """End the connection at both ends. Idempotent."""
         if self._lost.done():
             return
-        self._lost.set_exception(PeerLostError(reason))
+        self._lost.set_result(reason)
         for end in (self._target, self._source):
             end.let_go(self)
-        if self._departure is not None:
-            departure: Future[None] = asyncio.get_running_loop().create_future()
-            self._source.run(_close(self._departure), departure)
+        if self._departure is not None and not self._source.is_gone:
+            self._source.run(partial(_close, self._departure), asyncio.get_running_loop().create_future())
 
-    async def _at_source(self, work: Awaitable[T]) -> T:
+    async def _at_source(self, work: Callable[[], Awaitable[T]]) -> T:
         """Have something done at the source; raises `PeerLostError` if the connection ends first."""
         await asyncio.sleep(self._paths.link.latency_s)
         result: Future[T] = asyncio.get_running_loop().create_future()
@@ -232,11 +234,11 @@ class ModelledKvLink:
 
     async def _unless_lost(self, work: Awaitable[T]) -> T:
         working = asyncio.ensure_future(work)
-        both: list[Future[T] | Future[None]] = [working, self._lost]
+        both: list[Future[T] | Future[str]] = [working, self._lost]
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if self._lost.done():
-                await self._lost
+                raise PeerLostError(self._lost.result())
             return working.result()
         finally:
             working.cancel()

@@ -23,7 +23,15 @@ from shared.subjects import Subjects
 from sim.faults.checkers import Checker, judge_numbers, judge_peaks
 from sim.faults.cluster import CallOutcome, FaultCluster
 from sim.faults.kinds import MAX_DELAY_S, MESSAGE_KINDS
-from sim.faults.scenario import FIRST_TOKEN, VOCABULARY, Ask, FaultScenario, draw_scenario
+from sim.faults.scenario import (
+    FIRST_TOKEN,
+    VOCABULARY,
+    Ask,
+    FaultScenario,
+    draw_group_scenario,
+    draw_migration_scenario,
+    draw_scenario,
+)
 from sim.faults.trace import FaultTrace
 from sim.requests import SimRequest
 from sim.virtual_time import VirtualTimeLoop, run
@@ -39,6 +47,9 @@ PROBE_LIMIT_S = 4.0
 _LOOK_S = 0.25
 _MAY_DIE = (ExecutorBrokenError, StuckStepError)
 """With these a worker ends by its own judgement of its device."""
+
+
+SCENARIOS = {"all": draw_scenario, "groups": draw_group_scenario, "migration": draw_migration_scenario}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +134,8 @@ class _Run:
         loop = asyncio.get_running_loop()
         for fault in self._scenario.plan.faults:
             loop.call_later(fault.at_s, cluster.apply, fault)
+        for move in self._scenario.plan.moves:
+            loop.call_later(move.at_s, cluster.movers.begin, move)
         watch = asyncio.create_task(_note_peaks_forever(cluster), name="peaks")
         clients = [asyncio.create_task(_client(cluster, ask), name="client") for ask in self._scenario.asks]
         over_s = max((fault.end_s for fault in self._scenario.plan.faults), default=0.0)
@@ -192,6 +205,7 @@ class _Run:
                 lost = node.service.sessions.recovery.num_lost
                 found.update({f"lost {loss.value}": count for loss, count in lost.items()})
         found.update(cluster.conductor.answers)
+        found.update(cluster.movers.counts)
         for device in cluster.workers:
             found[f"system {device.params.system}"] += 1
             if device.worker is not None:
@@ -224,6 +238,8 @@ def describe(scenario: FaultScenario) -> Iterator[str]:
     )
     for fault in scenario.plan.faults:
         yield f"  at {fault.at_s:6.3f} s  {fault}"
+    for move in scenario.plan.moves:
+        yield f"  at {move.at_s:6.3f} s  a request of {move.source} moves"
 
 
 def main() -> int:
@@ -231,13 +247,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m sim.faults", description="Random faults on the virtual clock.")
     parser.add_argument("--seed", type=int, default=0, help="the seed to run (default 0)")
     parser.add_argument("--count", type=int, default=1, help="how many seeds from there on; more than one: no trace")
+    whose = "what a run is about: anything that fails, groups that come and go, or requests that change their workers"
+    parser.add_argument("--about", choices=sorted(SCENARIOS), default="all", help=whose)
     arguments = parser.parse_args()
-    bad = 0
+    draw, bad = SCENARIOS[arguments.about], 0
     for seed in range(arguments.seed, arguments.seed + arguments.count):
         print_line = partial(print, flush=True) if arguments.count == 1 else None
         if print_line is not None:
-            print("\n".join(describe(draw_scenario(seed))))
-        report = run_seed(seed, print_line)
+            print("\n".join(describe(draw(seed))))
+        report = run_scenario(draw(seed), print_line)
         print(f"seed {seed}: {report.virtual_s:.1f} virtual seconds, digest {report.digest[:16]}")
         for violation in report.violations:
             print(f"  {violation}")

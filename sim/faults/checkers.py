@@ -25,6 +25,8 @@ from sluice_client.qoe import QoeTarget, final_qoe
 
 CALM_GAP_S = 4.0
 """Longest pause that a reader sees while nothing fails; the clusters are small and often full."""
+FULL_S = 4.0
+"""And beyond that where little fails, so that all of the requests are there at a time: the same without moves."""
 RECOVERY_S = 12.0
 """What a fault may cost beyond its own duration."""
 CLOCK_SLACK_S = 1.1
@@ -145,7 +147,8 @@ class Checker:
             return  # it waits as long as others need
         times = [call.begun_s, *(call.answers[0].arrival_s + at_s for at_s in answer.delivered_s), call.ended_s]
         for before_s, after_s in pairwise(times):
-            allowed_s = CALM_GAP_S + sum(
+            calm_s = CALM_GAP_S + (FULL_S if self._scenario.plan.moves else 0.0)
+            allowed_s = calm_s + sum(
                 RECOVERY_S + fault.duration_s + (MAX_DELAY_S if fault.kind in MESSAGE_KINDS else 0.0)
                 for fault in self._overlapping(before_s, after_s, RECOVERY_S)
             )

@@ -21,6 +21,7 @@ from sim.devices.channel import ModelledLink
 from sim.devices.modelled_network import ModelledNetwork
 from sim.faults.conductor import Conductor
 from sim.faults.kinds import BROKER, CHANGE_KINDS, MAX_DELAY_S, MESSAGE_KINDS, Fault, FaultKind
+from sim.faults.movers import Movers
 from sim.faults.nodes import Cut, DispatcherNode, LostConnectionError, MonitorNode, Node, PlannerNode, WorkerNode
 from sim.faults.scenario import MONITOR, Ask, FaultScenario
 from sim.faults.trace import SPY, FaultTrace
@@ -105,6 +106,7 @@ class FaultCluster:
             *(PlannerNode(PlannerSettings(instance_id=name), self.broker, self._random) for name in scenario.planners),
         ]
         self._by_name: dict[str, Node] = {node.name: node for node in self.nodes}
+        self.movers = Movers(self.broker, {worker.name: worker for worker in self.workers}, trace.say)
 
     @property
     def nodes(self) -> list[Node]:
@@ -172,6 +174,7 @@ class FaultCluster:
         """Let a fault begin; it ends by itself."""
         self.trace.say(f"FAULT    {fault}")
         self.conductor.note(fault)
+        self.movers.note(fault)
         self.felt[fault] = self._felt_by(fault.target)
         if fault.kind in MESSAGE_KINDS:
             self._message_faults.append(fault)
@@ -296,6 +299,10 @@ class FaultCluster:
             num_used = take_stats(engine).num_used_blocks
             found += [f"{worker.name}: {num_used} blocks"] if num_used else []
             found += [f"{worker.name}: {len(leases)} leases"] if len(leases) else []
+            migration, num_reserved = worker.worker.service.migration, engine.sharing.coming.num_reservations
+            num_open = 0 if migration is None else len(migration.departures)
+            found += [f"{worker.name}: {num_open} connections to who fetches"] if num_open else []
+            found += [f"{worker.name}: {num_reserved} reservations"] if num_reserved else []
         if self.broker.router.askers:
             found.append(f"{len(self.broker.router.askers)} questions that wait for an answer")
         return found

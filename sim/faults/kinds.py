@@ -74,12 +74,28 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
+class Move:
+    """A request goes to another worker; nothing is wrong with that."""
+
+    at_s: float
+    """As of a fault."""
+    source: str
+    """Name of a worker."""
+    choice: int
+    """Of the other worker and of the request, among those that there are then."""
+    is_twice: bool = False
+    """The other worker is asked twice."""
+
+
+@dataclass(frozen=True, slots=True)
 class FaultPlan:
     """The faults of one run, in order of time, and what is wrong with its requests."""
 
     faults: tuple[Fault, ...]
     num_poisonous: int
     """Requests that kill every worker that computes them."""
+    moves: tuple[Move, ...] = ()
+    """Besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +144,33 @@ def draw_merging(space: FaultSpace, random: np.random.Generator) -> tuple[Fault,
         fault = _draw_fault(space, kinds[int(random.integers(len(kinds)))], random)
         faults.append(replace(fault, at_s=round(at_s + float(random.uniform(0.0, 0.2)), 3)))
     return tuple(sorted(faults, key=lambda fault: (fault.at_s, fault.kind, fault.target)))
+
+
+def draw_moves(
+    space: FaultSpace, random: np.random.Generator, longest_s: float, fault_ratio: float
+) -> tuple[tuple[Move, ...], tuple[Fault, ...]]:
+    """Return moves of requests, and faults that begin while they may be under way.
+
+    Args:
+        space: what is drawn from.
+        random: of the seed.
+        longest_s: how long a move may take.
+        fault_ratio: share of the moves that something comes upon.
+    """
+    kinds = [kind for kind in FaultKind if kind not in CHANGE_KINDS]
+    moves: list[Move] = []
+    faults: list[Fault] = []
+    for _ in range(int(random.integers(8, 20))):
+        at_s = round(float(random.random()) * space.span_s, 3)
+        source = space.workers[int(random.integers(len(space.workers)))]
+        moves.append(Move(at_s, source, int(random.integers(1000)), is_twice=bool(random.random() < 0.1)))
+        if random.random() >= fault_ratio:
+            continue
+        fault = _draw_fault(space, kinds[int(random.integers(len(kinds)))], random)
+        late_s = float(np.exp(random.uniform(np.log(0.002), np.log(longest_s))))
+        faults.append(replace(fault, at_s=round(at_s + late_s, 3)))
+    moves.sort(key=lambda move: (move.at_s, move.source, move.choice))
+    return tuple(moves), tuple(faults)
 
 
 def _draw_fault(space: FaultSpace, kind: FaultKind, random: np.random.Generator) -> Fault:

@@ -11,7 +11,7 @@ from shared.cost import CostModel
 from shared.messages.report import ElasticFacts
 from shared.systems import DEFAULT_SYSTEM, KvExchange
 from shared.types import ReaderTarget
-from sim.faults.kinds import GROUP_KINDS, FaultPlan, FaultSpace, draw_faults, draw_merging
+from sim.faults.kinds import GROUP_KINDS, FaultPlan, FaultSpace, draw_faults, draw_merging, draw_moves
 from sim.faults.nodes import POISON_SEED
 from sim.requests import DAY_S, SimRequest
 from sim.worker import SimWorkerParams
@@ -30,6 +30,9 @@ KV_BYTES, HOST_BLOCKS, BLOCK_COPY_S = 1024, 24, 0.005
 
 LINK_BYTES_PER_S = (5e3, 2e5)
 """A worker's KV takes a fraction of a second to change hands, or some seconds."""
+
+MIGRATION_BYTES_PER_S = (2e4, 2e6)
+"""A sequence's takes from a few hundredths of a second to some seconds."""
 
 MERGING_RATIO = 0.45
 """Of the seeds in which groups come and go: those in which groups of two become one of four."""
@@ -113,6 +116,26 @@ def draw_group_scenario(seed: int) -> FaultScenario:
     scenario = replace(scenario, workers=workers, asks=tuple(asks), plan=plan, link_bytes_per_s=link_bytes_per_s)
     merging = np.random.default_rng([seed, 4])
     return _draw_merging(scenario, merging) if merging.random() < MERGING_RATIO else scenario
+
+
+def draw_migration_scenario(seed: int) -> FaultScenario:
+    """As `draw_scenario` or `draw_group_scenario`, with requests that go from worker to worker, whatever else fails."""
+    random = np.random.default_rng([seed, 8])
+    scenario = draw_group_scenario(seed) if random.random() < 0.4 else draw_scenario(seed)
+    params, count = scenario.workers[0], max(len(scenario.workers), int(random.integers(2, 5)))
+    more = (replace(params, worker_id=f"w{i}") for i in range(len(scenario.workers), count))
+    caching = bool(random.random() < 0.95)
+    workers = tuple(replace(worker, prefix_caching=caching) for worker in (*scenario.workers, *more))
+    names, others = tuple(worker.worker_id for worker in workers), (MONITOR, *scenario.planners)
+    link_bytes_per_s = float(np.exp(random.uniform(*np.log(MIGRATION_BYTES_PER_S))))
+    space = FaultSpace(names, scenario.dispatchers, others)
+    longest_s = min(100 * KV_BYTES / link_bytes_per_s, 4.0)
+    fault_ratio = float(random.choice([0.0, 0.2, 0.5]))
+    moves, struck = draw_moves(space, random, longest_s, fault_ratio)
+    faults = [fault for fault in scenario.plan.faults if fault.kind in GROUP_KINDS] + list(struck)
+    faults.sort(key=lambda fault: (fault.at_s, fault.kind, fault.target))
+    plan = FaultPlan(tuple(faults), scenario.plan.num_poisonous, moves)
+    return replace(scenario, workers=workers, plan=plan, link_bytes_per_s=link_bytes_per_s)
 
 
 def _with_tiers(scenario: FaultScenario, random: np.random.Generator) -> FaultScenario:

@@ -160,6 +160,8 @@ class Placing:
                 await self._until_left(session, before.number)
             if session.attempt != before.number or session.is_over:
                 return True
+            if outcome is FetchOutcome.BUSY:
+                tried.discard(placed.worker_id)
             if outcome in {FetchOutcome.GONE, FetchOutcome.LOST}:
                 break
         return False

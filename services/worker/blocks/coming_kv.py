@@ -5,7 +5,8 @@ A *reservation* is for one request that comes from another worker with its KV: f
 some more for what it computes next, and pins on what is here already. Whoever made it ends it, or says that all has
 come: then it lasts until the request is admitted, or ends.
 
-Whoever lacks a block whose KV is on its way waits for it. When that is there the block has its name, like any other.
+When KV is there its block has its name, like any other. Whoever lacks a block of an exchange waits for that; for what
+is reserved for one request nobody waits: it may take long, or not come at all.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ class ComingKv:
         """Return the number of blocks whose KV is on its way."""
         return len(self._coming)
 
-    def __contains__(self, name: RunName | None) -> bool:
-        """Return whether the KV of that run is on its way."""
-        return name in self._coming
+    def is_awaited(self, name: RunName | None) -> bool:
+        """Return whether who lacks the KV of that run waits for it: it comes with an exchange."""
+        return name is not None and self._coming.get(name) == _EXCHANGE
 
     @property
     def num_kept_blocks(self) -> int:
@@ -71,9 +72,13 @@ class ComingKv:
 
     def arrived(self, blocks: KeptKv) -> None:
         """Take note of KV that has come; it was expected."""
+        index = self._blocks.index
         for name, block in zip(blocks.names, blocks.ids.tolist(), strict=True):
-            del self._coming[name]
-            self._blocks.index.add(name, block)
+            owner, known = self._coming.pop(name), index.get(name)
+            if known is None:
+                index.add(name, block)
+            elif owner != _EXCHANGE:  # somebody has computed it meanwhile
+                self._blocks.pin_kept(np.array([known], dtype=np.int32), owner)
         if self.remote is not None:
             self.remote.arrived(blocks.names)
 

@@ -76,7 +76,7 @@ class Sharing:
         match, following = self._match(row), None
         if self.prefix_caching and match.partial is None and len(match.ids) < self._num_shareable(row):
             following = self._names.of(row, len(match.ids) + 1)[-1]
-            if following in self._claims or following in self.coming:
+            if following in self._claims or self.coming.is_awaited(following):
                 return CachedPrefix(match.num_tokens, 0, following, is_coming=True)
         if not match.num_tokens and following is None:
             return NOTHING_CACHED
@@ -157,7 +157,7 @@ class Sharing:
 
     def awaits_coming(self, row: int) -> bool:
         """Return whether a waiting or preempted row is not admitted because KV for it is on its way from a worker."""
-        return self.cached(row).next_block in self.coming
+        return self.coming.is_awaited(self.cached(row).next_block)
 
     # Rows give up their blocks
 

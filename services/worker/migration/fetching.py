@@ -37,12 +37,14 @@ from shared.wire import decode, encode
 MAX_AT_ONCE: Final = 4
 """Requests whose KV comes at a time; others wait for their turn."""
 MAX_ROUNDS: Final = 8
-LIMIT_S: Final = 5.0
-"""Longest time that one takes, but for the wait for its turn."""
+LIMIT_S: Final = 30.0
+"""Longest time that one takes, but for the wait for its turn; a connection that is silent is lost before."""
 TURN_LIMIT_S: Final = 4.0
 """Longest wait for its turn."""
 ROOM_BLOCKS: Final = 3
 """Free blocks for what a request computes next: the rest of its KV, and more."""
+SIBLING_POLL_S: Final = 0.01
+"""Between looks for what comes for another request that began alike."""
 PIECE_BLOCKS: Final = 64
 """Asked for at a time, so that what has come is there if the rest does not come."""
 KEPT_S: Final = 5.0
@@ -98,6 +100,7 @@ class Fetching:
         self._tasks = tasks
         self._turns = asyncio.Semaphore(MAX_AT_ONCE)
         self._under_way: dict[RequestId, asyncio.Task[Fetched]] = {}
+        self._states: dict[RequestId, _Fetch] = {}
         self._kept: dict[RequestId, asyncio.TimerHandle] = {}
         """Requests that are to come: when nothing is kept for them any more."""
 
@@ -120,6 +123,10 @@ class Fetching:
         self.outcomes[answer.outcome] += 1
         return encode(answer)
 
+    def state_of(self, request_id: RequestId) -> str:
+        """Return how far a request is, in a word; empty: nothing is under way for it, and nothing kept."""
+        return self._states[request_id].state if request_id in self._states else ""
+
     async def stop(self) -> None:
         """End all that are under way, and keep nothing for anybody; nothing is written when it returns."""
         tasks = list(self._under_way.values())
@@ -135,10 +142,11 @@ class Fetching:
 
     async def _fetch(self, asked: Fetch) -> Fetched:
         self._keep_no_more(asked.request_id)
-        began_s, has_moved = self._now(), False
-        one = _Fetch(asked, self._engine, self._wake)
+        began_s, has_turn, has_moved = self._now(), False, False
+        one = self._states[asked.request_id] = _Fetch(asked, self._engine, self._wake)
         try:
             async with asyncio.timeout(TURN_LIMIT_S) as limit, self._turns:
+                has_turn = True
                 limit.reschedule(asyncio.get_running_loop().time() + LIMIT_S)
                 await self._bring(one)
             has_moved = True
@@ -150,11 +158,13 @@ class Fetching:
         except PeerRefusedError as error:
             answer = self._answer(asked, FetchOutcome.REFUSED, str(error))
         except TimeoutError:
-            answer = self._answer(asked, FetchOutcome.LATE, f"after {self._now() - began_s:.3g} s")
+            outcome = FetchOutcome.LATE if has_turn else FetchOutcome.BUSY
+            answer = self._answer(asked, outcome, f"after {self._now() - began_s:.3g} s")
         finally:
             if has_moved:
                 self._keep(asked.request_id)
             else:
+                del self._states[asked.request_id]
                 self._engine.sharing.coming.release(asked.request_id)
                 self._wake()
             self.num_blocks, self.num_bytes = self.num_blocks + one.num_blocks, self.num_bytes + one.num_bytes
@@ -186,6 +196,7 @@ class Fetching:
         timer = self._kept.pop(request_id, None)
         if timer is not None:
             timer.cancel()
+            del self._states[request_id]
             self._engine.sharing.coming.release(request_id)
             self._wake()
 
@@ -197,6 +208,7 @@ class _Fetch:
         self.asked = asked
         self.num_blocks = self.num_bytes = 0
         """That have come."""
+        self.state = "asked"
         self._engine = engine
         self._wake = wake
 
@@ -207,15 +219,20 @@ class _Fetch:
             _FetchFailedError: it does not come.
             PeerLostError, WireError: the source is lost, or says what it should not.
         """
-        names = await self._list(link)
-        for _ in range(MAX_ROUNDS):
-            await self._get_missing(link, names)
+        names, num_rounds = await self._list(link), 0
+        while num_rounds < MAX_ROUNDS:
+            if await self._get_missing(link, names):
+                num_rounds += 1
+            elif not self._are_here(names):  # what lacks comes for another one
+                await asyncio.sleep(SIBLING_POLL_S)
             names = await self._list(link)
             if self._are_here(names):
                 break
+        self.state = "leaving"
         left = await link.ask(LetGo())
         if not isinstance(left, HasLeft):
             raise self._failed(left)
+        self.state = "done"
 
     async def _list(self, link: KvLink) -> tuple[RunName, ...]:
         listed = await link.ask(ListKv(request_id=self.asked.request_id, attempt=self.asked.attempt))
@@ -223,17 +240,21 @@ class _Fetch:
             raise self._failed(listed)
         return unpack_names(listed.names)
 
-    async def _get_missing(self, link: KvLink, names: tuple[RunName, ...]) -> None:
+    async def _get_missing(self, link: KvLink, names: tuple[RunName, ...]) -> int:
+        """Have what is not here and comes for nobody else; return how many blocks came."""
+        self.state = "reserved"
         coming_kv, running = self._engine.sharing.coming, self._engine.table.running.view.size
         missing = coming_kv.reserve(self.asked.request_id, names, ROOM_BLOCKS, running)
         if missing is None:
             raise _FetchFailedError(FetchOutcome.FULL, "its KV finds no room")
         for first in range(0, len(missing), PIECE_BLOCKS):
             piece = missing.only(range(first, min(first + PIECE_BLOCKS, len(missing))))
+            self.state = "copying"
             self.num_bytes += await link.get(piece)
             self.num_blocks += len(piece)
             coming_kv.arrived(piece)
             self._wake()
+        return len(missing)
 
     def _are_here(self, names: tuple[RunName, ...]) -> bool:
         index = self._engine.blocks.index

@@ -1,0 +1,80 @@
+"""Requests go from worker to worker while processes, links and messages fail: by seed, every text as undisturbed.
+
+`draw_migration_scenario` says what a seed stands for. At the end of each nothing is pinned, reserved, leased or open.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from services.dispatcher.session.leases import Loss
+from services.worker.modelled.shadow_kv import ShadowKv
+from shared.messages.fetch import FetchOutcome
+from sim.faults.campaign import run_scenario
+from sim.faults.kinds import FaultKind
+from sim.faults.scenario import draw_migration_scenario, draw_scenario
+from tests.support.fault_seeds import NUM_SEEDS, FaultSeeds
+from tests.support.traces import outputs_of
+
+BESIDES = (FaultKind.BROKER_CRASH, FaultKind.BROKER_HANG)
+"""What comes upon neither worker alone."""
+STRUCK = {
+    kind: {f"{kind.value} of {side}" for side in (("broker",) if kind in BESIDES else ("source", "target"))}
+    for kind in FaultKind
+}
+REQUIRED = (
+    *(f"fetch {outcome.value}" for outcome in FetchOutcome if outcome not in {FetchOutcome.BUSY, FetchOutcome.LATE}),
+    *(f"struck {state}" for state in ("asked", "copying", "leaving", "done")),
+    f"lost {Loss.RELEASED.value}",
+    f"lost {Loss.DRAINING.value}",
+    "fetch silent",
+    "crash of d0",
+    "hang of d0",
+    "restart of d0",
+    "log request_left",
+    "log group_broken",
+    "preempted",
+    "swapped out",
+)
+"""Paths that the seeds together must reach."""
+
+SEEDS = FaultSeeds(lambda seed: run_scenario(draw_migration_scenario(seed)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_the_invariants_hold_whatever_fails_while_requests_change_their_workers(seed: int) -> None:
+    SEEDS.check(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # by itself it runs all seeds
+def test_every_state_of_a_move_was_reached_and_struck_by_everything() -> None:
+    total = SEEDS.check_coverage(REQUIRED)
+    missing = [kind.value for kind, paths in STRUCK.items() if not any(total[path] for path in paths)]
+    assert not missing, f"never came upon a move: {missing}"
+    assert total["fetch moved"] > NUM_SEEDS
+    assert SEEDS.num_seeds_with("struck asked", "struck copying", "struck leaving", "struck done") > NUM_SEEDS // 3
+    assert SEEDS.num_seeds_with("fetch moved") > NUM_SEEDS // 2
+
+
+@pytest.mark.slow
+def test_one_seed_gives_one_trace_in_any_process() -> None:
+    program = (
+        "from sim.faults.campaign import run_scenario; from sim.faults.scenario import draw_migration_scenario; "
+        "print(run_scenario(draw_migration_scenario(4)).digest)"
+    )
+    assert outputs_of(program) == {SEEDS.report_of(4).digest}
+
+
+@pytest.mark.slow
+def test_a_block_that_is_lost_in_a_move_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof that texts depend on what is fetched: where nothing is copied, other words are said."""
+    monkeypatch.setattr(ShadowKv, "take_from", lambda *_: None)
+    found = [violation for seed in range(12) for violation in run_scenario(draw_migration_scenario(seed)).violations]
+    assert any("I2" in violation for violation in found)
+
+
+def test_moves_are_drawn_only_where_they_are_what_a_run_is_about() -> None:
+    assert draw_migration_scenario(1).plan.moves
+    assert not draw_scenario(1).plan.moves
