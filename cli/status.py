@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
 from cli.http import MAX_VIEW_BYTES, ask, check_url, refusal_hint
 from shared.api_keys import Tier
+from shared.messages.fetch import FetchOutcome
 from shared.messages.report import (
     ClusterView,
     Liveness,
@@ -89,6 +91,7 @@ def render(view: ClusterView, age_s: float | None = None) -> str:
         *_paused(view),
         *_readers(view),
         *_moves(view),
+        *_migrated(view),
         *stale,
     ]
     return "\n".join([*lines, "", _summary(view), *words])
@@ -225,6 +228,22 @@ def _moves(view: ClusterView) -> list[str]:
         for move in status.report.moves
         if status.liveness is not Liveness.DEAD
     ]
+
+
+def _migrated(view: ClusterView) -> list[str]:
+    """Return what became of running requests that were to come to a worker, of each where some were."""
+    lines = []
+    for report in (status.report for status in view.workers if status.report.migration.fetches_total):
+        migration = report.migration
+        counts: Counter[str] = Counter()
+        for each in migration.fetches_total:
+            counts[each.outcome] += each.count
+        came, others = counts.pop(FetchOutcome.MOVED, 0), sum(counts.values())
+        why = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+        not_moved = f"; {others} did not ({why})" if others else ""
+        kv = f"{describe_bytes(migration.num_bytes_total)} of KV, {migration.num_recomputed_total} computed again"
+        lines.append(f"migrated: {report.worker_id}: {came} running requests came, {kv}{not_moved}")
+    return lines
 
 
 def _progress(move: TransferProgress) -> str:

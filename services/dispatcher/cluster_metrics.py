@@ -63,6 +63,16 @@ class ClusterMetrics:
         self._queries, self._hits, self._preemptions = Growing(queries), Growing(hits), Growing(preemptions)
         pauses = "Times that a sequence kept its KV and was left out of steps that it could have been in"
         self._pauses = Growing(counter("sluice:pauses", pauses, _WORKER))
+        of_fetches = "Running requests that were to come to a worker with their KV, by what came of it"
+        self._fetches = Growing(counter("sluice:migration", of_fetches, (*_WORKER, "reason", "outcome")))
+        migrated = {
+            "bytes": "KV that has come to a worker with them, bytes",
+            "recomputed_tokens": "Tokens of requests that have come whose KV was computed again",
+            "recomputed": "Requests that have come of which more than two blocks were computed again",
+        }
+        self._migrated = {
+            name: Growing(counter(f"sluice:migration_{name}", meaning, _WORKER)) for name, meaning in migrated.items()
+        }
         of_preempted = "Tokens whose KV gave way, by what became of it"
         self._preempted = Growing(counter("sluice:preempted_tokens", of_preempted, (*_WORKER, "what")))
 
@@ -130,6 +140,13 @@ class ClusterMetrics:
         self._preempted.follow(report.num_recomputed_tokens_total, **labels, what="recomputed")
         self._preempted.follow(report.num_brought_back_tokens_total, **labels, what="brought_back")
         self._preempted.follow(report.num_given_up_tokens_total, **labels, what="given_up")
+
+        migration = report.migration
+        for each in migration.fetches_total:
+            self._fetches.follow(each.count, **labels, reason=each.reason, outcome=each.outcome)
+        self._migrated["bytes"].follow(migration.num_bytes_total, **labels)
+        self._migrated["recomputed_tokens"].follow(migration.num_recomputed_tokens_total, **labels)
+        self._migrated["recomputed"].follow(migration.num_recomputed_total, **labels)
 
     def _read_bus(self, sessions: Sessions, bus: Bus) -> None:
         model, counters = self._model, sessions.table.counters

@@ -225,6 +225,7 @@ def _endpoints(
             now=parts.now,
             tasks=parts.tasks,
         )
+        reporter.watch_migration(migration.look)
         if agent is not None:
             agent.keeper.migration = migration
     return Endpoints(

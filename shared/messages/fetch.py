@@ -27,6 +27,15 @@ FETCH_LIMIT_S: Final = 40.0
 """Longest time in which a `Fetch` is answered."""
 
 
+class FetchReason(StrEnum):
+    """Why a request is to go elsewhere."""
+
+    DRAIN = "drain"
+    """Its worker is about to stop."""
+    BALANCE = "balance"
+    """Another one has more room."""
+
+
 class Fetch(ControlMessage):
     """Fetch this request."""
 
@@ -37,6 +46,7 @@ class Fetch(ControlMessage):
     source: WorkerId
     source_address: Annotated[str, Field(max_length=256)]
     """`ProcessFacts.stage_address` of the source."""
+    reason: FetchReason
 
 
 class FetchOutcome(StrEnum):

@@ -153,6 +153,40 @@ class BestEffortPart(MessagePart):
     """The worker's policy has others come first, and lets them have its blocks: it presses for nothing there."""
 
 
+class FetchCount(MessagePart):
+    """How many requests a worker was asked to fetch, by why and what came of it."""
+
+    reason: Annotated[str, Field(max_length=16)]
+    """A `shared.messages.fetch.FetchReason`."""
+    outcome: Annotated[str, Field(max_length=16)]
+    """A `FetchOutcome`."""
+    count: Annotated[int, Field(ge=1, le=2**53)]
+
+
+_Total = Annotated[int, Field(ge=0, le=2**53)]
+
+
+class MigrationPart(MessagePart):
+    """Running requests that have changed their worker, since the start of this process."""
+
+    num_fetching: _Count = 0
+    """That come here now."""
+    num_left_total: _Total = 0
+    """That have left for another worker."""
+    fetches_total: Annotated[tuple[FetchCount, ...], Field(max_length=64)] = ()
+    """What came of those that were to come here."""
+    num_bytes_total: _Total = 0
+    """Of KV that came."""
+    seconds_total: Annotated[float, Field(ge=0)] = 0.0
+    """For which they were under way."""
+    num_recomputed_tokens_total: _Total = 0
+    """Of those that have come: tokens whose KV was computed again."""
+    num_recomputed_total: _Total = 0
+    """Of those that have come: requests of which more than two blocks were computed again."""
+    bytes_per_s: Annotated[float, Field(ge=0)] = 0.0
+    """Moving average of the rate at which KV comes, while it does; 0 before any has."""
+
+
 class WorkerReport(ProcessFacts, ControlMessage):
     """State of one worker; published by period and at once on a change."""
 
@@ -231,6 +265,7 @@ class WorkerReport(ProcessFacts, ControlMessage):
     max_waiting: int = 0
     """Of these, the ones that may wait at present, by its scheduler; 0 if it does not say. Best effort counts apart."""
     best_effort: BestEffortPart = BestEffortPart()
+    migration: MigrationPart = MigrationPart()
     num_steps: int = 0
     """Steps done since the start; a number that stands still while sequences could run means a hang."""
     token_s: float = 0.0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from shared.ids import RequestId, WorkerId
-from shared.messages.fetch import FETCH_LIMIT_S, Fetch, Fetched
+from shared.messages.fetch import FETCH_LIMIT_S, Fetch, Fetched, FetchReason
 from shared.subjects import Subjects
 from shared.transport.bus import BusError
 from shared.transport.memory_bus import MemoryBroker
@@ -53,7 +53,13 @@ class Movers:
             return
         request_id, attempt = keys[move.choice // len(others) % len(keys)]
         address = WorkerId(move.source)
-        fetch = Fetch(request_id=request_id, attempt=attempt, source=address, source_address=address)
+        fetch = Fetch(
+            request_id=request_id,
+            attempt=attempt,
+            source=address,
+            source_address=address,
+            reason=FetchReason.BALANCE,
+        )
         for _ in range(1 + move.is_twice):
             task = asyncio.ensure_future(self._fetch(fetch, _UnderWay(request_id, source, target)))
             self._tasks.add(task)

@@ -1,24 +1,43 @@
-"""Running requests go from worker to worker with their KV, in simulated clusters: texts, what is computed again, faults."""
+"""Running requests go from worker to worker with their KV, in simulated clusters: texts, and what is computed again."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
+from typing import Any
 
 import numpy as np
 import pytest
 
-from services.worker.migration.fetching import ROOM_BLOCKS
-from shared.messages.fetch import FetchOutcome
+from services.worker.migration.departures import LEASE_S
+from services.worker.migration.fetching import KEPT_S
+from services.worker.migration.migration import Migration
+from shared.api_keys import Tier
+from shared.ids import RequestId, WorkerId
+from shared.messages.fetch import FETCH_LIMIT_S, Fetch, Fetched, FetchOutcome, FetchReason
+from shared.subjects import Subjects
+from shared.systems import SYSTEMS, Memory
+from shared.types import ReaderTarget
+from shared.wire import decode, encode
 from sim.cluster import ClusterParams, SimCluster
 from sim.devices.channel import ModelledLink
 from sim.requests import SimRequest
+from sim.worker import SimWorker
 from tests.support.sim_clusters import check_answers, cluster_of
 
-BLOCK = 16
+MIGRATING = sorted(
+    name
+    for name, system in SYSTEMS.items()
+    if system.memory is Memory.BOUNDED and system.num_stages == 1 and not system.shares_blocks
+)
+"""Systems whose requests can take their KV along."""
+MOVERS = count()
 
 
-def requests_of(count: int, seed: int = 0, *, num_prompt: int = 400, num_output: int = 200) -> list[SimRequest]:
+def requests_of(number: int, seed: int = 0, *, num_prompt: int = 400, num_output: int = 200) -> list[SimRequest]:
+    """Return chats and documents; some with log-probabilities, some with a reader of their own."""
     random = np.random.default_rng(seed)
     return [
         SimRequest(
@@ -26,8 +45,11 @@ def requests_of(count: int, seed: int = 0, *, num_prompt: int = 400, num_output:
             random.integers(300, 31_000, size=int(random.integers(num_prompt // 2, num_prompt))).astype(np.int32),
             num_output=int(random.integers(num_output // 2, num_output)),
             seed=i,
+            logprobs=2 if i % 5 == 0 else None,
+            qoe=ReaderTarget(ttft_s=1.0, speed_tokens_per_s=float(random.uniform(3, 15))) if i % 3 else None,
+            tier=Tier.FLEX if i % 4 == 3 else Tier.DEFAULT,
         )
-        for i in range(count)
+        for i in range(number)
     ]
 
 
@@ -35,32 +57,165 @@ def linked(params: ClusterParams, gbits: float = 25) -> ClusterParams:
     return replace(params, link=ModelledLink(latency_s=0.0001, bytes_per_s=gbits * 1e9 / 8))
 
 
-async def num_recomputed(cluster: SimCluster) -> int:
-    return sum(worker.service.engine.totals.num_generated_tokens for worker in cluster.workers)
+def migration_of(worker: SimWorker) -> Migration:
+    assert worker.service.migration is not None
+    return worker.service.migration
+
+
+def outcomes(workers: Sequence[SimWorker]) -> dict[FetchOutcome, int]:
+    counts: dict[FetchOutcome, int] = {}
+    for worker in workers:
+        for (_, outcome), number in migration_of(worker).fetching.outcomes.items():
+            counts[outcome] = counts.get(outcome, 0) + number
+    return counts
+
+
+def num_recomputed(workers: Sequence[SimWorker]) -> int:
+    """Return how many requests that have come computed more than two blocks again."""
+    return sum(worker.service.engine.sharing.coming.num_recomputed for worker in workers)
+
+
+async def fetch(cluster: SimCluster, name: str, source: str, target: str, attempt: int = 1) -> Fetched:
+    """Have a worker fetch a request that another one runs."""
+    asked = Fetch(
+        request_id=RequestId(name),
+        attempt=attempt,
+        source=WorkerId(source),
+        source_address=source,
+        reason=FetchReason.BALANCE,
+    )
+    bus = cluster.broker.connect(f"mover-{next(MOVERS)}")
+    data = await bus.request(Subjects().fetch(WorkerId(target)), encode(asked), timeout_s=FETCH_LIMIT_S)
+    return decode(data, Fetched)
+
+
+def check_nothing_is_kept(workers: Sequence[SimWorker]) -> None:
+    for worker in workers:
+        assert not worker.service.engine.sharing.coming.num_reservations
+        assert not len(migration_of(worker).departures)
+        assert worker.service.engine.num_used_blocks == 0 or worker.service.engine.table.num_sequences
 
 
 @pytest.mark.virtual_time
-@pytest.mark.parametrize("system", ["fcfs-chunked", "sluice", "kunserve"])
+@pytest.mark.parametrize("system", MIGRATING)
 async def test_a_worker_that_drains_gives_its_requests_away_with_their_kv(system: str) -> None:
-    async with SimCluster(linked(cluster_of(3, 1200, system="fcfs-chunked"))) as cluster:
+    """None is computed again but for two blocks at most, whatever the scheduler."""
+    more: dict[str, Any] = {"kv_bytes_per_token": 100_000}
+    async with SimCluster(linked(cluster_of(3, 1200, system=system, **more))) as cluster:
         asked = [asyncio.ensure_future(cluster.ask(request)) for request in requests_of(24)]
         await asyncio.sleep(1.0)
-        source = cluster.workers[0].service
-        num_here = source.engine.table.num_sequences
-        assert num_here
-        before = sum(worker.service.engine.totals.num_prompt_tokens for worker in cluster.workers)
-        await source.drain(5.0)
-        print(num_here, source.engine.table.num_sequences, asyncio.get_running_loop().time())
+        source, others = cluster.workers[0], cluster.workers[1:]
+        num_here = source.service.engine.table.num_sequences
+        assert num_here > 4
+        await source.service.drain(5.0)
+        assert not source.service.engine.table.num_sequences
+        assert migration_of(source).departures.num_left >= num_here - 2, "some may have ended"
         check_answers(cluster, await asyncio.gather(*asked))
-        for worker in cluster.workers:
-            migration = worker.service.migration
-            totals = worker.service.engine.totals
-            print(
-                worker.params.worker_id,
-                migration.departures.num_left,
-                migration.fetching.outcomes,
-                migration.fetching.num_blocks,
-                totals.num_prompt_tokens,
-                totals.num_prefix_cache_hits,
+        assert set(outcomes(others)) <= {FetchOutcome.MOVED, FetchOutcome.GONE}
+        assert num_recomputed(others) == 0
+        await asyncio.sleep(max(KEPT_S, LEASE_S) + 0.1)
+        check_nothing_is_kept(cluster.workers)
+
+
+@pytest.mark.virtual_time
+async def test_each_worker_in_turn_is_replaced_and_nothing_is_computed_again() -> None:
+    async with SimCluster(linked(cluster_of(3, 2400, system="sluice"))) as cluster:
+        asked = [asyncio.ensure_future(cluster.ask(request)) for request in requests_of(30, num_output=800)]
+        await asyncio.sleep(1.0)
+        for index in range(3):
+            old = cluster.workers[index]
+            assert old.service.engine.table.num_sequences
+            await old.stop(drain_limit_s=5.0)
+            new = SimWorker(
+                replace(old.params, incarnation=1), cluster.broker.connect(f"again-{index}"), network=cluster.network
             )
-        print(before)
+            await new.start()
+            cluster.workers[index] = new
+            await asyncio.sleep(1.0)
+        check_answers(cluster, await asyncio.gather(*asked))
+        assert num_recomputed(cluster.workers) == 0
+        assert not cluster.failures
+
+
+@pytest.mark.virtual_time
+async def test_a_move_by_hand_leaves_what_it_has_and_goes_on_elsewhere() -> None:
+    """Back and forth: what stays behind is cache, so the way back brings only what is new."""
+    async with SimCluster(linked(cluster_of(2, 1200))) as cluster:
+        (request,) = requests_of(1, num_output=1200)
+        asked = asyncio.ensure_future(cluster.ask(request))
+        await asyncio.sleep(0.5)
+        source = next(w for w in cluster.workers if w.service.engine.table.num_sequences).params.worker_id
+        target = "w1" if source == "w0" else "w0"
+        there = await fetch(cluster, "r0", source, target)
+        assert (there.outcome, there.num_blocks > 10) == (FetchOutcome.MOVED, True)
+        assert there.num_bytes == there.num_blocks * 16 * 196_608
+        await asyncio.sleep(0.5)
+        back = await fetch(cluster, "r0", target, source, attempt=2)
+        assert back.outcome is FetchOutcome.MOVED
+        assert 0 < back.num_blocks < there.num_blocks
+        assert (await fetch(cluster, "r0", target, source, attempt=2)).outcome is FetchOutcome.REFUSED, "it runs here"
+        assert (await fetch(cluster, "nobody", target, source)).outcome is FetchOutcome.GONE
+        assert (await fetch(cluster, "nobody", "w9", source)).outcome is FetchOutcome.LOST
+        assert num_recomputed(cluster.workers) == 0
+        check_answers(cluster, [await asked])
+        check_nothing_is_kept(cluster.workers)
+
+
+@pytest.mark.virtual_time
+async def test_a_target_without_room_refuses_and_nothing_has_changed() -> None:
+    params = cluster_of(2, 1200)
+    small = replace(params.workers[1], num_blocks=30, max_model_len=400)
+    async with SimCluster(linked(replace(params, workers=(params.workers[0], small)))) as cluster:
+        (request,) = requests_of(1, num_prompt=900, num_output=400)
+        asked = asyncio.ensure_future(cluster.ask(request))
+        await asyncio.sleep(1.0)
+        assert cluster.workers[0].service.engine.table.num_sequences
+        assert (await fetch(cluster, "r0", "w0", "w1")).outcome is FetchOutcome.FULL
+        check_nothing_is_kept(cluster.workers[1:])
+        check_answers(cluster, [await asked])
+
+
+@pytest.mark.virtual_time
+async def test_who_asks_twice_is_told_so_and_it_moves_once() -> None:
+    async with SimCluster(linked(cluster_of(3, 1200), gbits=1)) as cluster:
+        (request,) = requests_of(1, num_output=600)
+        asked = asyncio.ensure_future(cluster.ask(request))
+        await asyncio.sleep(0.5)
+        source = next(w for w in cluster.workers if w.service.engine.table.num_sequences).params.worker_id
+        first, second = (name for name in ("w0", "w1", "w2") if name != source)
+        answers = await asyncio.gather(
+            fetch(cluster, "r0", source, first),
+            fetch(cluster, "r0", source, first),
+            fetch(cluster, "r0", source, second),
+        )
+        said = [answer.outcome for answer in answers]
+        assert said.count(FetchOutcome.MOVED) == 1
+        assert set(said) <= {FetchOutcome.MOVED, FetchOutcome.REFUSED, FetchOutcome.GONE}
+        check_answers(cluster, [await asked])
+
+
+@pytest.mark.virtual_time
+async def test_a_reader_who_leaves_while_it_moves_leaves_nothing() -> None:
+    async with SimCluster(linked(cluster_of(2, 1200), gbits=1)) as cluster:
+        (request,) = requests_of(1, num_output=600)
+        asked = asyncio.ensure_future(cluster.ask(request))
+        await asyncio.sleep(0.5)
+        source = next(w for w in cluster.workers if w.service.engine.table.num_sequences).params.worker_id
+        moving = asyncio.ensure_future(fetch(cluster, "r0", source, "w1" if source == "w0" else "w0"))
+        await asyncio.sleep(0.3)
+        asked.cancel()
+        assert (await moving).outcome is FetchOutcome.GONE
+        await asyncio.sleep(0.1)
+        check_nothing_is_kept(cluster.workers)
+        assert not any(worker.service.engine.num_used_blocks for worker in cluster.workers)
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("change", [{"prefix_caching": False}, {"system": "bros"}])
+async def test_where_blocks_have_no_names_requests_move_without_their_kv(change: dict[str, Any]) -> None:
+    async with SimCluster(linked(cluster_of(2, 1200, **change))) as cluster:
+        asked = [asyncio.ensure_future(cluster.ask(request)) for request in requests_of(6)]
+        await asyncio.sleep(0.5)
+        await cluster.workers[0].service.drain(20.0)
+        check_answers(cluster, await asyncio.gather(*asked))
+        assert set(outcomes(cluster.workers)) <= {FetchOutcome.REFUSED}

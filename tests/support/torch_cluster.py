@@ -200,7 +200,16 @@ class TorchCluster:
         assert isinstance(loaded.device, TorchGroupDevice)
         reporter = make_reporter(settings, bus, incarnation)
         reporter.pid = self._num_processes
-        service = build_worker(settings, bus, loaded.executor, loaded.model, reporter, self._fail, device=loaded.device)
+        service = build_worker(
+            settings,
+            bus,
+            loaded.executor,
+            loaded.model,
+            reporter,
+            self._fail,
+            device=loaded.device,
+            network=loaded.network,
+        )
         worker = self.workers[name] = TorchWorker(service, loaded.device, bus, self._made[-1])
         worker.faulty.on_call = lambda: self._on_page_call(worker)
         service._tasks.start(reporter.run(), name=f"{name}-reporter")

@@ -23,7 +23,7 @@ from services.dispatcher.session.submission import next_submit
 from services.dispatcher.state import ClusterState
 from shared.api_keys import Tier
 from shared.ids import RequestId, WorkerId
-from shared.messages.fetch import Fetch, FetchOutcome
+from shared.messages.fetch import Fetch, FetchOutcome, FetchReason
 from shared.messages.owner import Owner
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
@@ -172,7 +172,11 @@ class Placing:
         num_output, tier = len(session.tokens), request.tier
         counted = self._cluster.submitted(target, request.num_prompt_tokens, num_output, self._now(), tier)
         fetch = Fetch(
-            request_id=request.request_id, attempt=before.number, source=before.worker_id, source_address=address
+            request_id=request.request_id,
+            attempt=before.number,
+            source=before.worker_id,
+            source_address=address,
+            reason=FetchReason.DRAIN,
         )
         try:
             return await self._calls.fetch(target, fetch)

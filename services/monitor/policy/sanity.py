@@ -19,6 +19,7 @@ MAX_TOTAL = 2**53
 """Totals stay exact in JSON readers that use doubles."""
 MAX_STEP_TIME_S = 3600.0
 MAX_TOKENS_PER_S = 1e9
+MAX_LINK_BYTES_PER_S = 1e13
 MAX_TEXT_CHARS = 512
 MAX_LAYERS = 512
 """No model has more; a planner's tables grow with the square."""
@@ -71,7 +72,7 @@ _LIMITS: dict[str, float] = (
     | dict.fromkeys(_BYTES, MAX_BYTES)
     | dict.fromkeys(_TOTALS, MAX_TOTAL)
     | _RATES
-    | {"plan_id": MAX_EPOCH}
+    | {"plan_id": MAX_EPOCH, "migration.bytes_per_s": MAX_LINK_BYTES_PER_S, "migration.seconds_total": MAX_TOTAL}
 )
 
 

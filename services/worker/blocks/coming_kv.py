@@ -25,6 +25,8 @@ from shared.ids import RequestId
 
 _EXCHANGE: Final = "KV that is on its way"
 """Owner of the pins, and of the names."""
+FEW_BLOCKS: Final = 2
+"""That any request computes again that migrates: the last one, which is not full, and one that a step has filled."""
 
 
 @dataclass(slots=True)
@@ -54,6 +56,10 @@ class ComingKv:
         self._coming: dict[RunName, Hashable] = {}
         """Of blocks whose KV is on its way: for whom."""
         self._reserved: dict[RequestId, _Reservation] = {}
+        self.num_recomputed_tokens = 0
+        """Of requests that have come: tokens whose KV was computed again."""
+        self.num_recomputed = 0
+        """Of these, requests of which more than `FEW_BLOCKS` were computed again."""
 
     def __len__(self) -> int:
         """Return the number of blocks whose KV is on its way."""
@@ -150,10 +156,18 @@ class ComingKv:
             self._reserved[request_id].is_here = True
             self._blocks.unpin(_room_of(request_id), first=True)
 
-    def has_it(self, request_id: RequestId) -> None:
-        """The request has found its KV, or has ended: no more has to be kept for it, unless some is being written."""
+    def has_it(self, request_id: RequestId, num_lacking: int | None = None) -> None:
+        """No more has to be kept for a request, unless some is being written.
+
+        Args:
+            request_id: it has found its KV, or has ended.
+            num_lacking: tokens that it has found no KV for; None: it has ended.
+        """
         if request_id in self._reserved and self._reserved[request_id].is_whole:
             self.release(request_id)
+            if num_lacking is not None:
+                self.num_recomputed_tokens += max(num_lacking - 1, 0)  # its newest token has had none
+                self.num_recomputed += num_lacking - 1 > FEW_BLOCKS * self._block_size
 
     def release(self, request_id: RequestId) -> None:
         """Keep nothing for a request any more: what has come of its KV may be used by anybody. Idempotent.

@@ -28,7 +28,7 @@ from services.worker.peers.frames import PeerLostError
 from services.worker.peers.greeting import PeerRefusedError
 from shared.errors import WireError
 from shared.ids import RequestId, WorkerId
-from shared.messages.fetch import Fetch, Fetched, FetchOutcome
+from shared.messages.fetch import Fetch, Fetched, FetchOutcome, FetchReason
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
 from shared.transport.bus import Message
@@ -43,6 +43,8 @@ TURN_LIMIT_S: Final = 4.0
 """Longest wait for its turn."""
 ROOM_BLOCKS: Final = 3
 """Free blocks for what a request computes next: the rest of its KV, and more."""
+RATE_WEIGHT: Final = 0.3
+"""Of one request's rate in the moving average."""
 SIBLING_POLL_S: Final = 0.01
 """Between looks for what comes for another request that began alike."""
 PIECE_BLOCKS: Final = 64
@@ -85,12 +87,14 @@ class Fetching:
         now: Callable[[], float],
         tasks: TaskOwner,
     ) -> None:
-        self.outcomes: Counter[FetchOutcome] = Counter()
+        self.outcomes: Counter[tuple[FetchReason, FetchOutcome]] = Counter()
         """Of all that were asked for since the start."""
-        self.num_blocks = self.num_bytes = 0
+        self.num_bytes = 0
         """That have come since the start."""
         self.busy_s = 0.0
-        """Seconds that took."""
+        """Seconds for which they were under way."""
+        self.bytes_per_s = 0.0
+        """See `MigrationPart`."""
         self._engine = engine
         self._network = network
         self._worker_id = worker_id
@@ -120,8 +124,13 @@ class Fetching:
                 answer = self._answer(asked, FetchOutcome.REFUSED, "its layers change, or it is about to stop")
             finally:
                 self._under_way.pop(asked.request_id, None)
-        self.outcomes[answer.outcome] += 1
+        self.outcomes[asked.reason, answer.outcome] += 1
         return encode(answer)
+
+    @property
+    def num_under_way(self) -> int:
+        """Requests that come now."""
+        return len(self._under_way)
 
     def state_of(self, request_id: RequestId) -> str:
         """Return how far a request is, in a word; empty: nothing is under way for it, and nothing kept."""
@@ -143,7 +152,7 @@ class Fetching:
     async def _fetch(self, asked: Fetch) -> Fetched:
         self._keep_no_more(asked.request_id)
         began_s, has_turn, has_moved = self._now(), False, False
-        one = self._states[asked.request_id] = _Fetch(asked, self._engine, self._wake)
+        one = self._states[asked.request_id] = _Fetch(asked, self._engine, self._wake, self._now)
         try:
             async with asyncio.timeout(TURN_LIMIT_S) as limit, self._turns:
                 has_turn = True
@@ -167,8 +176,11 @@ class Fetching:
                 del self._states[asked.request_id]
                 self._engine.sharing.coming.release(asked.request_id)
                 self._wake()
-            self.num_blocks, self.num_bytes = self.num_blocks + one.num_blocks, self.num_bytes + one.num_bytes
+            self.num_bytes += one.num_bytes
             self.busy_s += self._now() - began_s
+            if one.num_bytes and one.copying_s:
+                rate = one.num_bytes / one.copying_s
+                self.bytes_per_s += (rate - self.bytes_per_s) * (RATE_WEIGHT if self.bytes_per_s else 1.0)
         said = answer.outcome.value, answer.detail, one.num_blocks, round(self._now() - began_s, 4)
         names = ("outcome", "detail", "num_blocks", "took_s")
         _log.info("request_fetched", rid=asked.request_id, source=asked.source, **dict(zip(names, said, strict=True)))
@@ -204,8 +216,11 @@ class Fetching:
 class _Fetch:
     """One request on its way."""
 
-    def __init__(self, asked: Fetch, engine: Engine, wake: Callable[[], None]) -> None:
+    def __init__(self, asked: Fetch, engine: Engine, wake: Callable[[], None], now: Callable[[], float]) -> None:
         self.asked = asked
+        self.copying_s = 0.0
+        """That it took them."""
+        self._now = now
         self.num_blocks = self.num_bytes = 0
         """That have come."""
         self.state = "asked"
@@ -250,7 +265,9 @@ class _Fetch:
         for first in range(0, len(missing), PIECE_BLOCKS):
             piece = missing.only(range(first, min(first + PIECE_BLOCKS, len(missing))))
             self.state = "copying"
+            began_s = self._now()
             self.num_bytes += await link.get(piece)
+            self.copying_s += self._now() - began_s
             self.num_blocks += len(piece)
             coming_kv.arrived(piece)
             self._wake()

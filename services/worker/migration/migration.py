@@ -12,6 +12,7 @@ from services.worker.migration.departures import Departures
 from services.worker.migration.fetching import Fetching
 from services.worker.migration.kv_link import KvNetwork
 from shared.ids import WorkerId
+from shared.messages.report import FetchCount, MigrationPart
 from shared.process.tasks import TaskOwner
 
 
@@ -52,6 +53,7 @@ class Migration:
             now=now,
             tasks=tasks,
         )
+        self._coming = engine.sharing.coming
         self._network = network
 
     @property
@@ -62,6 +64,23 @@ class Migration:
     def start(self) -> None:
         """Let others fetch from here from now on."""
         self._network.serve(self.departures)
+
+    def look(self) -> MigrationPart:
+        """Return what the worker reports of it."""
+        fetching, coming = self.fetching, self._coming
+        return MigrationPart(
+            num_fetching=fetching.num_under_way,
+            num_left_total=self.departures.num_left,
+            fetches_total=tuple(
+                FetchCount(reason=reason, outcome=outcome, count=count)
+                for (reason, outcome), count in sorted(fetching.outcomes.items())
+            ),
+            num_bytes_total=fetching.num_bytes,
+            seconds_total=fetching.busy_s,
+            num_recomputed_tokens_total=coming.num_recomputed_tokens,
+            num_recomputed_total=coming.num_recomputed,
+            bytes_per_s=fetching.bytes_per_s,
+        )
 
     async def abort(self) -> None:
         """Give up what is under way, both ways: when it returns nothing of the KV is pinned, read or written for it."""

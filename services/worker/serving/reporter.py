@@ -19,7 +19,7 @@ from services.worker.roles.resident import Resident
 from services.worker.roles.role import Role
 from shared.ids import Incarnation, WorkerId
 from shared.messages.event import Event
-from shared.messages.report import ElasticFacts, TransferProgress, WorkerPhase, WorkerReport
+from shared.messages.report import ElasticFacts, MigrationPart, TransferProgress, WorkerPhase, WorkerReport
 from shared.process.log import get_logger
 from shared.subjects import Subjects
 from shared.transport.bus import Bus, BusError
@@ -79,6 +79,7 @@ class Reporter:
         self._resident: Callable[[], Resident] | None = None
         self._moves: Callable[[], tuple[TransferProgress, ...]] | None = None
         self._readers: Callable[[], ReadersNow] | None = None
+        self._migration: Callable[[], MigrationPart] | None = None
         self._holds: Callable[[], str] = str
         self._told_held = False
         self._cost, self._num_lanes = CostEstimate(), 1
@@ -126,6 +127,10 @@ class Reporter:
     def watch_readers(self, look: Callable[[], ReadersNow]) -> None:
         """Say with each report how much text readers have."""
         self._readers = look
+
+    def watch_migration(self, look: Callable[[], MigrationPart]) -> None:
+        """Say with each report which requests have changed their worker."""
+        self._migration = look
 
     def watch_holds(self, look: Callable[[], str]) -> None:
         """Say with each report why the worker makes no steps; empty: it does."""
@@ -246,6 +251,8 @@ class Reporter:
             found |= {name: size for name, size in sizes.items() if size is not None}
         if self._moves is not None:
             found["moves"] = self._moves()
+        if self._migration is not None:
+            found["migration"] = self._migration()
         if self._readers is not None:
             found |= asdict(self._readers())
         return found

@@ -20,6 +20,7 @@ from services.worker.executor.step_threads import StepThreads
 from services.worker.load import check_start, load_executor
 from services.worker.models.spec import read_spec
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
+from tests.support.loading import close_loaded
 from tests.support.peers import PASSWORD
 from tests.support.runners import open_runner, runner_settings
 from tests.unit.worker.executor.test_kept_steps import SLOW, noted, taken
@@ -120,8 +121,6 @@ async def _started(system: str, costs_kept: Path | None) -> CostFitting:
         costs_kept=costs_kept,
     )
     loaded = await load_executor(settings, check_start(settings), lambda _done, _what: None)
-    if loaded.device is not None:
-        await loaded.device.close()
-    await loaded.executor.close()
+    await close_loaded(loaded)
     assert loaded.model.fitting is not None
     return loaded.model.fitting

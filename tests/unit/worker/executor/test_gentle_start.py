@@ -15,6 +15,7 @@ from services.worker import __main__ as worker
 from services.worker import load
 from services.worker.config import KernelKind, WorkerSettings
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
+from tests.support.loading import close_loaded
 
 MODEL = Path(__file__).parents[4] / "demo_model" / "model"
 
@@ -32,18 +33,18 @@ async def niceness_while(monkeypatch: pytest.MonkeyPatch, device: str = "cpu") -
     """Return the niceness of what loads and of a thread that it makes, and of what tries steps for their time."""
     loading, trying = list[int](), list[int]()
 
-    def load_runner(*_: Any) -> SimpleNamespace:
+    def load_whole(*_: Any) -> tuple[SimpleNamespace, str]:
         helper = threading.Thread(target=lambda: loading.append(niceness()))
         helper.start()
         helper.join()
         loading.append(niceness())
-        return SimpleNamespace(info=None)
+        return SimpleNamespace(runner=None), ""
 
     def tried(*_: Any) -> None:
         trying.append(niceness())
         raise SeenError
 
-    monkeypatch.setattr(load, "_load_runner", load_runner)
+    monkeypatch.setattr(load, "_load_whole", load_whole)
     monkeypatch.setattr(load, "_tried", tried)
     settings = WorkerSettings(model=MODEL, device=device)
     with pytest.raises(SeenError):
@@ -93,7 +94,7 @@ async def test_threads_that_torch_keeps_have_the_priority_of_a_worker_that_serve
     folder = stored_checkpoint(CheckpointShape())[0]
     settings = WorkerSettings(model=folder, memory=64 * 2**20, kernels=KernelKind.TORCH, threads=3)
     loaded = await load.load_executor(settings, load.check_start(settings), lambda *_: None)
-    await loaded.executor.close()
+    await close_loaded(loaded)
     assert (pool.size, pool.made_at) == (3, before)
 
 

@@ -95,6 +95,7 @@ async def live(system: str, folder: Path, kind: ExecutorKind) -> AsyncIterator[B
         reporter,
         lambda _, error: failures.append(error),
         device=loaded.device,
+        network=loaded.network,
     )
     await worker.start()
     cost = loaded.model.cost.now

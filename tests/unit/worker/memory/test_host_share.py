@@ -18,6 +18,7 @@ from shared.errors import StartupError
 from shared.host import free_memory
 from shared.systems import SYSTEMS
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
+from tests.support.loading import close_loaded
 
 KEEPING = sorted(name for name, system in SYSTEMS.items() if system.keeps_on_host)
 BLOCK = 8192
@@ -105,7 +106,7 @@ async def test_a_worker_says_once_what_it_takes(
     assert (0 if host is None else host.num_blocks) == num_blocks
     (said,) = [log for log in logs if log["event"] == "host_memory"]
     assert (said["num_blocks"], said["num_bytes"], said["by"]) == (num_blocks, num_blocks * BLOCK, "default")
-    await loaded.executor.close()
+    await close_loaded(loaded)
 
 
 # What is free

@@ -24,6 +24,7 @@ from shared.systems import (
     find_live_system,
 )
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
+from tests.support.loading import close_loaded
 
 UNLIMITED = ["oracle", "andes-unlimited"]
 VERSIONS = ["kunserve", "kunserve-v1", "kunserve-v2"]
@@ -176,9 +177,7 @@ async def test_a_worker_has_the_host_memory_that_it_is_given(system: str, kind: 
     assert host.block_copy_s > 0
     assert kind is ExecutorKind.TORCH or host.block_copy_s == pytest.approx(8192 / 25e9)
     assert kind is ExecutorKind.TORCH or loaded.model.cost.token_s > 0  # there it is timed
-    if loaded.device is not None:
-        await loaded.device.close()
-    await loaded.executor.close()
+    await close_loaded(loaded)
 
 
 @pytest.mark.parametrize("kind", [ExecutorKind.MODELLED, ExecutorKind.TORCH])
@@ -191,9 +190,7 @@ async def test_a_worker_overlaps_its_steps_if_it_is_told_to(
     chosen = settings(system, executor=kind, overlap=overlap, memory=2**25, page_bytes=2**16)
     loaded = await load_executor(chosen, check_start(chosen), lambda _done, _what: None)
     assert (loaded.executor.depth, loaded.executor.num_lanes) == (2 if overlap else 1, 1)
-    if loaded.device is not None:
-        await loaded.device.close()
-    await loaded.executor.close()
+    await close_loaded(loaded)
 
 
 def test_a_system_of_groups_shares_no_blocks() -> None:
