@@ -1,0 +1,184 @@
+"""What a source keeps for who fetches a request: blocks as they are, a lease, and a row that leaves or goes on."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from services.worker.engine.engine import Engine
+from services.worker.migration.departures import LEASE_S, MAX_DEPARTURES, Departure, Departures
+from services.worker.migration.kv_messages import GetKv, HasLeft, KvListed, LetGo, ListKv, NotHere, unpack_names
+from shared.errors import WireError
+from shared.ids import RequestId, WorkerId
+from shared.types import FinishReason
+from tests.support.engine_builders import new_sequence
+from tests.support.engine_harness import EngineHarness, make_harness
+
+ONE = ListKv(request_id=RequestId("r0"), attempt=1)
+
+
+class Source:
+    """An engine with one long sequence under way, and what is open there."""
+
+    def __init__(self) -> None:
+        self.harness = make_harness(num_blocks=40, max_model_len=120, depth=1)
+        self.reason = ""
+        self.num_wakes = self.num_ends = 0
+        self.departures = Departures(self.harness.engine, self.wake, lambda: self.reason)
+        self.harness.add(new_sequence(0, num_prompt=30, max_tokens=60))
+        while self.engine.table.num_computed[0] < 30:
+            self.harness.step()
+
+    @property
+    def engine(self) -> Engine:
+        return self.harness.engine
+
+    def wake(self) -> None:
+        self.num_wakes += 1
+
+    def end(self) -> None:
+        self.num_ends += 1
+
+    def open(self) -> Departure:
+        departure = self.departures.open(WorkerId("w1"), self.end)
+        assert departure is not None
+        return departure
+
+
+async def listed(departure: Departure) -> tuple[bytes, ...]:
+    said = await departure.answer(ONE)
+    assert isinstance(said, KvListed)
+    return unpack_names(said.names)
+
+
+def fill_up(harness: EngineHarness) -> None:
+    """Let others take all memory, so that whatever nobody holds or pins is lost."""
+    for name in range(1, 9):
+        harness.add(new_sequence(name, num_prompt=24, max_tokens=30))
+    for _ in range(25):
+        harness.step()
+
+
+@pytest.mark.virtual_time
+async def test_what_is_listed_stays_as_it_is_whatever_becomes_of_the_row() -> None:
+    source = Source()
+    departure = source.open()
+    names = await listed(departure)
+    assert len(names) == 30 // source.engine.config.block_size
+    ids = departure.ids_of(GetKv(names=b"".join(names)))
+    before = source.harness.kv.slots(ids)
+    source.engine.registry.cancel(RequestId("r0"), 1)
+    fill_up(source.harness)
+    assert (source.harness.kv.slots(ids) == before).all(), "a block was handed out that somebody reads"
+    assert isinstance(await departure.answer(ONE), NotHere)
+    departure.close()
+    assert not source.engine.blocks.pins.any()
+    source.harness.finish()
+
+
+@pytest.mark.virtual_time
+async def test_a_list_grows_with_the_text_and_pins_each_block_once() -> None:
+    source = Source()
+    departure = source.open()
+    first = await listed(departure)
+    for _ in range(10):
+        source.harness.step()
+    second = await listed(departure)
+    assert second[: len(first)] == first
+    assert len(second) > len(first)
+    assert source.engine.blocks.pins.max() == 1
+    with pytest.raises(WireError, match="not listed"):
+        departure.ids_of(GetKv(names=b"x" * 16))
+    departure.close()
+    assert not source.engine.blocks.pins.any()
+
+
+@pytest.mark.virtual_time
+async def test_a_row_leaves_when_its_step_is_back_and_says_whereto() -> None:
+    source = Source()
+    departure = source.open()
+    await listed(departure)
+    source.harness.submitted()
+    leaving = asyncio.ensure_future(departure.answer(LetGo()))
+    await asyncio.sleep(0)
+    assert source.engine.registry.leaving
+    assert source.num_wakes
+    source.harness.land()
+    assert isinstance(await leaving, HasLeft)
+    story = source.harness.stories[1000]
+    assert story.finish is FinishReason.RELEASED
+    assert source.departures.num_left == 1
+    departure.close()
+    assert not len(source.departures)
+    source.harness.judge()
+
+
+@pytest.mark.virtual_time
+async def test_a_row_that_was_to_leave_goes_on_if_the_connection_ends_first() -> None:
+    source = Source()
+    departure = source.open()
+    await listed(departure)
+    source.harness.submitted()
+    leaving = asyncio.ensure_future(departure.answer(LetGo()))
+    await asyncio.sleep(0)
+    departure.close()
+    assert isinstance(await leaving, NotHere)
+    assert not source.engine.registry.leaving
+    source.harness.finish()
+    assert source.harness.stories[1000].finish is FinishReason.LENGTH
+
+
+@pytest.mark.virtual_time
+async def test_who_asks_nothing_more_loses_the_lease() -> None:
+    source = Source()
+    departure = source.open()
+    await listed(departure)
+    await asyncio.sleep(0.9 * LEASE_S)
+    await listed(departure)
+    await asyncio.sleep(0.9 * LEASE_S)
+    assert source.num_ends == 0
+    assert source.engine.blocks.pins.any()
+    await asyncio.sleep(0.2 * LEASE_S)
+    assert (source.num_ends, len(source.departures)) == (1, 0)
+    assert not source.engine.blocks.pins.any()
+    assert isinstance(await departure.answer(ONE), NotHere)
+    with pytest.raises(WireError):
+        departure.ids_of(GetKv(names=b""))
+
+
+@pytest.mark.virtual_time
+async def test_nothing_leaves_while_the_worker_says_why_not_and_each_lease_is_for_one_request() -> None:
+    source = Source()
+    source.harness.add(new_sequence(1, num_prompt=9))
+    source.reason = "it is in a group"
+    departure = source.open()
+    said = await departure.answer(ONE)
+    assert isinstance(said, NotHere)
+    assert (said.is_refused, said.detail) == (True, "it is in a group")
+    source.reason = ""
+    await listed(departure)
+    other = await departure.answer(ListKv(request_id=RequestId("r1"), attempt=1))
+    assert isinstance(other, NotHere)
+    assert not other.is_refused
+    assert isinstance(await source.open().answer(LetGo()), NotHere), "nothing was listed"
+    source.reason = "plan 7"
+    said = await departure.answer(LetGo())
+    assert isinstance(said, NotHere)
+    assert said.is_refused
+    source.departures.close()
+    assert (source.num_ends, len(source.departures)) == (2, 0)
+    assert not source.engine.blocks.pins.any()
+
+
+@pytest.mark.virtual_time
+async def test_only_so_many_are_fetched_at_a_time() -> None:
+    source = Source()
+    opened = [source.open() for _ in range(MAX_DEPARTURES)]
+    assert source.departures.open(WorkerId("w1"), source.end) is None
+    opened[0].close()
+    source.open()
+    source.departures.close()
+    assert source.num_ends == MAX_DEPARTURES
+    assert np.count_nonzero(source.engine.blocks.pins) == 0
