@@ -43,7 +43,7 @@ async def num_lost(cluster: Cluster) -> dict[str, int]:
     """Return how many requests have lost their worker, by how; a worker that is about to stop loses none."""
     async with cluster.bus() as bus:
         counts: dict[str, int] = (await cluster.dump(bus, "dispatcher-0"))["num_lost"]
-    return {how: count for how, count in counts.items() if how != "draining"}
+    return {how: count for how, count in counts.items() if how not in ("draining", "released")}
 
 
 async def strike(cluster: StagedCluster, fault: str) -> None:

@@ -202,17 +202,23 @@ class SequenceRegistry:
         extras = tuple(RowExtra(i, moved_to=moved_to) for i in range(len(events)) if moved_to)
         self._events.append(replace(events, extras=extras))
 
-    def leave(self, row: int, moved_to: str, on_over: Callable[[bool], None]) -> None:
+    def leave(self, row: int, moved_to: str, on_over: Callable[[bool], None]) -> bool:
         """Release a row as soon as it is in no batch and no copy; from now on it comes into none.
 
         Args:
             row: goes on at another worker.
             moved_to: at which one.
             on_over: told once whether it has been released; not if it ends before, or stays.
+
+        Returns:
+            False if it leaves already, for whoever came first; nobody is told then.
         """
+        if row in self._leaving:
+            return False
         self._table.hold[row] |= Hold.LEAVING
         self._leaving[row] = moved_to, on_over
         self.let_leave()
+        return True
 
     def stay(self, row: int) -> None:
         """Let a row that was to leave go on here. Idempotent; the caller wakes the step loop."""

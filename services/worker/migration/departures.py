@@ -174,8 +174,10 @@ class Departure:
             return NotHere(detail="it is not here, or no longer")
         if reason := self._departures.refusal():
             return NotHere(detail=reason, is_refused=True)
-        self._leaving = leaving = asyncio.get_running_loop().create_future()
-        self._engine.registry.leave(row, self._target, leaving.set_result)
+        leaving: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        if not self._engine.registry.leave(row, self._target, leaving.set_result):
+            return NotHere(detail="it leaves already, for another worker", is_refused=True)
+        self._leaving = leaving
         self._departures.wake()
         if not await asyncio.shield(leaving):
             return NotHere(detail="it has ended, or goes on here")

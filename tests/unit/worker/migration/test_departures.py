@@ -131,6 +131,26 @@ async def test_a_row_that_was_to_leave_goes_on_if_the_connection_ends_first() ->
 
 
 @pytest.mark.virtual_time
+async def test_of_two_who_fetch_one_request_the_second_is_refused_and_hinders_nobody() -> None:
+    source = Source()
+    first, second = source.open(), source.open()
+    await listed(first)
+    await listed(second)
+    source.harness.submitted()
+    leaving = asyncio.ensure_future(first.answer(LetGo()))
+    await asyncio.sleep(0)
+    refused = await second.answer(LetGo())
+    assert isinstance(refused, NotHere)
+    assert refused.is_refused
+    second.close()
+    assert source.engine.registry.leaving, "it leaves for the first one"
+    source.harness.land()
+    assert isinstance(await leaving, HasLeft)
+    first.close()
+    source.harness.judge()
+
+
+@pytest.mark.virtual_time
 async def test_who_asks_nothing_more_loses_the_lease() -> None:
     source = Source()
     departure = source.open()
