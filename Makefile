@@ -14,6 +14,8 @@ COMPOSE_CHECK := ../shared/tools/compose-check.sh
 # of `make test-pauses`
 KIND ?= all
 SEED ?= 0
+ABOUT ?= migration
+COUNT ?= 2000
 
 # with a torch that has CUDA, which `make install` does not bring
 GPU_PYTHON ?= $(BIN)/python
@@ -23,7 +25,7 @@ GPU_MODEL ?= /tmp/sluice-llama3-8b
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-faults test-pauses test-torch-kernels test-browser test-compose gpu-check gpu-figures mutation check format clean
+.PHONY: help install demo test test-slow test-faults test-pauses test-torch-kernels test-browser test-compose gpu-check gpu-figures campaign mutation check format clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -106,6 +108,9 @@ gpu-figures: ## what docs/results/gpu.md asks for, on a model of 8 G parameters 
 	$(GPU_PYTHON) -m benchmarks.overlap --model $(GPU_MODEL)
 	$(GPU_PYTHON) -m benchmarks.group_change --model $(GPU_MODEL) --device cuda --memory 36GiB --exchange-memory 4GiB --stages 2
 	$(GPU_PYTHON) -m benchmarks.remap --device cuda
+
+campaign: $(VENV)/.dev ## run COUNT seeds of random faults on the virtual clock: ABOUT=all|groups|migration
+	$(BIN)/python -m sim.faults --about $(ABOUT) --count $(COUNT)
 
 mutation: $(VENV)/.dev $(VENV)/.native ## make 200 small faults in the code, one at a time, and count those that tests notice
 	$(BIN)/python -m tests.mutation

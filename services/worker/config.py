@@ -83,7 +83,7 @@ class WorkerSettings(ServiceSettings):
     """Size of the pages of `memory` that change hands between parameters and KV, a multiple of 4 KiB, on CUDA of 2 MiB;
     only systems that drop layers take it."""
     stage_host: Host = "127.0.0.1"
-    """Address on which other stages of a pipeline group reach this worker; only systems that drop layers listen."""
+    """Address on which other workers reach this one: who fetches its requests, and the other stages of a group."""
     stage_port: Annotated[int, Field(ge=0, le=65_535)] = 0
     """Port for them; 0 takes any that is free."""
     stage_advertise: str = ""

@@ -23,6 +23,7 @@ FOLDERS = {
     "executor": "services/worker/executor sampling models attention fused native modelled",
     "elastic-memory": "services/worker/memory",
     "groups": "services/worker/roles kv_moves pages pipeline peers",
+    "migration": "services/worker/migration",
     "bus": "shared",
     "simulation": "sim",
     "scenarios": "sim/experiment scenarios workload catalog",
