@@ -209,7 +209,7 @@ async def _torch(
 
     facts = replace(_facts(loaded.runner.info, fitting), digest=digest)
     peers = await _peers(settings, incarnation, digest)
-    network = None if peers is None else SocketKvNetwork(peers, lambda: loaded.cache)
+    network = None if peers is None else SocketKvNetwork(peers, lambda: loaded.cache, lambda: loaded.runner.host)
     return Loaded(ThreadExecutor(loaded.runner, loop), facts, network=network)
 
 
@@ -268,7 +268,8 @@ async def _in_pages(
         peers_first=settings.load_from is LoadFrom.PEERS,
         cost=facts.cost,
     )
-    return Loaded((await device.alone()).executor, facts, device, SocketKvNetwork(peers, lambda: model.cache))
+    network = SocketKvNetwork(peers, lambda: model.cache, lambda: model.host)
+    return Loaded((await device.alone()).executor, facts, device, network)
 
 
 def _import_torch() -> None:

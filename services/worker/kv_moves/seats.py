@@ -20,7 +20,7 @@ from services.worker.kv_moves.places import GroupPlace
 from services.worker.peers.greeting import PeerHello, PeerRefusedError, Purpose
 from shared.ids import WorkerId
 
-GROUP_PURPOSES: Final = frozenset(Purpose) - {Purpose.PARAMETERS}
+GROUP_PURPOSES: Final = frozenset(Purpose) - {Purpose.PARAMETERS, Purpose.FETCH}
 """Of connections for which a member waits."""
 
 

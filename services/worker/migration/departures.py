@@ -17,6 +17,7 @@ import numpy as np
 
 from services.worker.blocks.prefix import RunName
 from services.worker.contract.arrays import I32
+from services.worker.contract.kept_kv import as_host_id
 from services.worker.engine.engine import Engine
 from services.worker.migration.kv_messages import (
     GetKv,
@@ -142,6 +143,8 @@ class Departure:
         if self._leaving is not None and not self._leaving.done() and row is not None:
             self._engine.registry.stay(row)
         self._engine.blocks.unpin(self._owner)
+        if self._engine.swapping is not None:
+            self._engine.swapping.host.unpin(self._owner)
         self._ids.clear()
         self._departures.forget(self)
         self._departures.wake()
@@ -161,12 +164,21 @@ class Departure:
             return NotHere(detail="it is not here, or no longer")
         engine = self._engine
         runs = engine.table.status[row] == Status.RUNNING
-        kept = engine.sharing.computed([row]) if runs else engine.sharing.kept([row])
+        kept = engine.sharing.computed([row]) if runs else engine.kept([row])
         new = [place for place, name in enumerate(kept.names) if name not in self._ids]
         if new:
-            engine.blocks.pin_kept(kept.ids[new], self._owner)
+            self._pin(kept.ids[new])
             self._ids.update((kept.names[place], int(kept.ids[place])) for place in new)
         return KvListed(names=pack_names(kept.names))
+
+    def _pin(self, ids: I32) -> None:
+        """Let blocks, named as in `KeptKv`, stay as they are, on the device and on the host."""
+        on_host, engine = ids < 0, self._engine
+        if not on_host.all():
+            engine.blocks.pin_kept(ids[~on_host], self._owner)
+        if on_host.any():
+            assert engine.swapping is not None, "nothing is on a host"
+            engine.swapping.host.pin_kept(as_host_id(ids[on_host]), self._owner)
 
     async def _let_go(self) -> HasLeft | NotHere:
         row = self._row

@@ -27,6 +27,7 @@ from services.worker.contract.arrays import I32
 from services.worker.contract.kept_kv import KeptKv
 from services.worker.kv_moves.kv_wire import CHUNK_BYTES, PIECE_BYTES, KvSocket
 from services.worker.memory.block_copies import NUM_SIDES, block_bytes, copy_blocks, scatter_block_bytes, settle
+from services.worker.memory.host_kv import HostKV
 from services.worker.memory.kv_cache import KVCache
 from services.worker.migration.departures import Departure, Departures
 from services.worker.migration.kv_messages import (
@@ -64,11 +65,15 @@ class SocketKvNetwork:
     Args:
         peers: this worker among the others; owned.
         cache: returns its keys and values, of all layers; they stay where they are until `disconnect` has returned.
+        host: returns its memory for KV on the host; None: there is none.
     """
 
-    def __init__(self, peers: Peers, cache: Callable[[], KVCache]) -> None:
+    def __init__(
+        self, peers: Peers, cache: Callable[[], KVCache], host: Callable[[], HostKV | None] = lambda: None
+    ) -> None:
         self._peers = peers
         self._cache = cache
+        self._host = host
         self._loop = asyncio.get_running_loop()
         self._departures: Departures | None = None
         self._served: set[_Served] = set()
@@ -114,7 +119,7 @@ class SocketKvNetwork:
         departure = self._departures.open(hello.worker_id, wire.shut)
         if departure is None:
             raise PeerRefusedError("too many are fetched from here")
-        served = _Served(wire, departure, self._cache(), self._loop)
+        served = _Served(wire, departure, self._cache(), self._host(), self._loop)
         self._served.add(served)
         served.ended.add_done_callback(lambda _: self._served.discard(served))
         served.start()
@@ -176,12 +181,20 @@ class SocketKvLink:
 class _Served:
     """The source's end of one connection, and its thread."""
 
-    def __init__(self, wire: KvSocket, departure: Departure, cache: KVCache, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        wire: KvSocket,
+        departure: Departure,
+        cache: KVCache,
+        host: HostKV | None,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
         self.wire = wire
         self.ended: asyncio.Future[None] = loop.create_future()
         """Nothing is read any more."""
         self._departure = departure
         self._cache = cache
+        self._host = host
         self._loop = loop
         self._thread = threading.Thread(target=self._work, name="KV for another worker", daemon=True)
 
@@ -212,7 +225,7 @@ class _Served:
     def _answer(self, asked: _Asked) -> None:
         if isinstance(asked, GetKv):
             ids = self._on_loop(lambda: self._departure.ids_of(asked))
-            for piece, layer, side, data in _copied(ids, self._cache):
+            for piece, layer, side, data in _copied(ids, self._cache, self._host):
                 self.wire.send_chunk(data)
                 if (layer, side) == (self._cache.layers[-1], NUM_SIDES - 1) and len(piece):
                     self._loop.call_soon_threadsafe(self._departure.renew)
@@ -249,10 +262,10 @@ def _chunks(ids: I32, cache: KVCache) -> Iterator[tuple[I32, int, int]]:
                 yield piece, layer, side
 
 
-def _copied(ids: I32, cache: KVCache) -> Iterator[tuple[I32, int, int, memoryview]]:
+def _copied(ids: I32, cache: KVCache, host: HostKV | None) -> Iterator[tuple[I32, int, int, memoryview]]:
     """Yield the same, and what the blocks hold."""
     for piece in _pieces(ids, cache):
-        copies = copy_blocks(cache, piece)
+        copies = copy_blocks(cache, piece, host)
         for layer in cache.layers:
             for side in range(NUM_SIDES):
                 yield piece, layer, side, copies.bytes_of(layer, side, 0, len(piece))
