@@ -226,6 +226,8 @@ class ModelledKvLink:
     async def _at_source(self, work: Callable[[], Awaitable[T]]) -> T:
         """Have something done at the source; raises `PeerLostError` if the connection ends first."""
         await asyncio.sleep(self._paths.link.latency_s)
+        if self._lost.done():
+            raise PeerLostError(self._lost.result())
         result: Future[T] = asyncio.get_running_loop().create_future()
         self._source.run(work, result)
         answer = await self._unless_lost(result)

@@ -325,9 +325,9 @@ class Chaos:
         copy.take_from(self.harness.kv, kept.ids, kept.ids)
         return kept, copy
 
-    def _is_over(self, story: Story, kept: KeptKv, copy: StagedKv, has_left: bool) -> None:
-        self.counts["left" if has_left else "not left"] += 1
-        if has_left:
+    def _is_over(self, story: Story, kept: KeptKv, copy: StagedKv, num_computed: int | None) -> None:
+        self.counts["not left" if num_computed is None else "left"] += 1
+        if num_computed is not None:
             self._returning.append(Returning(story, kept, copy))
 
     def come_again(self) -> None:
@@ -360,7 +360,7 @@ class Chaos:
                 coming.release(request_id)
             elif one.is_reserved:
                 self.counts["whole"] += 1
-                coming.is_whole(request_id)
+                coming.is_whole(request_id, 0)
             self._offer_again(one)
         self.harness.settle()
 

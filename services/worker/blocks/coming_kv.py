@@ -36,6 +36,8 @@ class _Reservation:
     names: set[RunName] = field(default_factory=set)
     """Of the blocks that are kept for it, here or on their way."""
     is_whole: bool = False
+    num_computed: int = 0
+    """Once it is: tokens whose KV there was where it comes from."""
     is_here: bool = False
     """It has come."""
 
@@ -145,10 +147,16 @@ class ComingKv:
             blocks.set_aside(num_more, _room_of(request_id))
         return KeptKv(missing, blocks.set_aside(len(missing), owner)) if missing else NOTHING_KEPT
 
-    def is_whole(self, request_id: RequestId) -> None:
-        """All that comes for a request is here: nothing is written for it any more."""
+    def is_whole(self, request_id: RequestId, num_computed: int) -> None:
+        """All that comes for a request is here: nothing is written for it any more.
+
+        Args:
+            request_id: whose.
+            num_computed: its tokens whose KV there was where it comes from.
+        """
         assert _owner(request_id) not in self._coming.values(), "some of it is on its way"
-        self._reserved[request_id].is_whole = True
+        reservation = self._reserved[request_id]
+        reservation.is_whole, reservation.num_computed = True, num_computed
 
     def give_room(self, request_id: RequestId) -> None:
         """The request has come: the blocks for what it computes next are free for it, if there are any."""
@@ -156,18 +164,19 @@ class ComingKv:
             self._reserved[request_id].is_here = True
             self._blocks.unpin(_room_of(request_id), first=True)
 
-    def has_it(self, request_id: RequestId, num_lacking: int | None = None) -> None:
+    def has_it(self, request_id: RequestId, num_found: int | None = None) -> None:
         """No more has to be kept for a request, unless some is being written.
 
         Args:
             request_id: it has found its KV, or has ended.
-            num_lacking: tokens that it has found no KV for; None: it has ended.
+            num_found: tokens that it has found KV for; None: it has ended.
         """
-        if request_id in self._reserved and self._reserved[request_id].is_whole:
+        reservation = self._reserved.get(request_id)
+        if reservation is not None and reservation.is_whole:
             self.release(request_id)
-            if num_lacking is not None:
-                self.num_recomputed_tokens += max(num_lacking - 1, 0)  # its newest token has had none
-                self.num_recomputed += num_lacking - 1 > FEW_BLOCKS * self._block_size
+            num_lost = 0 if num_found is None else max(reservation.num_computed - num_found, 0)
+            self.num_recomputed_tokens += num_lost
+            self.num_recomputed += num_lost > FEW_BLOCKS * self._block_size
 
     def release(self, request_id: RequestId) -> None:
         """Keep nothing for a request any more: what has come of its KV may be used by anybody. Idempotent.

@@ -113,8 +113,7 @@ class Sharing:
             self._blocks.share(row, ids, match.partial, owner)
             if self.prefix_caching:
                 self._claim(row, self._chains[row], len(match.ids))
-                num_lacking = int(self._table.num_known[row]) - match.num_tokens
-                self.coming.has_it(self._table.sequence(row).key[0], num_lacking)
+                self.coming.has_it(self._table.sequence(row).key[0], match.num_tokens)
         return [match.num_tokens for match in matches]
 
     def comes_back(self, row: int) -> None:

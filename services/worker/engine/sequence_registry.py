@@ -51,7 +51,7 @@ class SequenceRegistry:
         self._events: list[StepEvents] = []
         self._newest: dict[RequestId, int] = {}
         """Row of a request's newest attempt."""
-        self._leaving: dict[int, tuple[str, Callable[[bool], None]]] = {}
+        self._leaving: dict[int, tuple[str, Callable[[int | None], None]]] = {}
         """Rows that go on elsewhere: where, and who is told once that is so, or is not."""
 
     def add(self, new: NewSequence) -> int | AddRefusal:
@@ -202,13 +202,13 @@ class SequenceRegistry:
         extras = tuple(RowExtra(i, moved_to=moved_to) for i in range(len(events)) if moved_to)
         self._events.append(replace(events, extras=extras))
 
-    def leave(self, row: int, moved_to: str, on_over: Callable[[bool], None]) -> bool:
+    def leave(self, row: int, moved_to: str, on_over: Callable[[int | None], None]) -> bool:
         """Release a row as soon as it is in no batch and no copy; from now on it comes into none.
 
         Args:
             row: goes on at another worker.
             moved_to: at which one.
-            on_over: told once whether it has been released; not if it ends before, or stays.
+            on_over: told once it is released, with its tokens whose KV was computed; None: it has ended, or stays.
 
         Returns:
             False if it leaves already, for whoever came first; nobody is told then.
@@ -224,15 +224,14 @@ class SequenceRegistry:
         """Let a row that was to leave go on here. Idempotent; the caller wakes the step loop."""
         if row in self._leaving:
             self._table.hold[row] &= ~Hold.LEAVING
-            on_over, has_left = self._leaving.pop(row)[1], False
-            on_over(has_left)
+            self._leaving.pop(row)[1](None)
 
     def let_leave(self) -> None:
         """Release the rows that leave and are in no batch and no copy by now."""
         for row in [row for row in self._leaving if not self._table.hold[row] & _MAY_LEAVE_WITHOUT]:
-            (moved_to, on_over), has_left = self._leaving.pop(row), True
+            (moved_to, on_over), num_computed = self._leaving.pop(row), int(self._table.num_computed[row])
             self.release([row], moved_to)
-            on_over(has_left)
+            on_over(num_computed)
 
     @property
     def leaving(self) -> list[int]:

@@ -100,7 +100,7 @@ class Departure:
         self._key: SequenceKey | None = None
         self._ids: dict[RunName, int] = {}
         """Of what was listed."""
-        self._leaving: asyncio.Future[bool] | None = None
+        self._leaving: asyncio.Future[int | None] | None = None
         self._is_closed = False
         self._timer = asyncio.get_running_loop().call_later(LEASE_S, self.expire)
 
@@ -169,7 +169,9 @@ class Departure:
         if new:
             self._pin(kept.ids[new])
             self._ids.update((kept.names[place], int(kept.ids[place])) for place in new)
-        return KvListed(names=pack_names(kept.names))
+        num_left = int(engine.table.num_known[row] - engine.table.num_computed[row])
+        is_prefilling = bool(runs) and num_left > engine.config.block_size
+        return KvListed(names=pack_names(kept.names), is_prefilling=is_prefilling)
 
     def _pin(self, ids: I32) -> None:
         """Let blocks, named as in `KeptKv`, stay as they are, on the device and on the host."""
@@ -186,13 +188,14 @@ class Departure:
             return NotHere(detail="it is not here, or no longer")
         if reason := self._departures.refusal():
             return NotHere(detail=reason, is_refused=True)
-        leaving: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        leaving: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         if not self._engine.registry.leave(row, self._target, leaving.set_result):
             return NotHere(detail="it leaves already, for another worker", is_refused=True)
         self._leaving = leaving
         self._departures.wake()
-        if not await asyncio.shield(leaving):
+        num_computed = await asyncio.shield(leaving)
+        if num_computed is None:
             return NotHere(detail="it has ended, or goes on here")
         self._departures.num_left += 1
         _log.info("request_left", rid=self._key and self._key[0], target=self._target)
-        return HasLeft()
+        return HasLeft(num_computed=num_computed)

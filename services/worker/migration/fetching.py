@@ -2,7 +2,7 @@
 
     ASKED     a connection to the source; which full blocks are there?
     RESERVED  blocks for those that are not here, and some for what comes next; those that are here stay
-    COPYING   in rounds, until all that the source has computed is here, or for `MAX_ROUNDS`
+    COPYING   in rounds, until all that the source has computed is here
     LEAVING   the source releases it toward this worker
     DONE      its dispatcher submits the next attempt here, which finds its KV; what is reserved is kept for `KEPT_S`
 
@@ -36,7 +36,6 @@ from shared.wire import decode, encode
 
 MAX_AT_ONCE: Final = 4
 """Requests whose KV comes at a time; others wait for their turn."""
-MAX_ROUNDS: Final = 8
 LIMIT_S: Final = 30.0
 """Longest time that one takes, but for the wait for its turn; a connection that is silent is lost before."""
 TURN_LIMIT_S: Final = 4.0
@@ -45,8 +44,8 @@ ROOM_BLOCKS: Final = 3
 """Free blocks for what a request computes next: the rest of its KV, and more."""
 RATE_WEIGHT: Final = 0.3
 """Of one request's rate in the moving average."""
-SIBLING_POLL_S: Final = 0.01
-"""Between looks for what comes for another request that began alike."""
+POLL_S: Final = 0.01
+"""Between looks for what is being computed, or comes for another request that began alike."""
 PIECE_BLOCKS: Final = 64
 """Asked for at a time, so that what has come is there if the rest does not come."""
 KEPT_S: Final = 5.0
@@ -171,7 +170,7 @@ class Fetching:
             answer = self._answer(asked, outcome, f"after {self._now() - began_s:.3g} s")
         finally:
             if has_moved:
-                self._keep(asked.request_id)
+                self._keep(asked.request_id, one.num_computed)
             else:
                 del self._states[asked.request_id]
                 self._engine.sharing.coming.release(asked.request_id)
@@ -199,8 +198,8 @@ class Fetching:
         finally:
             await link.close()
 
-    def _keep(self, request_id: RequestId) -> None:
-        self._engine.sharing.coming.is_whole(request_id)
+    def _keep(self, request_id: RequestId, num_computed: int) -> None:
+        self._engine.sharing.coming.is_whole(request_id, num_computed)
         loop = asyncio.get_running_loop()
         self._kept[request_id] = loop.call_later(KEPT_S, self._keep_no_more, request_id)
 
@@ -223,6 +222,8 @@ class _Fetch:
         self._now = now
         self.num_blocks = self.num_bytes = 0
         """That have come."""
+        self.num_computed = 0
+        """Tokens whose KV the source had when it was released."""
         self.state = "asked"
         self._engine = engine
         self._wake = wake
@@ -234,26 +235,24 @@ class _Fetch:
             _FetchFailedError: it does not come.
             PeerLostError, WireError: the source is lost, or says what it should not.
         """
-        names, num_rounds = await self._list(link), 0
-        while num_rounds < MAX_ROUNDS:
+        while True:
+            names, is_prefilling = await self._list(link)
             if await self._get_missing(link, names):
-                num_rounds += 1
-            elif not self._are_here(names):  # what lacks comes for another one
-                await asyncio.sleep(SIBLING_POLL_S)
-            names = await self._list(link)
-            if self._are_here(names):
+                continue
+            if not is_prefilling and self._are_here(names):
                 break
+            await asyncio.sleep(POLL_S)  # what lacks is being computed, or comes for another request
         self.state = "leaving"
         left = await link.ask(LetGo())
         if not isinstance(left, HasLeft):
             raise self._failed(left)
-        self.state = "done"
+        self.state, self.num_computed = "done", left.num_computed
 
-    async def _list(self, link: KvLink) -> tuple[RunName, ...]:
+    async def _list(self, link: KvLink) -> tuple[tuple[RunName, ...], bool]:
         listed = await link.ask(ListKv(request_id=self.asked.request_id, attempt=self.asked.attempt))
         if not isinstance(listed, KvListed):
             raise self._failed(listed)
-        return unpack_names(listed.names)
+        return unpack_names(listed.names), listed.is_prefilling
 
     async def _get_missing(self, link: KvLink, names: tuple[RunName, ...]) -> int:
         """Have what is not here and comes for nobody else; return how many blocks came."""

@@ -32,6 +32,8 @@ class KvListed(ControlMessage):
 
     kind: Literal["kv_listed"] = "kv_listed"
     names: _Names
+    is_prefilling: bool = False
+    """The next step computes more than a block of it: it should not leave before that is over."""
 
 
 class GetKv(ControlMessage):
@@ -51,6 +53,8 @@ class HasLeft(ControlMessage):
     """It is released."""
 
     kind: Literal["has_left"] = "has_left"
+    num_computed: Annotated[int, Field(ge=0)]
+    """Tokens whose KV it had."""
 
 
 class NotHere(ControlMessage):

@@ -121,6 +121,7 @@ class ModelledExecutor:
             error = BatchFailedError(batch.step_id, cause)
             if not future.cancelled():
                 future.set_exception(error)
+                future.exception()  # looked at: whoever submitted it may have died, in a simulated cluster
             return
         tokens = self._kv.compute(batch)
         if not future.cancelled():

@@ -96,6 +96,24 @@ async def test_a_list_grows_with_the_text_and_pins_each_block_once() -> None:
 
 
 @pytest.mark.virtual_time
+async def test_it_says_whether_a_prompt_is_being_computed() -> None:
+    """Who leaves in the middle of one would leave behind what the step under way computes."""
+    source = Source()
+    source.harness.add(new_sequence(1, num_prompt=100, max_tokens=5))
+    departure = source.open()
+    asked = ListKv(request_id=RequestId("r1"), attempt=1)
+    told: list[bool] = []
+    while not told or told[-1] or len(told) < 4:
+        said = await departure.answer(asked)
+        assert isinstance(said, KvListed)
+        told.append(said.is_prefilling)
+        source.harness.step()
+    assert told.index(True) < len(told) - 2, "while it is computed, and neither before nor after"
+    assert not told[0], "it waits, and has nothing"
+    departure.close()
+
+
+@pytest.mark.virtual_time
 async def test_a_row_leaves_when_its_step_is_back_and_says_whereto() -> None:
     source = Source()
     departure = source.open()

@@ -151,8 +151,10 @@ async def test_a_request_comes_with_all_of_its_full_blocks_to_the_bit() -> None:
 async def test_what_is_there_already_does_not_come_again() -> None:
     async with two() as (source, target):
         first = await target.fetch(source)
-        source.harness.add(replace(new_sequence(0, num_prompt=90, max_tokens=60), attempt=3, stream=StreamId(9999)))
-        source.harness.step()
+        again = replace(new_sequence(0, num_prompt=90, max_tokens=60), attempt=3, stream=StreamId(9999))
+        row = source.harness.add(again)
+        while source.engine.table.num_computed[row] < 90:
+            source.harness.step()
         second = await target.fetch(source, attempt=3)
         assert (first.num_blocks > 20, second.outcome) == (True, FetchOutcome.MOVED)
         assert second.num_blocks <= 1
