@@ -155,14 +155,18 @@ class SseReading:
         return "".join(json.loads(event.removeprefix(b"data: "))["choices"][0]["text"] for event in self.events)
 
 
-async def read_stream(port: int, prompt: str, num_tokens: int, **fields: object) -> SseReading:
+async def read_stream(
+    port: int, prompt: str | list[int], num_tokens: int, *, times: list[float] | None = None, **fields: object
+) -> SseReading:
     """Ask for a streamed completion of so many tokens over a bare socket; note when each chunk of content comes.
+
+    `times` is the list that these go into as they come, if they are looked at meanwhile.
 
     Raises:
         RuntimeError: the answer is not 200.
     """
     body = {"model": "model", "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "stream": True, **fields}
-    payload, reading = json.dumps(body).encode(), SseReading()
+    payload, reading = json.dumps(body).encode(), SseReading(arrivals_s=[] if times is None else times)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     writer.write(head + b"Content-Length: %d\r\n\r\n" % len(payload) + payload)

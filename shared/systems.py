@@ -28,6 +28,14 @@ class KvExchange(StrEnum):
     BY_PRICE = "by-price"  # either, for the requests of each worker, by what it costs them over these links
 
 
+class Migrates(StrEnum):
+    """When the planner has running requests go to other workers, with their KV."""
+
+    NEVER = "never"  # beside drains
+    WHEN_SHORT = "when-short"  # from workers that run short of KV memory to those with most of it
+    TO_BALANCE = "to-balance"  # from the fullest worker to the emptiest, always
+
+
 @dataclass(frozen=True, slots=True)
 class System:
     """Policy names of one system, one per decision."""
@@ -52,6 +60,8 @@ class System:
     """Under pressure the planner has workers drop replicated parameters and form pipeline groups."""
     exchange: KvExchange = KvExchange.COORDINATED
     """How KV comes to such a group (worker)."""
+    migrates: Migrates = Migrates.NEVER
+    """When requests change their worker (planner)."""
 
     def __post_init__(self) -> None:
         if self.shares_blocks and self.forms_groups:
@@ -79,6 +89,10 @@ SYSTEMS: dict[str, System] = {
         System("round-robin", scheduler="round-robin", placement="least-loaded"),
         # The scheduler is the one that KunServe gave its InferCept baseline, and its own system: chunked prefill.
         System("swap", scheduler="chunked", placement="least-loaded", swaps=True),
+        # Llumnix: requests move to where there is memory, when their worker runs short of it, or so that all have as
+        # much. The former is what KunServe compares itself with, the latter what Mell does.
+        System("migrate", scheduler="chunked", placement="least-loaded", migrates=Migrates.WHEN_SHORT),
+        System("load-balance", scheduler="chunked", placement="least-loaded", migrates=Migrates.TO_BALANCE),
         # The same scheduler, so that memory is all that differs from `fcfs-chunked` and `swap`. With memory for
         # everybody it stalls no decode and keeps nobody waiting but for computing; prefill first would reach its first
         # tokens a little earlier by making all others wait, which is a trade and no bound.
@@ -116,10 +130,8 @@ SYSTEMS: dict[str, System] = {
 }
 
 PLANNED_SYSTEMS: tuple[str, ...] = (
-    "migrate",
     "best-fit",
     "worst-fit",
-    "load-balance",
     "mell",
 )
 """Named in the design, not built yet; asking for one is refused by name."""

@@ -92,6 +92,9 @@ class PlannerSettings(ServiceSettings):
     """Seconds for which demand must fit the instances that there were before they are no longer asked for."""
     rebalance_pause_s: _Seconds = 1.5
     """Seconds between two rounds in which waiting requests go where there is room; reports have to show the last."""
+    balance_pause_s: _Seconds = 0.5
+    """Seconds between two looks at who is fuller than whom, where running requests move; reports have to show the last
+    moves."""
     batch_per_worker: Annotated[int, Field(ge=0, le=65_536)] = 256
     """Requests that a worker runs well at a time, by its profile, and a group for each of its workers: no more are
     brought there; 0: none ever."""

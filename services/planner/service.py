@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from services.planner.balancing import Balancer
 from services.planner.book import PlanBook, SupersededError
 from services.planner.config import PlannerSettings
 from services.planner.endpoints import PlannerEndpoints, left_out
@@ -33,6 +34,7 @@ from shared.messages.report import ClusterView
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
 from shared.subjects import Subjects
+from shared.systems import Migrates, find_system
 from shared.transport.buckets import open_bucket, when_served
 from shared.transport.bus import Bus, BusError, KvEntry, ServiceInfo, Subscription
 from shared.version import VERSION
@@ -125,6 +127,17 @@ class Planner:
                 pause_s=self._settings.rebalance_pause_s,
                 announce=self.announce,
             )
+        migrates = find_system(self._settings.system).migrates
+        if migrates is not Migrates.NEVER:
+            balancer = Balancer(
+                self._bus,
+                self._subjects,
+                migrates,
+                pause_s=self._settings.balance_pause_s,
+                look=lambda: None if self.superseded else self.fresh_view,
+                tasks=self._tasks,
+            )
+            self._tasks.start(balancer.run(), name="balancer")
         await self.announce("planner_started", f"holds epoch {plan.epoch}; {len(self._levers)} levers in its ladder")
         self._open.append(await plans.watch(PLAN_KEY, self._on_plan))
         await self._views.start()

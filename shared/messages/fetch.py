@@ -1,5 +1,7 @@
 """Live migration: a worker fetches a request that another one runs, with its KV. Request-reply, msgpack.
 
+A planner that wants one to leave asks its worker first which could (`ListRunning`).
+
     dispatcher                     target                                   source, which runs it
        ├── Fetch ───────────────────►├── connects, asks for its KV ───────────►│ goes on meanwhile
        │                             │◄──────────────── full blocks, by name ──┤
@@ -20,11 +22,16 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
+from shared.api_keys import Tier
 from shared.ids import RequestId, WorkerId
-from shared.messages.base import ControlMessage
+from shared.messages.base import ControlMessage, MessagePart
 
 FETCH_LIMIT_S: Final = 40.0
 """Longest time in which a `Fetch` is answered."""
+
+
+MAX_RUNNING: Final = 64
+"""Requests of one list."""
 
 
 class FetchReason(StrEnum):
@@ -47,6 +54,34 @@ class Fetch(ControlMessage):
     source_address: Annotated[str, Field(max_length=256)]
     """`ProcessFacts.stage_address` of the source."""
     reason: FetchReason
+
+
+class ListRunning(ControlMessage):
+    """Which requests could leave this worker?"""
+
+    kind: Literal["list_running"] = "list_running"
+    most_blocks: Annotated[int, Field(ge=1, le=10**9)] = 10**9
+    """That one of them holds."""
+    limit: Annotated[int, Field(ge=1, le=MAX_RUNNING)] = MAX_RUNNING
+
+
+class RunningPart(MessagePart):
+    """A request that decodes."""
+
+    request_id: RequestId
+    attempt: int
+    tier: Tier = Tier.DEFAULT
+    num_tokens: Annotated[int, Field(ge=0)]
+    """Prompt and output so far."""
+    num_blocks: Annotated[int, Field(ge=0)]
+    """KV blocks that would be free if it left."""
+
+
+class RunningList(ControlMessage):
+    """Those that decode, best effort first, then those with the fewest tokens; none while nothing may leave."""
+
+    kind: Literal["running_list"] = "running_list"
+    requests: Annotated[tuple[RunningPart, ...], Field(max_length=MAX_RUNNING)] = ()
 
 
 class FetchOutcome(StrEnum):

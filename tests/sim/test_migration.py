@@ -219,3 +219,25 @@ async def test_where_blocks_have_no_names_requests_move_without_their_kv(change:
         await cluster.workers[0].service.drain(20.0)
         check_answers(cluster, await asyncio.gather(*asked))
         assert set(outcomes(cluster.workers)) <= {FetchOutcome.REFUSED}
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("system", ["load-balance", "migrate", "fcfs-chunked"])
+async def test_requests_move_to_a_worker_that_has_come_if_their_system_says_so(system: str) -> None:
+    """`migrate` moves only while memory is short where they are."""
+    params = cluster_of(2, 900, system=system, kv_bytes_per_token=100_000)
+    async with SimCluster(linked(replace(params, workers=params.workers[:1]))) as cluster:
+        asked = [asyncio.ensure_future(cluster.ask(request)) for request in requests_of(30, num_output=800)]
+        await asyncio.sleep(3.0)
+        old = cluster.workers[0].service.engine
+        is_short = old.num_demanded_blocks > 0
+        new = SimWorker(params.workers[1], cluster.broker.connect("w1"), network=cluster.network)
+        await new.start()
+        cluster.workers.append(new)
+        await asyncio.sleep(6.0)
+        num_moved = outcomes([new]).get(FetchOutcome.MOVED, 0)
+        assert (num_moved > 2) == (system == "load-balance" or (system == "migrate" and is_short))
+        assert is_short, "else nothing has to move"
+        check_answers(cluster, await asyncio.gather(*asked))
+        assert num_recomputed(cluster.workers) == 0
+        assert len(set(outcomes(cluster.workers)) - {FetchOutcome.MOVED, FetchOutcome.GONE, FetchOutcome.FULL}) == 0

@@ -30,9 +30,11 @@ from services.worker.migration.kv_messages import (
     unpack_names,
 )
 from services.worker.sequences.sequence import SequenceKey
-from services.worker.sequences.table import Status
+from services.worker.sequences.table import Hold, Status
+from shared.api_keys import Tier
 from shared.errors import WireError
 from shared.ids import WorkerId
+from shared.messages.fetch import ListRunning, RunningList, RunningPart
 from shared.process.log import get_logger
 
 LEASE_S: Final = 5.0
@@ -77,6 +79,29 @@ class Departures:
         departure = Departure(self, target, self._num_opened, end)
         self._open.add(departure)
         return departure
+
+    def running(self, asked: ListRunning) -> RunningList:
+        """Return which requests could leave."""
+        engine, table = self.engine, self.engine.table
+        rows = table.running.view
+        is_free = (table.hold[rows] & ~Hold.IN_FLIGHT) == 0
+        decodes = table.num_known[rows] - table.num_computed[rows] <= engine.config.block_size
+        rows = rows[is_free & decodes & (table.held_blocks[rows] <= asked.most_blocks)]
+        if self.refusal():
+            rows = rows[:0]
+        order = np.lexsort((table.order[rows], table.num_known[rows], table.tier[rows]))
+        return RunningList(requests=tuple(map(self._part, rows[order][: asked.limit].tolist())))
+
+    def _part(self, row: int) -> RunningPart:
+        table = self.engine.table
+        request_id, attempt = table.sequence(row).key
+        return RunningPart(
+            request_id=request_id,
+            attempt=attempt,
+            tier=Tier(int(table.tier[row])),
+            num_tokens=int(table.num_known[row]),
+            num_blocks=int(self.engine.blocks.freeable(np.array([row], dtype=np.int32))[0]),
+        )
 
     def forget(self, departure: Departure) -> None:
         """Forget a lease that is closed."""

@@ -31,8 +31,6 @@ from shared.ids import RequestId, WorkerId
 from shared.messages.fetch import Fetch, Fetched, FetchOutcome, FetchReason
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
-from shared.transport.bus import Message
-from shared.wire import decode, encode
 
 MAX_AT_ONCE: Final = 4
 """Requests whose KV comes at a time; others wait for their turn."""
@@ -107,9 +105,8 @@ class Fetching:
         self._kept: dict[RequestId, asyncio.TimerHandle] = {}
         """Requests that are to come: when nothing is kept for them any more."""
 
-    async def fetch(self, message: Message) -> bytes:
-        """Answer a `Fetch` with `Fetched`, when it is over."""
-        asked = decode(message.data, Fetch)
+    async def fetch(self, asked: Fetch) -> Fetched:
+        """Return what came of it, when it is over."""
         if asked.request_id in self._under_way:
             answer = self._answer(asked, FetchOutcome.REFUSED, "it is being fetched already")
         else:
@@ -124,7 +121,7 @@ class Fetching:
             finally:
                 self._under_way.pop(asked.request_id, None)
         self.outcomes[asked.reason, answer.outcome] += 1
-        return encode(answer)
+        return answer
 
     @property
     def num_under_way(self) -> int:
@@ -192,6 +189,8 @@ class Fetching:
             raise _FetchFailedError(FetchOutcome.REFUSED, "it runs here")
         if count_queued_for_memory(self._engine):
             raise _FetchFailedError(FetchOutcome.FULL, "others wait for memory here")
+        if self._engine.table.num_sequences + len(self._states) > self._engine.config.max_sequences:
+            raise _FetchFailedError(FetchOutcome.FULL, "it has as many sequences as it takes")
         link = await self._network.connect(one.asked.source, one.asked.source_address)
         try:
             await one.bring(link)

@@ -6,14 +6,24 @@ Source: Llumnix (OSDI'24): requests move between instances while they run. Mell 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Annotated, Final
+
+from pydantic import Field, TypeAdapter
 
 from services.worker.engine.engine import Engine
 from services.worker.migration.departures import Departures
 from services.worker.migration.fetching import Fetching
 from services.worker.migration.kv_link import KvNetwork
 from shared.ids import WorkerId
+from shared.messages.fetch import Fetch, ListRunning
 from shared.messages.report import FetchCount, MigrationPart
 from shared.process.tasks import TaskOwner
+from shared.transport.bus import Message
+from shared.wire import decode_union, encode
+
+_ASKED: Final[TypeAdapter[Fetch | ListRunning]] = TypeAdapter(
+    Annotated[Fetch | ListRunning, Field(discriminator="kind")]
+)
 
 
 class Migration:
@@ -64,6 +74,13 @@ class Migration:
     def start(self) -> None:
         """Let others fetch from here from now on."""
         self._network.serve(self.departures)
+
+    async def answer(self, message: Message) -> bytes:
+        """Answer a `Fetch` with `Fetched`, when it is over, and a `ListRunning` with a `RunningList`."""
+        asked = decode_union(message.data, _ASKED)
+        if isinstance(asked, ListRunning):
+            return encode(self.departures.running(asked))
+        return encode(await self.fetching.fetch(asked))
 
     def look(self) -> MigrationPart:
         """Return what the worker reports of it."""

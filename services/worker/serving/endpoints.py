@@ -45,5 +45,5 @@ class Endpoints:
         if self.agent is not None:
             endpoints.append(Endpoint("plan", subjects.plan(worker_id), self.agent.answer, metadata=_JSON))
         if self.migration is not None:
-            endpoints.append(Endpoint("fetch", subjects.fetch(worker_id), self.migration.fetching.fetch))
+            endpoints.append(Endpoint("fetch", subjects.fetch(worker_id), self.migration.answer))
         return [*endpoints, Endpoint("steps", subjects.steps(worker_id), self.steps.read, metadata=_JSON)]

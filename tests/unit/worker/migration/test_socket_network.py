@@ -81,7 +81,7 @@ class Worker:
             reason=FetchReason.BALANCE,
         )
         message = Message("fetch", encode(asked), "")
-        return decode(await self.migration.fetching.fetch(message), Fetched)
+        return decode(await self.migration.answer(message), Fetched)
 
     async def close(self) -> None:
         await self.migration.close()

@@ -1,0 +1,97 @@
+"""Has running requests change their worker with their KV: asks who runs where much is in use, and has others fetch one.
+
+    view ─► find_pairs ─► ListRunning to the source ─► choose ─► Fetch to the target, which answers when it is over
+
+Not a plan: nothing is written down. A worker is in one move at a time, and afterwards reports have to show it.
+Source: see `policy/load_balance.py`; how requests travel: `shared/messages/fetch.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+from services.planner.policy.load_balance import Pair, choose, find_pairs
+from shared.ids import WorkerId
+from shared.messages.fetch import FETCH_LIMIT_S, Fetch, Fetched, FetchOutcome, FetchReason, ListRunning, RunningList
+from shared.messages.report import ClusterView
+from shared.process.log import get_logger
+from shared.process.tasks import TaskOwner
+from shared.subjects import Subjects
+from shared.systems import Migrates
+from shared.transport.bus import Bus, BusError
+from shared.wire import WireError, decode, encode
+
+_log = get_logger()
+LIST_LIMIT_S = 1.0
+"""For a worker to say who runs there."""
+
+
+class Balancer:
+    """Moves between pairs of workers, one request of each at a time.
+
+    Args:
+        bus: connected.
+        subjects: of the cluster.
+        migrates: when.
+        pause_s: after a move, until the workers are looked at again: reports have to show it.
+        look: returns the newest view; None: there is none that is young enough.
+        tasks: owns the moves.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        migrates: Migrates,
+        *,
+        pause_s: float,
+        look: Callable[[], ClusterView | None],
+        tasks: TaskOwner,
+    ) -> None:
+        self.outcomes: Counter[FetchOutcome] = Counter()
+        """Of all moves since the start."""
+        self._bus = bus
+        self._subjects = subjects
+        self._migrates = migrates
+        self._pause_s = pause_s
+        self._look = look
+        self._tasks = tasks
+        self._busy: set[WorkerId] = set()
+
+    async def run(self) -> None:
+        """Begin what is worth it, again and again, until cancelled."""
+        while True:
+            view = self._look()
+            for pair in () if view is None else find_pairs(view, self._migrates):
+                names = {pair.source.worker_id, pair.target.worker_id}
+                if not self._busy & names:
+                    self._busy |= names
+                    self._tasks.start(self._move(pair), name=f"move-{pair.source.worker_id}")
+            await asyncio.sleep(self._pause_s)
+
+    async def _move(self, pair: Pair) -> None:
+        source, target = pair.source, pair.target
+        try:
+            part = choose(pair, (await self._running(pair)).requests)
+            if part is not None:
+                fetch = Fetch(
+                    request_id=part.request_id,
+                    attempt=part.attempt,
+                    source=source.worker_id,
+                    source_address=source.stage_address,
+                    reason=FetchReason.BALANCE,
+                )
+                subject = self._subjects.fetch(target.worker_id)
+                data = await self._bus.request(subject, encode(fetch), timeout_s=FETCH_LIMIT_S)
+                self.outcomes[decode(data, Fetched).outcome] += 1
+            await asyncio.sleep(self._pause_s)
+        except (BusError, WireError) as error:
+            _log.warning("not_moved", source=source.worker_id, target=target.worker_id, error=str(error))
+        finally:
+            self._busy -= {source.worker_id, target.worker_id}
+
+    async def _running(self, pair: Pair) -> RunningList:
+        subject, asked = self._subjects.fetch(pair.source.worker_id), ListRunning(most_blocks=pair.most_blocks)
+        return decode(await self._bus.request(subject, encode(asked), timeout_s=LIST_LIMIT_S), RunningList)

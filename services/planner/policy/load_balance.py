@@ -1,0 +1,89 @@
+"""Which running requests should change their worker, so that memory is used alike, or lasts where it runs short.
+
+    view ─► find_pairs: fullest ─► emptiest, second fullest ─► second emptiest, …     who runs there? ─► choose
+
+A worker is as full as what is used and what those that wait there ask for say, over all (*virtual usage*): a queue
+counts as memory that is lacking. A pair is worth a move while it is further apart than `MIN_GAP`, and a request may go
+that makes it no less even. Of those best effort goes first, then who has the least KV, which moves soonest.
+
+Pure. Source: Llumnix (OSDI'24, section 4.4: virtual usage, pairs by freeness, lower priorities and shorter requests
+first). Deviations: usage is a share of memory, not steps until it is full; all that waits counts, not its head alone;
+gaps in place of two thresholds, of which the paper gives no figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from services.planner.policy.observe import can_work, giving_way
+from shared.ids import WorkerId
+from shared.messages.fetch import RunningPart
+from shared.messages.report import ClusterView, WorkerReport, WorkerStatus
+from shared.systems import Migrates
+
+MIN_GAP: Final = 0.1
+"""Difference of the shares of memory in use that is worth a move."""
+MAX_TARGET_USAGE: Final = 0.9
+"""Nobody is sent to a worker that is fuller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One worker has more to do than another."""
+
+    source: WorkerReport
+    target: WorkerReport
+    most_blocks: int
+    """KV blocks of a request that may go: with more the target would be the fuller one."""
+
+
+def find_pairs(view: ClusterView, migrates: Migrates) -> tuple[Pair, ...]:
+    """Return between whom requests should move, each worker once at most, the widest gap first."""
+    if migrates is Migrates.NEVER:
+        return ()
+    pairs: list[Pair] = []
+    for digest in sorted({s.report.model_digest for s in view.workers if s.report.model_digest}):
+        pairs += _pairs_of([s for s in view.workers if s.report.model_digest == digest and _takes_part(s)], migrates)
+    return tuple(sorted(pairs, key=lambda pair: (usage(pair.target) - usage(pair.source), pair.source.worker_id)))
+
+
+def choose(pair: Pair, running: Sequence[RunningPart]) -> RunningPart | None:
+    """Return which of the requests that the source runs should go; None: none."""
+    fitting = [part for part in running if 0 < part.num_blocks <= pair.most_blocks]
+    return min(fitting, key=lambda part: (part.tier, part.num_blocks, part.request_id), default=None)
+
+
+def usage(report: WorkerReport) -> float:
+    """Return a worker's virtual usage, as a share of its memory; best effort that gives way counts for nothing."""
+    flex = giving_way(report)
+    used = report.num_used_blocks - flex.num_used_blocks + report.num_demanded_blocks - flex.num_demanded_blocks
+    return max(used, 0) / report.num_blocks
+
+
+def _pairs_of(statuses: Sequence[WorkerStatus], migrates: Migrates) -> list[Pair]:
+    """Return the pairs among workers of one model."""
+    by_usage = sorted(statuses, key=lambda status: (-usage(status.report), status.report.worker_id))
+    sources = [s for s in by_usage if migrates is Migrates.TO_BALANCE or _is_short(s)]
+    targets = [s for s in reversed(by_usage) if not _is_short(s) and usage(s.report) < MAX_TARGET_USAGE]
+    taken: set[WorkerId] = set()
+    pairs: list[Pair] = []
+    for source, target in zip(sources, targets, strict=False):
+        gap = usage(source.report) - usage(target.report)
+        names = {source.report.worker_id, target.report.worker_id}
+        if gap < MIN_GAP or len(names) < 2 or taken & names:
+            break
+        taken |= names
+        most_blocks = int(gap * target.report.num_blocks / 2)
+        pairs.append(Pair(source.report, target.report, max(most_blocks, 1)))
+    return pairs
+
+
+def _takes_part(status: WorkerStatus) -> bool:
+    report = status.report
+    return can_work(status) and not report.group and not report.held and report.num_blocks > 0
+
+
+def _is_short(status: WorkerStatus) -> bool:
+    return status.throttled or status.report.num_queued_for_memory > 0
