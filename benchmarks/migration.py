@@ -26,6 +26,7 @@ from typing import Final
 import numpy as np
 
 from benchmarks.harness import print_table
+from benchmarks.migration_load import Load
 from shared.ids import RequestId, WorkerId
 from shared.messages.fetch import FETCH_LIMIT_S, Fetch, Fetched, FetchOutcome, FetchReason
 from shared.process.log import only_from
@@ -35,7 +36,6 @@ from shared.wire import decode, encode
 from sim.catalog.instance import CatalogInstance, find_instance
 from sim.cluster import ClusterParams, SimCluster
 from sim.devices.channel import ModelledLink
-from sim.requests import SimAnswer, SimRequest, serve_choices
 from sim.virtual_time import run
 from sim.worker import SimWorker, SimWorkerParams
 
@@ -127,57 +127,6 @@ def params_of(setting: Setting, count: int, gbps: float, *, prefix_caching: bool
     return ClusterParams(workers, system, link=ModelledLink(LATENCY_S, gbps * 1e9 / 8))
 
 
-class Load:
-    """Requests under way, and the tokens that they have got; if they end, another one comes for each.
-
-    Args:
-        cluster: that is asked.
-        num_tokens: of each prompt.
-        num_output: fewest and most tokens of an answer.
-        seed: draws both.
-    """
-
-    def __init__(self, cluster: SimCluster, num_tokens: int, num_output: tuple[int, int], seed: int) -> None:
-        self.answers: dict[str, SimAnswer] = {}
-        self._cluster = cluster
-        self._num_tokens = num_tokens
-        self._num_output = num_output
-        self._random = np.random.default_rng(seed)
-        self._tasks: list[asyncio.Task[None]] = []
-
-    def ask(self, count: int) -> None:
-        """Send so many more."""
-        self._tasks += [asyncio.create_task(self._follow()) for _ in range(count)]
-
-    async def _follow(self) -> None:
-        while True:
-            number = len(self.answers)
-            prompt = self._random.integers(300, 31_000, self._num_tokens).astype(np.int32)
-            fewest, most = self._num_output
-            request = SimRequest(f"r{number}", prompt, int(self._random.integers(fewest, most + 1)), seed=number)
-            answer = self.answers[request.request_id] = SimAnswer(request, asyncio.get_running_loop().time())
-            await serve_choices(self._cluster.dispatcher, [answer])
-            assert answer.failure is None, "none is refused"
-
-    async def all_decode(self) -> None:
-        """Return once everybody has a few tokens."""
-        await asyncio.sleep(0)
-        first = list(self.answers.values())
-        while any(len(answer.tokens) < 2 * AROUND for answer in first):
-            await asyncio.sleep(0.1)
-
-    def token_s(self, name: str) -> np.ndarray:
-        """Return when each token came, on the loop's clock."""
-        answer = self.answers[name]
-        return answer.arrival_s + np.array(answer.delivered_s)
-
-    async def end(self) -> None:
-        """Let all readers leave."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
 def one_by_one(setting: Setting, gbps: float, num_moves: int) -> OneByOne:
     """Return the figures of so many moves."""
     moved: list[tuple[float, float]] = []
@@ -225,7 +174,7 @@ async def _begun(
     load = Load(cluster, setting.num_tokens, num_output, setting.seed)
     num_blocks = -(-(setting.num_tokens + min(GROWTH, num_output[1] // 2)) // BLOCK_SIZE)
     load.ask(len(cluster.params.workers) * int(share * cluster.params.workers[0].num_blocks / num_blocks))
-    await load.all_decode()
+    await load.all_have(2 * AROUND)
     return load
 
 
@@ -283,9 +232,9 @@ async def _move(setting: Setting, gbps: float, num_moves: int) -> _Moves:
                 num_failed += 1
             await asyncio.sleep(PAUSE_S)
         until_s = begun_s, loop.time()
-        others = _gaps(load, set(load.answers) - touched, until_s)
+        others = load.gaps(set(load.answers) - touched, until_s)
         if not others.size:  # everybody has moved once: gaps without the moves themselves
-            others = _gaps(load, set(load.answers), until_s)
+            others = load.gaps(set(load.answers), until_s)
         num_recomputed = sum(worker.service.engine.sharing.coming.num_recomputed for worker in cluster.workers)
         await load.end()
     return _Moves(moved, took, num_failed, num_recomputed, others, until_s)
@@ -297,7 +246,7 @@ async def _stay(setting: Setting, gbps: float, until_s: tuple[float, float]) -> 
         load = await _begun(cluster, setting, FULL_KV)
         while asyncio.get_running_loop().time() < until_s[1]:
             await asyncio.sleep(1.0)
-        gaps = _gaps(load, set(load.answers), until_s)
+        gaps = load.gaps(set(load.answers), until_s)
         await load.end()
     return gaps
 
@@ -311,14 +260,6 @@ async def _extra(load: Load, name: str, released_s: float) -> tuple[float, float
     gaps = np.diff(token_s[at - 1 - AROUND : at + AROUND])
     step_s = (float(np.median(gaps[: AROUND - 1])) + float(np.median(gaps[AROUND + 1 :]))) / 2
     return float(gaps[AROUND - 1 : AROUND + 1].max()) - step_s, step_s
-
-
-def _gaps(load: Load, names: set[str], until_s: tuple[float, float]) -> np.ndarray:
-    found = []
-    for name in sorted(names):
-        token_s = load.token_s(name)
-        found.append(np.diff(token_s[(token_s >= until_s[0]) & (token_s < until_s[1])]))
-    return np.concatenate(found) if found else np.zeros(0)
 
 
 def rolling_restart(setting: Setting, gbps: float, *, with_kv: bool) -> Restart:
@@ -349,7 +290,7 @@ async def _restart(setting: Setting, gbps: float, *, with_kv: bool) -> Restart:
         for worker in cluster.workers:
             coming = worker.service.engine.sharing.coming
             num_recomputed, tokens = num_recomputed + coming.num_recomputed, tokens + coming.num_recomputed_tokens
-        gaps = _gaps(load, set(load.answers), (begun_s, loop.time()))
+        gaps = load.gaps(set(load.answers), (begun_s, loop.time()))
         assert sum(len(answer.tokens) for answer in load.answers.values()) > num_known
         await load.end()
     return Restart(

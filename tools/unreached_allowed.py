@@ -28,7 +28,6 @@ ALLOWED: dict[str, str] = {
     "services.worker.executor.elastic_model.ElasticModel.check_invariants": "tests call it after each change",
     "services.worker.peers.greeting.PeerAnswer.nonce": "a proof is taken over the whole message",
     "services.worker.peers.greeting.PeerHello.nonce": "a proof is taken over the whole message",
-    "shared.messages.event.Event.about": _TAP,
     "shared.messages.event.Event.service": _TAP,
     "shared.messages.lease.Renewed.num_sequences": _TAP,
     "shared.messages.lease.Renewed.step_age_s": _TAP,

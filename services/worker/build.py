@@ -218,7 +218,6 @@ def _endpoints(
         migration = Migration(
             engine,
             network,
-            parts.worker_id,
             wake=loop.wake,
             busy=str if agent is None else agent.keeper.why_no_migration,
             is_open=lambda: intake.is_open,

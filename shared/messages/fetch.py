@@ -107,10 +107,7 @@ class Fetched(ControlMessage):
     """The target's answer."""
 
     kind: Literal["fetched"] = "fetched"
-    request_id: RequestId
-    attempt: int
     outcome: FetchOutcome
     detail: Annotated[str, Field(max_length=256)] = ""
     num_blocks: Annotated[int, Field(ge=0)] = 0
     """That came over the connection."""
-    num_bytes: Annotated[int, Field(ge=0)] = 0

@@ -35,8 +35,6 @@ class MigrationPaths:
 
     def __init__(self, link: ModelledLink) -> None:
         self.link = link
-        self.num_bytes = 0
-        """That have gone over it."""
         self._ports: dict[WorkerId, ModelledKvNetwork] = {}
         self._cut: set[frozenset[WorkerId]] = set()
 
@@ -206,7 +204,6 @@ class ModelledKvLink:
         if self._lost.done():
             raise PeerLostError(self._lost.result())
         target.kv().take_from(source.kv(), found, coming.ids)
-        self._paths.num_bytes += num_bytes
         return num_bytes
 
     async def close(self) -> None:

@@ -66,26 +66,16 @@ class SeedReport:
     virtual_s: float
 
 
-def run_seed(seed: int, print_line: Callable[[str], None] | None = None) -> SeedReport:
-    """Run one seed and judge it.
-
-    Args:
-        seed: all that chance decides.
-        print_line: told line by line what happens; None: nobody reads.
-    """
-    return run_scenario(draw_scenario(seed), print_line)
-
-
 def run_scenario(
     scenario: FaultScenario,
     print_line: Callable[[str], None] | None = None,
     watch: Callable[[FaultCluster], None] | None = None,
 ) -> SeedReport:
-    """As `run_seed`, for a scenario of one's own.
+    """Run a scenario and judge it.
 
     Args:
         scenario: what runs and what fails.
-        print_line: see `run_seed`.
+        print_line: told line by line what happens; None: nobody reads.
         watch: shown the cluster at every instant at which something happened; what it raises ends the run.
     """
     trace = FaultTrace(print_line)

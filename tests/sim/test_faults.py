@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from services.dispatcher.session.leases import Loss
-from sim.faults.campaign import run_seed
+from sim.faults.campaign import run_scenario
 from sim.faults.cluster import CallOutcome
 from sim.faults.kinds import BROKER_KINDS, GROUP_KINDS, WORKER_KINDS, FaultKind, FaultSpace, draw_faults
+from sim.faults.scenario import draw_scenario
 from tests.support.fault_seeds import NUM_SEEDS, FaultSeeds
 from tests.support.seeds import first_of
 from tests.support.traces import outputs_of
@@ -56,7 +57,7 @@ REQUIRED = (
 )
 """Paths that the seeds together must reach."""
 
-SEEDS = FaultSeeds(run_seed)
+SEEDS = FaultSeeds(lambda seed: run_scenario(draw_scenario(seed)))
 
 
 @pytest.mark.parametrize("seed", first_of(range(NUM_SEEDS), 6))
@@ -73,7 +74,8 @@ def test_every_recovery_path_was_reached() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [3, 11])
 def test_one_seed_gives_one_trace_in_any_process(seed: int) -> None:
-    program = f"from sim.faults.campaign import run_seed; print(run_seed({seed}).digest)"
+    program = "from sim.faults.campaign import run_scenario; from sim.faults.scenario import draw_scenario; "
+    program += f"print(run_scenario(draw_scenario({seed})).digest)"
     digests = outputs_of(program)
     assert digests == {SEEDS.report_of(seed).digest}
     assert SEEDS.report_of(seed + 1).digest not in digests

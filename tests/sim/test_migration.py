@@ -148,7 +148,6 @@ async def test_a_move_by_hand_leaves_what_it_has_and_goes_on_elsewhere() -> None
         target = "w1" if source == "w0" else "w0"
         there = await fetch(cluster, "r0", source, target)
         assert (there.outcome, there.num_blocks > 10) == (FetchOutcome.MOVED, True)
-        assert there.num_bytes == there.num_blocks * 16 * 196_608
         await asyncio.sleep(0.5)
         back = await fetch(cluster, "r0", target, source, attempt=2)
         assert back.outcome is FetchOutcome.MOVED

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
 
-from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.scheduling.view import I32, U8, PreemptHow, Scheduler, SchedulerOutput, SchedulerView
 from services.worker.sequences.config import AddRefusal, NewSequence
 from services.worker.sequences.table import Hold, Status
 from shared.api_keys import Tier
-from shared.ids import StreamId
 from shared.types import FinishReason, ReaderTarget
 from tests.support.engine_builders import FOREVER, new_sequence
 from tests.support.engine_harness import EngineHarness, Story, make_harness
-from tests.support.staged_kv import StagedKv
+from tests.support.engine_returns import Returns
 
 NUM_CHANNELS = 3
 GUILTY_SEED = 666
@@ -108,25 +105,6 @@ def draw_reader(random: np.random.Generator) -> tuple[ReaderTarget | None, Tier]
     return ReaderTarget(ttft_s=ttft_s, speed_tokens_per_s=speed), Tier.DEFAULT
 
 
-@dataclass(eq=False)
-class Returning:
-    """A sequence that has left, and comes again as if from another worker."""
-
-    story: Story
-    kept: KeptKv
-    """What was computed of it."""
-    copy: StagedKv
-    """With the contents of these blocks."""
-    is_asked: bool = False
-    """For room."""
-    is_reserved: bool = False
-    coming: KeptKv = NOTHING_KEPT
-
-
-def random_index(random: np.random.Generator, values: Sequence[Any]) -> int:
-    return int(random.integers(len(values)))
-
-
 class Chaos:
     """One operation after the other, each allowed at its moment."""
 
@@ -135,15 +113,14 @@ class Chaos:
     ) -> None:
         self.harness = harness
         self.leaves = leaves
-        self._returning: list[Returning] = []
-        """Sequences that have left, and come again."""
         self.unruly = unruly
         self.random = random
         self._readers = random.spawn(1)[0]
-        self.num_added = 0
+        self.next_name = count().__next__
         self.num_pins = 0
         self.num_blocks = harness.engine.blocks.num_usable
         self.counts = Counter[str]()
+        self.returns = Returns(harness, random, self.counts, self.next_name)
 
     def run(self, num_operations: int, adds: float = 20) -> None:
         operations: list[Callable[[], None]] = [self.add, self.step, self.land, self.cancel]
@@ -154,7 +131,7 @@ class Chaos:
         if self.harness.num_stages > 1:
             operations, weights = [*operations, self.advance], np.append(weights, 30)
         if self.leaves:
-            operations = [*operations, self.leave, self.come_again]
+            operations += [self.returns.leave, self.returns.come_again]
             weights = np.append(weights, [self.leaves, 2 * self.leaves])
         for index in self.random.choice(len(operations), size=num_operations, p=weights / weights.sum()):
             operations[index]()
@@ -174,8 +151,7 @@ class Chaos:
         """Give everything back and let nothing fail any more by chance."""
         self.unruly.is_calm = True
         self.unpin_all()
-        for one in self._returning:
-            self.harness.engine.sharing.coming.release(one.story.new.request_id)
+        self.returns.give_up()
         while self.harness.flights:
             self.land()
         self.harness.land_copies()
@@ -200,8 +176,7 @@ class Chaos:
             self.add_one(new)
 
     def add_one(self, parent: NewSequence | None = None, *, is_true_fork: bool = True) -> NewSequence:
-        random, name = self.random, self.num_added
-        self.num_added += 1
+        random, name = self.random, self.next_name()
         alike = parent if is_true_fork else None
         generated = random.integers(0, 50, size=random.integers(1, 20)).tolist() if random.random() < 0.2 else []
         qoe, tier = draw_reader(self._readers) if alike is None else (alike.qoe, alike.tier)
@@ -304,77 +279,6 @@ class Chaos:
             assert self.harness.cancel(story)
             assert self._in_flight(story) or story.finish is FinishReason.CANCELLED
 
-    def leave(self) -> None:
-        """Let a sequence go to another worker, with the KV that it has now, or stay after all."""
-        registry, live = self.harness.engine.registry, self.harness.live()
-        if registry.leaving and self.random.random() < 0.5:
-            self.counts["stays"] += 1
-            registry.stay(registry.leaving[0])
-        elif going := [story for story in live if story.row not in registry.leaving]:
-            story = going[self.random.integers(len(going))]
-            self.counts["leaves in flight" if self._in_flight(story) else "leaves"] += 1
-            registry.leave(story.row, "another", partial(self._is_over, story, *self._kv_of(story.row)))
-        self.harness.settle()
-
-    def _kv_of(self, row: int) -> tuple[KeptKv, StagedKv]:
-        """Return what is computed of a row, and a copy of it."""
-        engine = self.harness.engine
-        runs = engine.table.status[row] == Status.RUNNING
-        kept = engine.sharing.computed([row]) if runs else engine.sharing.kept([row])
-        copy = self.harness.empty_kv(self.harness.kv.num_blocks, 0)
-        copy.take_from(self.harness.kv, kept.ids, kept.ids)
-        return kept, copy
-
-    def _is_over(self, story: Story, kept: KeptKv, copy: StagedKv, num_computed: int | None) -> None:
-        self.counts["not left" if num_computed is None else "left"] += 1
-        if num_computed is not None:
-            self._returning.append(Returning(story, kept, copy))
-
-    def come_again(self) -> None:
-        """Have one that has left come again, after some of its KV, or go on with the KV of one that comes."""
-        returning = [each for each in self._returning if each.story.finish is FinishReason.RELEASED]
-        if not returning:
-            return
-        one, random = returning[random_index(self.random, returning)], self.random
-        engine, request_id = self.harness.engine, one.story.new.request_id
-        coming = engine.sharing.coming
-        if not one.is_asked:
-            if random.random() < 0.7:  # what it left behind is lost, as at another worker
-                blocks = engine.blocks
-                blocks.drop_contents(np.flatnonzero(blocks.index.is_named & (blocks.refcount == 0)).astype(np.int32))
-            num_names = int(random.integers(0, len(one.kept) + 1))
-            found = coming.reserve(request_id, one.kept.names[:num_names], 2, int(engine.table.running.view.size))
-            one.coming, one.is_asked, one.is_reserved = found or NOTHING_KEPT, True, found is not None
-            self.counts["no room" if found is None else "reserved"] += 1
-        elif len(one.coming) and random.random() < 0.8:
-            count = int(random.integers(1, len(one.coming) + 1))
-            part, one.coming = one.coming.only(range(count)), one.coming.only(range(count, len(one.coming)))
-            where = dict(zip(one.kept.names, one.kept.ids.tolist(), strict=True))
-            self.harness.kv.take_from(
-                one.copy, np.array([where[name] for name in part.names], dtype=np.int32), part.ids
-            )
-            coming.arrived(part)
-            self.counts["arrived"] += count
-        else:
-            if len(one.coming):  # it is given up
-                coming.release(request_id)
-            elif one.is_reserved:
-                self.counts["whole"] += 1
-                coming.is_whole(request_id, 0)
-            self._offer_again(one)
-        self.harness.settle()
-
-    def _offer_again(self, one: Returning) -> None:
-        self._returning.remove(one)
-        name, self.num_added = self.num_added, self.num_added + 1
-        stream, new = StreamId(1000 + name), one.story.new
-        generated = np.array(one.story.text, dtype=np.uint32)
-        again = replace(new, attempt=new.attempt + 1, stream=stream, generated=generated, fork_of=None)
-        is_taken = isinstance(self.harness.offer(again), int)
-        self.counts["came again"] += is_taken
-        if not is_taken:
-            self.harness.engine.sharing.coming.release(new.request_id)
-
     def grow(self) -> None:
         first = self.harness.kv.num_blocks
         end = first + int(self.random.integers(1, 4))
@@ -404,8 +308,7 @@ class Chaos:
             blocks.drop_contents(np.flatnonzero(blocks.index.is_named & (blocks.refcount == 0)).astype(np.int32))
         num_carried, num_host_blocks = (int(self.random.choice([0, 5, most, most])) for most in (num_blocks, 30))
         kept = self.harness.change_executor(num_blocks, num_carried, num_host_blocks)
-        for one in self._returning:
-            one.is_asked, one.coming, one.is_reserved = False, NOTHING_KEPT, False
+        self.returns.forget_reservations()
         self.counts["carried"] += int((kept.ids >= 0).sum())
         self.counts["carried from the host"] += int((kept.ids < 0).sum())
 

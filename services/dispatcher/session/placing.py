@@ -6,14 +6,12 @@ one whose worker is about to stop (`move`: it stays there unless another one tak
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from services.dispatcher.limits.lines import WorkerLines
 from services.dispatcher.limits.waiting_room import Claimant, RoomLimits, WaitingRooms
-from services.dispatcher.policy.placement import Placed, Placement
+from services.dispatcher.policy.placement import Placement
 from services.dispatcher.session.calls import Silence, SubmitAnswer, SubmitOutcome, WorkerCalls
 from services.dispatcher.session.leases import WorkerPresence
 from services.dispatcher.session.owners import Owners
@@ -23,14 +21,10 @@ from services.dispatcher.session.submission import next_submit
 from services.dispatcher.state import ClusterState
 from shared.api_keys import Tier
 from shared.ids import RequestId, WorkerId
-from shared.messages.fetch import Fetch, FetchOutcome, FetchReason
 from shared.messages.owner import Owner
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
 
-RELEASE_LIMIT_S: Final = 1.0
-"""How long after the answer of who has fetched a session its source's word may come."""
-RELEASE_POLL_S: Final = 0.01
 _log = get_logger()
 
 
@@ -92,14 +86,15 @@ class Placing:
 
     def _has_place(self, claimant: Claimant) -> bool:
         """Return whether a worker would take this one at once, as far as is known here."""
-        return self._calls.connected and self._find(claimant, set()) is not None
+        return self._calls.connected and self.find(claimant, set()) is not None
 
-    def _find(self, claimant: Claimant, refused: set[WorkerId]) -> Placed | None:
+    def find(self, claimant: Claimant, refused: set[WorkerId]) -> WorkerId | None:
         """Return the worker to ask next, by what is known here; None: there is none, or it would be others' first."""
         if claimant.tier.is_best_effort and len(self.waiting.real_time):
             return None
         closed = refused | self._leases.lost_workers | self._lines.crowded(claimant)
-        return self._choose(self._cluster.loads(claimant.tier), claimant.num_tokens, closed)
+        placed = self._choose(self._cluster.loads(claimant.tier), claimant.num_tokens, closed)
+        return None if placed is None else placed.worker_id
 
     def crowded(self, tier: Tier) -> FailureCode:
         """Return why one more cannot wait: the clients' crowd, or, while the broker is away, our own failure."""
@@ -123,79 +118,27 @@ class Placing:
 
         Args:
             session: runs nowhere.
-            lost: not asked at first; but if it has released the session toward another one, which has its KV, second.
-            toward: asked first.
+            lost: not asked at first; but second, if it has released the session toward another one.
+            toward: has its KV, and is asked first.
 
         Raises:
             RequestFailedError: no room in time.
         """
         refused = set() if lost is None else {lost}
-        for worker_id in (toward, lost) if toward is not None else ():
-            if worker_id is None or worker_id in self._leases.lost_workers:
-                continue
-            if session.ended.is_set() or await self._submit(session, worker_id):
-                break
-            refused.add(worker_id)
-        if session.worker_id is not None and not session.ended.is_set():
-            return
-        if not await self._submit_somewhere(session, refused) and not session.ended.is_set():
+        named = () if toward is None else (toward, *refused)
+        first = [each for each in named if each not in self._leases.lost_workers]
+        if not await self._submit_somewhere(session, refused, first) and not session.ended.is_set():
             await self._wait_and_submit(session, has_begun=True)
         if session.ended.is_set():
             self.withdraw(session)
 
-    async def fetch_elsewhere(self, session: Session) -> bool:
-        """Have another worker fetch a running session with its KV; return whether it has left where it is, or ended.
-
-        It goes on there until its worker has released it, and is brought to the other one as whatever is released.
-        """
-        before = session.present
-        tried = {before.worker_id}
-        while (placed := self._find(_claimant(session), tried)) is not None:
-            tried.add(placed.worker_id)
-            address = self._cluster.address_for(placed.worker_id, before.worker_id)
-            if address is None:
-                continue
-            outcome = await self._fetch(session, placed.worker_id, address)
-            if outcome is FetchOutcome.MOVED:
-                await self._until_left(session, before.number)
-            if session.attempt != before.number or session.is_over:
-                return True
-            if outcome is FetchOutcome.BUSY:
-                tried.discard(placed.worker_id)
-            if outcome in {FetchOutcome.GONE, FetchOutcome.LOST}:
-                break
-        return False
-
-    async def _fetch(self, session: Session, target: WorkerId, address: str) -> FetchOutcome:
-        """Have a worker fetch a session, which counts there meanwhile."""
-        request, before = session.request, session.present
-        num_output, tier = len(session.tokens), request.tier
-        counted = self._cluster.submitted(target, request.num_prompt_tokens, num_output, self._now(), tier)
-        fetch = Fetch(
-            request_id=request.request_id,
-            attempt=before.number,
-            source=before.worker_id,
-            source_address=address,
-            reason=FetchReason.DRAIN,
-        )
-        try:
-            return await self._calls.fetch(target, fetch)
-        finally:
-            self._cluster.ended(counted, num_output, self._now())
-
-    async def _until_left(self, session: Session, attempt: int) -> None:
-        """Return once its worker's word has come that it has released this attempt, or should have come."""
-        until_s = self._now() + RELEASE_LIMIT_S
-        while session.attempt == attempt and not session.is_over and self._now() < until_s:
-            await asyncio.sleep(RELEASE_POLL_S)
-
     async def move(self, session: Session) -> bool:
         """Offer a running session to another worker; return whether that one has it. If not, it runs on where it is."""
         before = session.present
-        placed = self._find(_claimant(session), {before.worker_id})
-        if placed is None:
+        target = self.find(claimant_of(session), {before.worker_id})
+        if target is None:
             return False
-        accepted = await self._attempt(session, placed.worker_id, None) is SubmitOutcome.ACCEPTED
+        accepted = await self._attempt(session, target, None) is SubmitOutcome.ACCEPTED
         if accepted:
             self._cluster.ended(before.counted, len(session.tokens), self._now())
             self._leases.cancel(before.worker_id, session.request.request_id, before.number)
@@ -228,7 +171,7 @@ class Placing:
         request, waiting = session.request, self.waiting.of(session.request.tier)
         wait_s = request.limit_s if request.tier.is_best_effort else self._limits.queue_limit_s
         until_s = min(self._now() + wait_s, request.arrival_s + request.limit_s)
-        ticket = waiting.enter(_claimant(session, has_begun=has_begun))
+        ticket = waiting.enter(claimant_of(session, has_begun=has_begun))
         waiting.shrink(self.waiting.max_of(request.tier))
         try:
             while await waiting.turn(ticket, until_s):
@@ -239,20 +182,21 @@ class Placing:
             self.waiting.signal()
         raise RequestFailedError(self.crowded(request.tier) if self._cluster.num_ready else FailureCode.NO_CAPACITY)
 
-    async def _submit_somewhere(self, session: Session, refused: set[WorkerId]) -> bool:
-        """Offer the session to one worker after the other but those that refused it; return whether one has it.
+    async def _submit_somewhere(self, session: Session, refused: set[WorkerId], first: Sequence[WorkerId] = ()) -> bool:
+        """Offer the session to these workers, then to all but those that refused it; return whether one has it.
 
         Raises:
             RequestFailedError: no worker can ever take it.
         """
-        claimant = _claimant(session)
-        while self._calls.connected and not session.ended.is_set():
-            placed = self._find(claimant, refused)
-            if placed is None:
-                return False
-            if await self._submit(session, placed.worker_id):
+        for worker_id in first:
+            if await self._submit(session, worker_id):
                 return True
-            refused.add(placed.worker_id)
+            refused.add(worker_id)
+        while self._calls.connected and not session.ended.is_set():
+            found = self.find(claimant_of(session), refused)
+            if found is None or await self._submit(session, found):
+                return found is not None
+            refused.add(found)
         return False
 
     async def _submit_fork(self, session: Session, parent: Session, refused: set[WorkerId]) -> bool:
@@ -261,7 +205,7 @@ class Placing:
         if worker_id is None or parent.failure is not None:
             return False
         refused.add(worker_id)
-        if worker_id in self._lines.crowded(_claimant(session)):
+        if worker_id in self._lines.crowded(claimant_of(session)):
             return False
         return await self._submit(session, worker_id, parent.request.request_id)
 
@@ -311,7 +255,7 @@ class Placing:
         counted = self._cluster.submitted(worker_id, num_prompt, num_output, self._now(), request.tier)
         self._lines.leave(session.stream, self._now())  # of one that is moved
         session.offer(worker_id, submit.attempt, counted, self._now())
-        self._lines.join(session.stream, worker_id, _claimant(session))
+        self._lines.join(session.stream, worker_id, claimant_of(session))
         try:
             answer = await self._calls.submit(worker_id, submit)
         finally:
@@ -347,7 +291,7 @@ class Placing:
             self._tasks.start(self._owners.note(session.request.request_id, owner), name="note-owner")
 
 
-def _claimant(session: Session, *, has_begun: bool = False) -> Claimant:
+def claimant_of(session: Session, *, has_begun: bool = False) -> Claimant:
     """Return the session as the waiting room knows it."""
     request = session.request
     return Claimant(

@@ -11,6 +11,7 @@ from collections import Counter
 from typing import Final
 
 from services.dispatcher.session.leases import Loss, WorkerPresence
+from services.dispatcher.session.migration import SessionMigration
 from services.dispatcher.session.placing import Placing
 from services.dispatcher.session.request import FailureCode, RequestFailedError
 from services.dispatcher.session.session import Session
@@ -29,16 +30,18 @@ class Recovery:
 
     Args:
         placing: finds workers.
+        migration: has them fetch sessions with their KV.
         leases: tells lost workers what is no longer theirs.
         tasks: owns the recoveries under way.
     """
 
-    def __init__(self, placing: Placing, leases: WorkerPresence, tasks: TaskOwner) -> None:
+    def __init__(self, placing: Placing, migration: SessionMigration, leases: WorkerPresence, tasks: TaskOwner) -> None:
         self.num_lost: Counter[Loss] = Counter()
         """Sessions that lost their worker since the start."""
         self.num_recovered = 0
         """Of these, the ones that another worker took."""
         self._placing = placing
+        self._migration = migration
         self._leases = leases
         self._tasks = tasks
         self._probation = asyncio.Lock()
@@ -97,7 +100,7 @@ class Recovery:
     async def _move(self, session: Session) -> None:
         try:
             async with self._moves:
-                has_left = not session.is_running or await self._placing.fetch_elsewhere(session)
+                has_left = not session.is_running or await self._migration.fetch_elsewhere(session)
                 if not has_left and await self._placing.move(session):
                     self.num_lost[Loss.DRAINING] += 1
                     self._on_recovered(session)

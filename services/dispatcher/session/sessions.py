@@ -17,6 +17,7 @@ from services.dispatcher.policy.admission import AdmissionInput, decide_admissio
 from services.dispatcher.policy.placement import Placement
 from services.dispatcher.session.calls import WorkerCalls
 from services.dispatcher.session.leases import Loss, WorkerPresence
+from services.dispatcher.session.migration import SessionMigration
 from services.dispatcher.session.owners import Owners
 from services.dispatcher.session.placing import Placing, SessionLimits
 from services.dispatcher.session.recovery import Recovery
@@ -90,7 +91,8 @@ class Sessions:
             now=now,
             tasks=tasks,
         )
-        self.recovery = Recovery(self._placing, self._leases, tasks)
+        migration = SessionMigration(calls, self.cluster, self._placing, now)
+        self.recovery = Recovery(self._placing, migration, self._leases, tasks)
         self.replays = Replays(self.table, calls, limits.silence_s, now, tasks, self.recovery.lost)
 
     @property

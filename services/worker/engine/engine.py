@@ -180,7 +180,7 @@ class Engine:
         if np.count_nonzero(wanted) < wanted.size:
             rows, tokens = rows[wanted], tokens[wanted]
         events = self._deliver(rows, tokens, now_s, extras) if rows.size else NO_EVENTS
-        ends = self._end_landed(flight.rows)
+        ends = self.registry.after_batch(flight.rows)
         return StepEvents.concatenate([events, ends]) if len(ends) else events
 
     def roll_back(self, batch: Batch, error: BatchFailedError, now_s: float) -> StepEvents:
@@ -196,7 +196,7 @@ class Engine:
         self.flights.fail(flight.rows)
         going_on = ((self.table.hold[flight.rows] & (Hold.CANCELLED | Hold.LEAVING)) == 0) & sound
         group = RetryGroup(flight.rows, batch.num_tokens).select(going_on)
-        events = self._end_landed(flight.rows)
+        events = self.registry.after_batch(flight.rows)
         if not group.rows.size or error.is_lost:
             return events
         self.table.hold[group.rows] |= Hold.RETRY
@@ -215,7 +215,7 @@ class Engine:
     def copied(self, copy_id: int, *, done: bool) -> None:
         """Take in the end of a copy. If it failed, its row's KV is lost, and is computed again when its turn comes."""
         self._transitions.copied(copy_id, done=done)
-        self.registry.let_leave()
+        self.registry.leaving.go_on()
 
     # Another executor: the step gate is held
 
@@ -363,14 +363,6 @@ class Engine:
             sound &= ~self.registry.are_waited_for(flight.rows)
             self.flights.fail(flight.rows[~sound])
         return flight, sound
-
-    def _end_landed(self, rows: Rows) -> StepEvents:
-        """Let rows of a landed batch go that were only waited for: those that have ended, leave, or were cancelled."""
-        if self.registry.num_ended:
-            self.registry.forget_ended(rows)
-        events = self.registry.end_cancelled(rows)
-        self.registry.let_leave()
-        return events
 
     def _deliver(self, rows: Rows, tokens: I32, now_s: float, extras: tuple[RowExtra, ...] = ()) -> StepEvents:
         table = self.table

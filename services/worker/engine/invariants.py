@@ -77,7 +77,7 @@ def _check_holds(engine: Engine) -> None:
     cancelled = np.flatnonzero(table.hold & Hold.CANCELLED)
     assert set(cancelled.tolist()) <= set(in_flight), "a cancelled row outside a batch has ended"
     leaving = np.flatnonzero((table.hold & (Hold.LEAVING | Hold.ENDED)) == Hold.LEAVING)
-    assert sorted(engine.registry.leaving) == leaving.tolist(), "the bit LEAVING and the rows that leave differ"
+    assert sorted(engine.registry.leaving.rows) == leaving.tolist(), "the bit LEAVING and the rows that leave differ"
     is_away = table.hold[leaving] & (Hold.IN_FLIGHT | Hold.SWAPPING)
     assert is_away.all(), "a row that leaves has left once it is in no batch and no copy"
     retried = np.flatnonzero(table.hold & Hold.RETRY).tolist()

@@ -10,6 +10,7 @@ import numpy as np
 from services.worker.blocks.manager import BlockManager
 from services.worker.blocks.sharing import Sharing
 from services.worker.contract.arrays import I32, Bool, Rows
+from services.worker.engine.leaving import Leaving
 from services.worker.sequences.config import AddRefusal, EngineConfig, NewSequence, check_new, max_outputs
 from services.worker.sequences.events import NO_EVENTS, RowExtra, StepEvents
 from services.worker.sequences.sequence import FinishedStore, SequenceKey
@@ -20,7 +21,6 @@ from shared.ids import RequestId
 from shared.types import MAX_PREEMPTIONS, FinishReason
 
 _CANCELLED_IN_FLIGHT = Hold.CANCELLED | Hold.IN_FLIGHT
-_MAY_LEAVE_WITHOUT = Hold.CANCELLED | Hold.ENDED | Hold.IN_FLIGHT | Hold.SWAPPING
 
 
 class SequenceRegistry:
@@ -51,8 +51,7 @@ class SequenceRegistry:
         self._events: list[StepEvents] = []
         self._newest: dict[RequestId, int] = {}
         """Row of a request's newest attempt."""
-        self._leaving: dict[int, tuple[str, Callable[[int | None], None]]] = {}
-        """Rows that go on elsewhere: where, and who is told once that is so, or is not."""
+        self.leaving = Leaving(table, lambda row, moved_to: self.release([row], moved_to))
 
     def add(self, new: NewSequence) -> int | AddRefusal:
         """Take a sequence in; it waits for its turn.
@@ -105,7 +104,7 @@ class SequenceRegistry:
         del self.row_of[table.sequence(row).key]
         table.rename(row, new)
         table.hold[row] &= ~Hold.PAUSED
-        self.stay(row)
+        self.leaving.stay(row)
         self.row_of[key] = row
         self.next_expiry_s = min(self.next_expiry_s, new.expires_s)
         return row
@@ -165,7 +164,14 @@ class SequenceRegistry:
             self._cancel(row)
         self.next_expiry_s = float(expires_s.min())
 
-    def end_cancelled(self, rows: Rows) -> StepEvents:
+    def after_batch(self, rows: Rows) -> StepEvents:
+        """Let rows of a landed batch go that were only waited for: those that have ended, leave, or were cancelled."""
+        if self.num_ended:
+            self._forget_ended(rows)
+        self.leaving.go_on()
+        return self._end_cancelled(rows)
+
+    def _end_cancelled(self, rows: Rows) -> StepEvents:
         """End those rows of a landed batch that were cancelled meanwhile and are in no other one."""
         if not self.num_cancelled:
             return NO_EVENTS
@@ -179,7 +185,7 @@ class SequenceRegistry:
         waited_for: Bool = ((hold & Hold.ENDED) != 0) | ((hold & _CANCELLED_IN_FLIGHT) == _CANCELLED_IN_FLIGHT)
         return waited_for
 
-    def forget_ended(self, rows: Rows) -> None:
+    def _forget_ended(self, rows: Rows) -> None:
         """Forget those rows of a landed batch that have ended already and are in no other one."""
         ended = rows[(self._table.hold[rows] & (Hold.ENDED | Hold.IN_FLIGHT)) == Hold.ENDED].tolist()
         self.num_ended -= len(ended)
@@ -201,42 +207,6 @@ class SequenceRegistry:
         events = self.end(rows, FinishReason.RELEASED)
         extras = tuple(RowExtra(i, moved_to=moved_to) for i in range(len(events)) if moved_to)
         self._events.append(replace(events, extras=extras))
-
-    def leave(self, row: int, moved_to: str, on_over: Callable[[int | None], None]) -> bool:
-        """Release a row as soon as it is in no batch and no copy; from now on it comes into none.
-
-        Args:
-            row: goes on at another worker.
-            moved_to: at which one.
-            on_over: told once it is released, with its tokens whose KV was computed; None: it has ended, or stays.
-
-        Returns:
-            False if it leaves already, for whoever came first; nobody is told then.
-        """
-        if row in self._leaving:
-            return False
-        self._table.hold[row] |= Hold.LEAVING
-        self._leaving[row] = moved_to, on_over
-        self.let_leave()
-        return True
-
-    def stay(self, row: int) -> None:
-        """Let a row that was to leave go on here. Idempotent; the caller wakes the step loop."""
-        if row in self._leaving:
-            self._table.hold[row] &= ~Hold.LEAVING
-            self._leaving.pop(row)[1](None)
-
-    def let_leave(self) -> None:
-        """Release the rows that leave and are in no batch and no copy by now."""
-        for row in [row for row in self._leaving if not self._table.hold[row] & _MAY_LEAVE_WITHOUT]:
-            (moved_to, on_over), num_computed = self._leaving.pop(row), int(self._table.num_computed[row])
-            self.release([row], moved_to)
-            on_over(num_computed)
-
-    @property
-    def leaving(self) -> list[int]:
-        """Rows that are about to be released."""
-        return list(self._leaving)
 
     def note_started(self, rows: Sequence[int]) -> None:
         """Say that rows are in a step for the first time: events without a token and without an end."""
@@ -268,7 +238,7 @@ class SequenceRegistry:
         key, num_output = table.sequence(row).key, int(table.num_output[row])
         self._finished.add(key, self._log.read(row, 0, num_output), finish)
         del self.row_of[key]
-        self.stay(row)
+        self.leaving.stay(row)
         if self._newest.get(key[0]) == row:
             del self._newest[key[0]]
         if table.hold[row] & Hold.IN_FLIGHT:

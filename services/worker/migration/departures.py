@@ -166,7 +166,7 @@ class Departure:
         self._timer.cancel()
         row = self._row
         if self._leaving is not None and not self._leaving.done() and row is not None:
-            self._engine.registry.stay(row)
+            self._engine.registry.leaving.stay(row)
         self._engine.blocks.unpin(self._owner)
         if self._engine.swapping is not None:
             self._engine.swapping.host.unpin(self._owner)
@@ -214,7 +214,7 @@ class Departure:
         if reason := self._departures.refusal():
             return NotHere(detail=reason, is_refused=True)
         leaving: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
-        if not self._engine.registry.leave(row, self._target, leaving.set_result):
+        if not self._engine.registry.leaving.begin(row, self._target, leaving.set_result):
             return NotHere(detail="it leaves already, for another worker", is_refused=True)
         self._leaving = leaving
         self._departures.wake()

@@ -27,7 +27,7 @@ from services.worker.migration.kv_messages import HasLeft, KvListed, LetGo, List
 from services.worker.peers.frames import PeerLostError
 from services.worker.peers.greeting import PeerRefusedError
 from shared.errors import WireError
-from shared.ids import RequestId, WorkerId
+from shared.ids import RequestId
 from shared.messages.fetch import Fetch, Fetched, FetchOutcome, FetchReason
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
@@ -66,18 +66,16 @@ class Fetching:
     Args:
         engine: of this worker.
         network: the way to others.
-        worker_id: of this worker.
         wake: lets its step loop look at the engine again.
         refusal: returns why none is fetched now; empty: some may be.
         now: the worker's clock, seconds.
         tasks: owns what is under way.
     """
 
-    def __init__(  # noqa: PLR0913  one argument per part that is joined here
+    def __init__(
         self,
         engine: Engine,
         network: KvNetwork,
-        worker_id: WorkerId,
         *,
         wake: Callable[[], None],
         refusal: Callable[[], str],
@@ -94,7 +92,6 @@ class Fetching:
         """See `MigrationPart`."""
         self._engine = engine
         self._network = network
-        self._worker_id = worker_id
         self._wake = wake
         self._refusal = refusal
         self._now = now
@@ -108,7 +105,7 @@ class Fetching:
     async def fetch(self, asked: Fetch) -> Fetched:
         """Return what came of it, when it is over."""
         if asked.request_id in self._under_way:
-            answer = self._answer(asked, FetchOutcome.REFUSED, "it is being fetched already")
+            answer = _answered(FetchOutcome.REFUSED, "it is being fetched already")
         else:
             task = self._tasks.start(self._fetch(asked), name=f"fetch-{asked.request_id}")
             self._under_way[asked.request_id] = task
@@ -117,7 +114,7 @@ class Fetching:
             except asyncio.CancelledError:
                 if not task.cancelled():
                     raise
-                answer = self._answer(asked, FetchOutcome.REFUSED, "its layers change, or it is about to stop")
+                answer = _answered(FetchOutcome.REFUSED, "its layers change, or it is about to stop")
             finally:
                 self._under_way.pop(asked.request_id, None)
         self.outcomes[asked.reason, answer.outcome] += 1
@@ -142,9 +139,6 @@ class Fetching:
         for request_id in list(self._kept):
             self._keep_no_more(request_id)
 
-    def _answer(self, asked: Fetch, outcome: FetchOutcome, detail: str = "") -> Fetched:
-        return Fetched(request_id=asked.request_id, attempt=asked.attempt, outcome=outcome, detail=detail[:256])
-
     async def _fetch(self, asked: Fetch) -> Fetched:
         self._keep_no_more(asked.request_id)
         began_s, has_turn, has_moved = self._now(), False, False
@@ -155,16 +149,16 @@ class Fetching:
                 limit.reschedule(asyncio.get_running_loop().time() + LIMIT_S)
                 await self._bring(one)
             has_moved = True
-            answer = self._answer(asked, FetchOutcome.MOVED)
+            answer = _answered(FetchOutcome.MOVED)
         except _FetchFailedError as error:
-            answer = self._answer(asked, error.outcome, error.detail)
+            answer = _answered(error.outcome, error.detail)
         except (PeerLostError, WireError) as error:
-            answer = self._answer(asked, FetchOutcome.LOST, str(error))
+            answer = _answered(FetchOutcome.LOST, str(error))
         except PeerRefusedError as error:
-            answer = self._answer(asked, FetchOutcome.REFUSED, str(error))
+            answer = _answered(FetchOutcome.REFUSED, str(error))
         except TimeoutError:
             outcome = FetchOutcome.LATE if has_turn else FetchOutcome.BUSY
-            answer = self._answer(asked, outcome, f"after {self._now() - began_s:.3g} s")
+            answer = _answered(outcome, f"after {self._now() - began_s:.3g} s")
         finally:
             if has_moved:
                 self._keep(asked.request_id, one.num_computed)
@@ -180,7 +174,7 @@ class Fetching:
         said = answer.outcome.value, answer.detail, one.num_blocks, round(self._now() - began_s, 4)
         names = ("outcome", "detail", "num_blocks", "took_s")
         _log.info("request_fetched", rid=asked.request_id, source=asked.source, **dict(zip(names, said, strict=True)))
-        return answer.model_copy(update={"num_blocks": one.num_blocks, "num_bytes": one.num_bytes})
+        return answer.model_copy(update={"num_blocks": one.num_blocks})
 
     async def _bring(self, one: _Fetch) -> None:
         if reason := self._refusal():
@@ -209,6 +203,10 @@ class Fetching:
             del self._states[request_id]
             self._engine.sharing.coming.release(request_id)
             self._wake()
+
+
+def _answered(outcome: FetchOutcome, detail: str = "") -> Fetched:
+    return Fetched(outcome=outcome, detail=detail[:256])
 
 
 class _Fetch:

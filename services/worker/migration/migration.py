@@ -14,7 +14,6 @@ from services.worker.engine.engine import Engine
 from services.worker.migration.departures import Departures
 from services.worker.migration.fetching import Fetching
 from services.worker.migration.kv_link import KvNetwork
-from shared.ids import WorkerId
 from shared.messages.fetch import Fetch, ListRunning
 from shared.messages.report import FetchCount, MigrationPart
 from shared.process.tasks import TaskOwner
@@ -32,7 +31,6 @@ class Migration:
     Args:
         engine: of this worker.
         network: the way to others, and theirs here; owned.
-        worker_id: of this worker.
         wake: lets its step loop look at the engine again.
         busy: returns why no request leaves or comes now, empty: some may.
         is_open: whether this worker takes requests.
@@ -44,7 +42,6 @@ class Migration:
         self,
         engine: Engine,
         network: KvNetwork,
-        worker_id: WorkerId,
         *,
         wake: Callable[[], None],
         busy: Callable[[], str],
@@ -57,7 +54,6 @@ class Migration:
         self.fetching = Fetching(
             engine,
             network,
-            worker_id,
             wake=wake,
             refusal=lambda: never or busy() or ("" if is_open() else "it takes no requests"),
             now=now,
@@ -65,11 +61,6 @@ class Migration:
         )
         self._coming = engine.sharing.coming
         self._network = network
-
-    @property
-    def address(self) -> str:
-        """Where others connect."""
-        return self._network.address
 
     def start(self) -> None:
         """Let others fetch from here from now on."""

@@ -121,7 +121,7 @@ async def test_a_row_leaves_when_its_step_is_back_and_says_whereto() -> None:
     source.harness.submitted()
     leaving = asyncio.ensure_future(departure.answer(LetGo()))
     await asyncio.sleep(0)
-    assert source.engine.registry.leaving
+    assert source.engine.registry.leaving.rows
     assert source.num_wakes
     source.harness.land()
     assert isinstance(await leaving, HasLeft)
@@ -143,7 +143,7 @@ async def test_a_row_that_was_to_leave_goes_on_if_the_connection_ends_first() ->
     await asyncio.sleep(0)
     departure.close()
     assert isinstance(await leaving, NotHere)
-    assert not source.engine.registry.leaving
+    assert not source.engine.registry.leaving.rows
     source.harness.finish()
     assert source.harness.stories[1000].finish is FinishReason.LENGTH
 
@@ -161,7 +161,7 @@ async def test_of_two_who_fetch_one_request_the_second_is_refused_and_hinders_no
     assert isinstance(refused, NotHere)
     assert refused.is_refused
     second.close()
-    assert source.engine.registry.leaving, "it leaves for the first one"
+    assert source.engine.registry.leaving.rows, "it leaves for the first one"
     source.harness.land()
     assert isinstance(await leaving, HasLeft)
     first.close()

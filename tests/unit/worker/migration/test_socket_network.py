@@ -43,6 +43,7 @@ class Worker:
         pools = [torch.from_numpy(rng.standard_normal(shape).astype(np.float32)) for _ in range(2 * NUM_LAYERS)]
         self.cache = KVCache.over(pools[:NUM_LAYERS], pools[NUM_LAYERS:], NUM_BLOCKS)
         self.worker_id = WorkerId(f"w{index}")
+        self.peers = peers
         self.harness: EngineHarness = make_harness(num_blocks=NUM_BLOCKS, max_model_len=200)
         self.failures: list[BaseException] = []
         self.tasks = TaskOwner(lambda _, error: self.failures.append(error))
@@ -50,7 +51,6 @@ class Worker:
         self.migration = Migration(
             self.engine,
             SocketKvNetwork(peers, lambda: self.cache),
-            self.worker_id,
             wake=self.step,
             busy=lambda: self.is_busy,
             is_open=lambda: True,
@@ -77,7 +77,7 @@ class Worker:
             request_id=NAME,
             attempt=attempt,
             source=source.worker_id,
-            source_address=address or source.migration.address,
+            source_address=address or source.peers.address,
             reason=FetchReason.BALANCE,
         )
         message = Message("fetch", encode(asked), "")
@@ -134,7 +134,8 @@ async def test_a_request_comes_with_all_of_its_full_blocks_to_the_bit() -> None:
         assert source.harness.stories[1000].finish is FinishReason.RELEASED
         num_full = check_names(source, target)
         assert num_full >= 90 // BLOCK_SIZE
-        assert (fetched.num_blocks, fetched.num_bytes) == (num_full, num_full * NUM_LAYERS * PAIR_BYTES)
+        assert fetched.num_blocks == num_full
+        assert target.migration.fetching.num_bytes == num_full * NUM_LAYERS * PAIR_BYTES
         known, text = 90 + len(source.harness.stories[1000].text), source.harness.stories[1000].text
         assert known // BLOCK_SIZE - num_full <= 1
         new = new_sequence(0, num_prompt=90, max_tokens=60)
@@ -174,7 +175,7 @@ async def test_a_source_in_a_plan_refuses_and_one_that_is_gone_is_lost() -> None
         source.is_busy = "plan 7"
         fetched = await target.fetch(source)
         assert (fetched.outcome, fetched.detail) == (FetchOutcome.REFUSED, "plan 7")
-        address = source.migration.address
+        address = source.peers.address
         await source.migration.close()
         assert (await target.fetch(source, address)).outcome is FetchOutcome.LOST
 
@@ -225,7 +226,7 @@ async def test_a_connection_that_breaks_or_lies_leaves_nothing_wrong(how: str, s
         place = at - seen
         return data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :]
 
-    async with two(seed) as (source, target), between(source.migration.address, spoil) as address:
+    async with two(seed) as (source, target), between(source.peers.address, spoil) as address:
         fetched = await target.fetch(source, address)
         if fetched.outcome is FetchOutcome.MOVED:  # all had passed before
             assert at > 9000
@@ -247,7 +248,7 @@ async def test_whoever_changes_its_layers_ends_what_is_under_way_first(who: str)
             reached.set()
         return data
 
-    async with two() as (source, target), between(source.migration.address, spoil) as address:
+    async with two() as (source, target), between(source.peers.address, spoil) as address:
         fetching = asyncio.ensure_future(target.fetch(source, address))
         await reached.wait()
         await (source if who == "source" else target).migration.abort()

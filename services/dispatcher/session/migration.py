@@ -1,0 +1,91 @@
+"""Sessions that leave a worker which is about to stop: another worker fetches each, with its KV (`Fetch`).
+
+Until their worker has released them they go on there; then they are placed as whatever is released, with the one that
+has their KV first (`recovery.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from services.dispatcher.session.calls import WorkerCalls
+from services.dispatcher.session.placing import Placing, claimant_of
+from services.dispatcher.session.session import Session
+from services.dispatcher.state import ClusterState
+from shared.ids import WorkerId
+from shared.messages.fetch import Fetch, FetchOutcome, FetchReason
+
+RELEASE_LIMIT_S: Final = 1.0
+"""How long after the answer of who has fetched a session its source's word may come."""
+RELEASE_POLL_S: Final = 0.01
+
+
+class SessionMigration:
+    """Asks the workers where sessions would be placed.
+
+    Args:
+        calls: to workers.
+        cluster: what is known of them.
+        placing: says where they would be placed.
+        now: the event loop's clock.
+    """
+
+    def __init__(
+        self,
+        calls: WorkerCalls,
+        cluster: ClusterState,
+        placing: Placing,
+        now: Callable[[], float],
+    ) -> None:
+        self._calls = calls
+        self._cluster = cluster
+        self._placing = placing
+        self._now = now
+
+    async def fetch_elsewhere(self, session: Session) -> bool:
+        """Have another worker fetch a running session with its KV; return whether it has left where it is, or ended.
+
+        It goes on there until its worker has released it, and is brought to the other one as whatever is released.
+        """
+        before = session.present
+        tried = {before.worker_id}
+        while (target := self._placing.find(claimant_of(session), tried)) is not None:
+            tried.add(target)
+            address = self._cluster.address_for(target, before.worker_id)
+            if address is None:
+                continue
+            outcome = await self._fetch(session, target, address)
+            if outcome is FetchOutcome.MOVED:
+                await self._until_left(session, before.number)
+            if session.attempt != before.number or session.is_over:
+                return True
+            if outcome is FetchOutcome.BUSY:
+                tried.discard(target)
+            if outcome in {FetchOutcome.GONE, FetchOutcome.LOST}:
+                break
+        return False
+
+    async def _fetch(self, session: Session, target: WorkerId, address: str) -> FetchOutcome:
+        """Have a worker fetch a session, which counts there meanwhile."""
+        request, before = session.request, session.present
+        num_output, tier = len(session.tokens), request.tier
+        counted = self._cluster.submitted(target, request.num_prompt_tokens, num_output, self._now(), tier)
+        fetch = Fetch(
+            request_id=request.request_id,
+            attempt=before.number,
+            source=before.worker_id,
+            source_address=address,
+            reason=FetchReason.DRAIN,
+        )
+        try:
+            return await self._calls.fetch(target, fetch)
+        finally:
+            self._cluster.ended(counted, num_output, self._now())
+
+    async def _until_left(self, session: Session, attempt: int) -> None:
+        """Return once its worker's word has come that it has released this attempt, or should have come."""
+        until_s = self._now() + RELEASE_LIMIT_S
+        while session.attempt == attempt and not session.is_over and self._now() < until_s:
+            await asyncio.sleep(RELEASE_POLL_S)
