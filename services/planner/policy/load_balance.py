@@ -56,10 +56,9 @@ def choose(pair: Pair, running: Sequence[RunningPart]) -> RunningPart | None:
 
 
 def usage(report: WorkerReport) -> float:
-    """Return a worker's virtual usage, as a share of its memory; best effort that gives way counts for nothing."""
-    flex = giving_way(report)
-    used = report.num_used_blocks - flex.num_used_blocks + report.num_demanded_blocks - flex.num_demanded_blocks
-    return max(used, 0) / report.num_blocks
+    """Return a worker's virtual usage: a share of its memory, without best effort that waits and gives way."""
+    demanded = report.num_demanded_blocks - giving_way(report).num_demanded_blocks
+    return (report.num_used_blocks + demanded) / report.num_blocks
 
 
 def _pairs_of(statuses: Sequence[WorkerStatus], migrates: Migrates) -> list[Pair]:
@@ -75,8 +74,8 @@ def _pairs_of(statuses: Sequence[WorkerStatus], migrates: Migrates) -> list[Pair
         if gap < MIN_GAP or len(names) < 2 or taken & names:
             break
         taken |= names
-        most_blocks = int(gap * target.report.num_blocks / 2)
-        pairs.append(Pair(source.report, target.report, max(most_blocks, 1)))
+        most_blocks = gap / (1 / source.report.num_blocks + 1 / target.report.num_blocks)
+        pairs.append(Pair(source.report, target.report, max(int(most_blocks), 1)))
     return pairs
 
 
