@@ -1,4 +1,4 @@
-"""The commands about the bus as the command line knows them: `sluice tap`, `sluice nats-config`, `nats-setup`."""
+"""The commands by way of the bus as the command line knows them: `sluice drain`, `tap`, `nats-config`, `nats-setup`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import click
+
+DRAIN_EPILOG = """\b
+Examples:
+  sluice drain worker-0                        its requests go on elsewhere with their KV, and it ends
+  sluice drain worker-0 worker-1 worker-2      a rolling restart: the next one once the one before is back
+  sluice status                                which workers there are
+
+Readers see about a step's pause. What finds no room elsewhere ends where it runs, within the worker's --drain-limit-s.
+Who started the worker starts it again: `sluice up` and docker-compose do. If it serves as a stage of a pipeline group,
+the planner restores the group first.
+"""
 
 TAP_EPILOG = """\b
 Examples:
@@ -90,3 +101,33 @@ def nats_setup(*, keep: bool, **flags: Any) -> int:
     from cli.nats_setup import run_nats_setup
 
     return asyncio.run(run_nats_setup(load_up_settings(flags), keep=keep))
+
+
+def _ids(_context: click.Context, _parameter: click.Parameter, names: tuple[str, ...]) -> tuple[str, ...]:
+    from shared.subjects import check_token
+
+    try:
+        return tuple(map(check_token, names))
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+@click.command(epilog=DRAIN_EPILOG)
+@click.argument("workers", metavar="WORKER…", nargs=-1, required=True, callback=_ids)
+@click.option(
+    "--timeout",
+    "limit_s",
+    metavar="S",
+    type=click.FloatRange(min=0, min_open=True, max=3600),
+    default=180.0,
+    show_default=True,
+    help="Seconds that each may take to end, and to be back; what was begun goes on all the same.",
+)
+@click.option("--cluster", metavar="NAME", default=None, help="Name of the cluster on a shared broker. [default]")
+@click.option("--nats-url", metavar="URL", default=None, help="Broker. [NATS_URL, else nats://127.0.0.1:4222]")
+def drain(*, workers: tuple[str, ...], limit_s: float, **flags: Any) -> int:
+    """Have workers give their requests to others and end; several of them one after the other."""
+    from cli.drain import run_drain
+
+    asyncio.run(run_drain(workers, flags, limit_s))
+    return 0

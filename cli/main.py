@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from cli.bench.options import bench
-from cli.bus_options import nats_config, nats_setup, tap
+from cli.bus_options import drain, nats_config, nats_setup, tap
 from cli.chaos.options import chaos
 from cli.exit_codes import FAILED, KILLED, REFUSED, CommandError
 from cli.groups.options import drop, planner, restore
@@ -63,7 +63,7 @@ Exit codes:
   0    done, or stopped as asked
   1    something failed while it ran
   2    refused: bad usage, a wrong setting, a taken port, a missing model
-  3    nothing answers at the URL (status, chat, bench, replay), or under the id (chaos), or no planner
+  3    nothing answers at the URL (status, chat, bench, replay), or under the id (chaos, drain), or no planner
   130  stopped at once by a second Ctrl-C (bench, replay, pull, simulate, compare, plan: by the first)
 
 Settings come from flags, then SLUICE_<NAME> in the environment, then ./sluice.toml, then defaults.
@@ -277,7 +277,7 @@ def version() -> int:
 
 for _command in (bench, chaos, planner, drop, restore, keys, replay, simulate, compare, plan):
     cli.add_command(_command)
-for _command in (tap, nats_config, nats_setup):
+for _command in (drain, tap, nats_config, nats_setup):
     cli.add_command(_command)
 
 

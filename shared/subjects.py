@@ -63,6 +63,10 @@ class Subjects:
         """Request-reply, msgpack: have this worker fetch a request that another one runs, with its KV."""
         return f"sluice.{self.cluster}.worker.{worker_id}.fetch"
 
+    def drain(self, worker_id: WorkerId) -> str:
+        """Request-reply, JSON: have this worker give its requests to others and end, as SIGTERM does."""
+        return f"sluice.{self.cluster}.worker.{worker_id}.drain"
+
     def dump(self, worker_id: WorkerId) -> str:
         """Request-reply, JSON: the worker's state, for operators."""
         return f"sluice.{self.cluster}.worker.{worker_id}.dump"

@@ -54,6 +54,7 @@ async def _serve(
         process.fail,
         device=loaded.device,
         network=loaded.network,
+        end=process.end,
     )
     await worker.start()
     get_logger().info("worker_ready", model=settings.model_name(), num_blocks=loaded.executor.capacity.num_blocks)

@@ -96,6 +96,7 @@ def build_worker(  # noqa: PLR0913  one argument per part that is joined here
     make_engine: EngineMaker | None = None,
     device: GroupDevice | None = None,
     network: KvNetwork | None = None,
+    end: Callable[[], None] | None = None,
 ) -> WorkerService:
     """Return a worker that is ready to `start`.
 
@@ -109,6 +110,7 @@ def build_worker(  # noqa: PLR0913  one argument per part that is joined here
         make_engine: makes another engine than the usual one; for simulated devices.
         device: of the executor, if its layers can be dropped; the worker closes it when it stops.
         network: the way to the KV of other workers, and theirs here, if there is one; the worker closes it too.
+        end: has the process drain and end, if there is one.
     """
     facts = _facts(settings, executor, model, device, network)
     reporter.watch_cost(model.cost, executor.num_lanes)
@@ -119,6 +121,7 @@ def build_worker(  # noqa: PLR0913  one argument per part that is joined here
         emitter=Emitter(WorkerId(settings.instance_id), Subjects(settings.cluster), bus),
         reporter=reporter,
         tasks=TaskOwner(on_failure),
+        end=end,
     )
     engine_executor, gate, roles = RoleExecutor(executor), StepGate(), _Roles()
     engine = _engine(settings, engine_executor, model, facts.max_model_len, make_engine)
@@ -160,6 +163,8 @@ class _Parts:
     emitter: Emitter
     reporter: Reporter
     tasks: TaskOwner
+    end: Callable[[], None] | None
+    """Of the process."""
 
 
 class _Roles:
@@ -232,7 +237,7 @@ def _endpoints(
         subjects=parts.subjects,
         intake=intake,
         leases=leases,
-        admin=Admin(engine, reporter, leases, parts.now),
+        admin=Admin(engine, reporter, leases, parts.now, parts.end),
         steps=steps,
         agent=agent,
         migration=migration,

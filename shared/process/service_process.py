@@ -56,6 +56,10 @@ class ServiceProcess:
         """Start the service, which may have to wait for others; return False if it is told to end before that."""
         return await ends_before(self._stop, start)
 
+    def end(self) -> None:
+        """Have the process end in good order, as SIGTERM does."""
+        self._stop.set()
+
     def fail(self, name: str, error: BaseException) -> None:
         """End the process because of this error (the `on_failure` of everything in it)."""
         get_logger().error("failed", part=name, error=repr(error))

@@ -89,6 +89,7 @@ def _worker(subjects: Subjects) -> tuple[list[str], list[str]]:
     # no inbox: a worker asks nobody
     return [subjects.report(_WORKERS), subjects.tokens(_DISPATCHERS)], [
         *_asked_of_workers(subjects),
+        subjects.drain(_WORKERS),
         subjects.plan(_WORKERS),
     ]
 
@@ -122,6 +123,7 @@ def _operator(subjects: Subjects) -> Permissions:
         *_asked_of_planner(subjects),
         subjects.admin(BrokerRole.DISPATCHER, ANY, "dump"),
         *_asked_of_workers(subjects),  # also `submit`: `sluice profile` loads a worker
+        subjects.drain(_WORKERS),
     ]
     reads = [subject for bucket in subjects.buckets() for subject in _read(bucket)]
     writes = [_write(bucket) for bucket in subjects.buckets()]

@@ -14,7 +14,7 @@ from services.worker.sequences.table import Hold, SequenceTable
 _NOT_YET: Final = Hold.CANCELLED | Hold.ENDED | Hold.IN_FLIGHT | Hold.SWAPPING
 
 
-class Leaving:
+class LeavingRows:
     """Of one engine; the only writer of `Hold.LEAVING`.
 
     Args:

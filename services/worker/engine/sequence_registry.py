@@ -10,7 +10,7 @@ import numpy as np
 from services.worker.blocks.manager import BlockManager
 from services.worker.blocks.sharing import Sharing
 from services.worker.contract.arrays import I32, Bool, Rows
-from services.worker.engine.leaving import Leaving
+from services.worker.engine.leaving import LeavingRows
 from services.worker.sequences.config import AddRefusal, EngineConfig, NewSequence, check_new, max_outputs
 from services.worker.sequences.events import NO_EVENTS, RowExtra, StepEvents
 from services.worker.sequences.sequence import FinishedStore, SequenceKey
@@ -51,7 +51,7 @@ class SequenceRegistry:
         self._events: list[StepEvents] = []
         self._newest: dict[RequestId, int] = {}
         """Row of a request's newest attempt."""
-        self.leaving = Leaving(table, lambda row, moved_to: self.release([row], moved_to))
+        self.leaving = LeavingRows(table, lambda row, moved_to: self.release([row], moved_to))
 
     def add(self, new: NewSequence) -> int | AddRefusal:
         """Take a sequence in; it waits for its turn.

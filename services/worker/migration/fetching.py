@@ -60,7 +60,7 @@ class _FetchFailedError(Exception):
         self.detail = detail
 
 
-class Fetching:
+class KvFetching:
     """Of one worker.
 
     Args:

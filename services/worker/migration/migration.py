@@ -12,7 +12,7 @@ from pydantic import Field, TypeAdapter
 
 from services.worker.engine.engine import Engine
 from services.worker.migration.departures import Departures
-from services.worker.migration.fetching import Fetching
+from services.worker.migration.fetching import KvFetching
 from services.worker.migration.kv_link import KvNetwork
 from shared.messages.fetch import Fetch, ListRunning
 from shared.messages.report import FetchCount, MigrationPart
@@ -51,7 +51,7 @@ class Migration:
     ) -> None:
         never = _why_never(engine)
         self.departures = Departures(engine, wake, lambda: never or busy())
-        self.fetching = Fetching(
+        self.fetching = KvFetching(
             engine,
             network,
             wake=wake,

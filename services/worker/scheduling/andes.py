@@ -73,6 +73,7 @@ class AndesScheduler:
         plan.budget = budget = self._budget(view, gains)
         if left is None:
             decode_lane(plan, view.cost, served)
+            plan.go_on()
             _compute_prompts(plan, np.fromiter(plan.begun, dtype=np.int32), line, rows[order])
         else:
             decodes = lane_decodes(plan, view.cost, served)
@@ -120,6 +121,7 @@ def _serve_in_turn(
     line = rows[among(view, rows, np.concatenate([view.preempted, view.waiting]))]
     line, last_line = line[~is_last[line]], line[is_last[line]]
     plan.decode(decodes[~is_last[decodes]])
+    plan.go_on()
     _compute_prompts(plan, begun[~is_last[begun]], line, rows)
     plan.decode(decodes[is_last[decodes]][: max(num_in_time - plan.num_decodes, 0)])
     plan.leave_free(left.num_kept_free, line)

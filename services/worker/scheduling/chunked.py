@@ -44,6 +44,7 @@ class ChunkedScheduler:
         in_turn = FlexLast(view) if flex_last else None
         plan = StepPlan(view) if in_turn is None else in_turn.plan
         decode_lane(plan, some=None if in_turn is None else in_turn.served)
+        plan.go_on()
         plan.prefill(None if in_turn is None else in_turn.begun)
         plan.rescue()
         if in_turn is not None:

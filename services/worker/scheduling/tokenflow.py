@@ -77,6 +77,7 @@ class TokenflowScheduler:
         if victims.size and (~is_running[:count]).any() and (head := plan.head(line)) is not None:
             plan.preempt_for(head, rows[victims])
         decode_lane(plan, view.cost)
+        plan.go_on()
         plan.prefill()
         plan.rescue()
         plan.admit(line)

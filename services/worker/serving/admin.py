@@ -1,4 +1,4 @@
-"""What an operator may ask a worker by request-reply: JSON in, JSON out, nothing that changes anything."""
+"""What an operator may ask a worker by request-reply, answered in JSON."""
 
 from __future__ import annotations
 
@@ -18,11 +18,27 @@ MAX_PAGE_BYTES = 512 * 1024
 
 
 class Admin:
-    """Read-only endpoints."""
+    """Of one worker.
 
-    def __init__(self, engine: Engine, reporter: Reporter, leases: Leases, now: Callable[[], float]) -> None:
+    Args:
+        engine: of this worker.
+        reporter: knows its phase.
+        leases: of dispatchers.
+        now: the worker's clock, seconds.
+        end: has the process drain and end; None: there is no process.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        reporter: Reporter,
+        leases: Leases,
+        now: Callable[[], float],
+        end: Callable[[], None] | None = None,
+    ) -> None:
         self._engine = engine
         self._leases = leases
+        self.end = end
         self._now = now
         self._reporter = reporter
 
@@ -47,3 +63,10 @@ class Admin:
             "sequences": sequences[first:end],
         }
         return json.dumps(content).encode()
+
+    async def drain(self, message: Message) -> bytes:
+        """Have the worker drain and end, and say how many sequences it has."""
+        del message
+        assert self.end is not None
+        self.end()
+        return json.dumps({"num_sequences": self._engine.table.num_sequences}).encode()

@@ -42,6 +42,8 @@ class Endpoints:
             Endpoint("renew", subjects.renew(worker_id), self.leases.renew),
             Endpoint("dump", subjects.dump(worker_id), self.admin.dump, metadata=_JSON),
         ]
+        if self.admin.end is not None:
+            endpoints.append(Endpoint("drain", subjects.drain(worker_id), self.admin.drain, metadata=_JSON))
         if self.agent is not None:
             endpoints.append(Endpoint("plan", subjects.plan(worker_id), self.agent.answer, metadata=_JSON))
         if self.migration is not None:

@@ -53,7 +53,7 @@ def test_help_lists_every_command_with_examples_and_exit_codes(capsys: pytest.Ca
     for text in (*command.cli.commands, "Examples:", "sluice demo", "Exit codes:", "130", "NO_COLOR", "NATS_URL"):
         assert text in out
     commands = "up demo chat status bench profile pull keys tap nats-config chaos simulate compare plan replay version"
-    assert set(command.cli.commands) == {*commands.split(), "drop", "restore", "planner", "nats-setup"}
+    assert set(command.cli.commands) == {*commands.split(), "drain", "drop", "restore", "planner", "nats-setup"}
 
 
 def test_without_a_command_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,6 +33,8 @@ def inboxes(role: BrokerRole) -> list[str]:
         (SUBJECTS.cancel(W0), {BrokerRole.DISPATCHER, BrokerRole.OPERATOR}),
         (SUBJECTS.replay(W0), {BrokerRole.DISPATCHER, BrokerRole.OPERATOR}),
         (SUBJECTS.renew(W0), {BrokerRole.DISPATCHER, BrokerRole.OPERATOR}),
+        (SUBJECTS.fetch(W0), {BrokerRole.DISPATCHER, BrokerRole.PLANNER, BrokerRole.OPERATOR}),
+        (SUBJECTS.drain(W0), {BrokerRole.OPERATOR}),
         (SUBJECTS.dump(W0), {BrokerRole.OPERATOR}),
         (SUBJECTS.steps(W0), {BrokerRole.OPERATOR}),
         (SUBJECTS.plan(W0), {BrokerRole.PLANNER}),

@@ -21,6 +21,7 @@ from shared.api_keys import Tier
 from shared.systems import SYSTEMS
 from tests.support.engine_builders import FIRST_COME
 from tests.support.engine_views import (
+    Row,
     answer,
     check_contract,
     chosen,
@@ -303,3 +304,48 @@ def test_the_short_way_is_open_only_where_nothing_is_to_be_decided() -> None:
         "several lanes": replace(make_view(running=rows), limits=Limits(32, 8, 2)),
     }
     assert [why for why, view in closed.items() if plain_decode(view) is not None] == []
+
+
+def went_on(num_prompt: int, num_output: int) -> Row:
+    """A row that ran elsewhere."""
+    return num_prompt, num_output, 0, 0
+
+
+@pytest.mark.parametrize("scheduler", ["chunked", "andes", "sluice", "lqsf", "tokenflow"])
+def test_who_comes_with_its_kv_and_text_does_not_wait_for_prompts(scheduler: str) -> None:
+    """Two prompts have begun and take all that a step has; of the rows that wait one ran elsewhere, and lacks a bit."""
+    here = {4: CachedPrefix(48, 12)}
+    running, waiting = [decoding(9), prefilling(90, 20), prefilling(90, 10)], [parked(50), went_on(40, 13)]
+    view = make_view(running=running, waiting=waiting, max_batch_tokens=32, cached=here)
+    steps = dict(chosen(decide(scheduler, view)))
+    assert (steps[0], steps[4]) == (1, 5)
+
+
+@pytest.mark.parametrize("scheduler", ["chunked", "tokenflow"])
+@pytest.mark.parametrize(
+    ("row", "found", "tier"),
+    [
+        (parked(53), 48, Tier.DEFAULT),  # a prompt that somebody else had before
+        (went_on(40, 13), 44, Tier.DEFAULT),  # more than two blocks of 4 are lacking
+        (went_on(40, 13), 0, Tier.DEFAULT),  # its worker died: all of it is computed again
+        (went_on(40, 13), 48, Tier.FLEX),
+    ],
+)
+def test_others_that_wait_let_prompts_go_on(scheduler: str, row: Row, found: int, tier: Tier) -> None:
+    view = make_view(
+        running=[decoding(9), prefilling(90, 20)], waiting=[row], max_batch_tokens=32, cached={2: CachedPrefix(found)}
+    )
+    tiers = np.array([Tier.DEFAULT, Tier.DEFAULT, tier], dtype=np.uint8)
+    view = replace(view, columns=replace(view.columns, tier=tiers))
+    steps = dict(chosen(decide(scheduler, view)))
+    assert 2 not in steps
+    assert steps[1] == 31
+
+
+@pytest.mark.parametrize("scheduler", ["chunked", "andes", "sluice"])
+def test_who_comes_with_its_kv_takes_no_memory_that_is_promised(scheduler: str) -> None:
+    running = [decoding(9), prefilling(90, 20, held=5)]
+    view = make_view(
+        running=running, waiting=[went_on(40, 13)], max_batch_tokens=32, free_blocks=20, cached={2: CachedPrefix(48)}
+    )
+    assert 2 not in dict(chosen(decide(scheduler, view)))

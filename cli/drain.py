@@ -1,0 +1,121 @@
+"""`sluice drain`: workers give their running requests to others and end, one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Final
+
+import click
+
+from cli.cluster.broker import named_broker
+from cli.cluster.settings import load_up_settings
+from cli.exit_codes import FAILED, UNREACHABLE, CommandError
+from cli.groups.command import ask_planner, describe
+from shared.ids import WorkerId
+from shared.messages.report import WorkerPhase, WorkerReport
+from shared.subjects import Subjects
+from shared.transport.bus import Bus, BusError, Message
+from shared.wire import WireError, decode_json
+
+LOOK_S: Final = 3.0
+"""In which every worker has reported."""
+ASK_LIMIT_S: Final = 5.0
+
+
+async def run_drain(workers: Sequence[str], flags: Mapping[str, Any], limit_s: float) -> None:
+    """Return when all have ended, and each but the last one is back.
+
+    Args:
+        workers: their ids.
+        flags: where the broker is.
+        limit_s: seconds that each may take to end, and to be back.
+
+    Raises:
+        StartupError: there is no broker, or it lets nobody in.
+        CommandError: a worker is not there, cannot be asked, or took too long; those after it are left as they are.
+    """
+    settings = load_up_settings(flags)
+    async with named_broker(settings).connect("drain") as bus:
+        for number, name in enumerate(workers, start=1):
+            async with aclosing(_reports(bus, Subjects(settings.cluster), WorkerId(name))) as reports:
+                await _drain(bus, Subjects(settings.cluster), reports, limit_s, until_back=number < len(workers))
+
+
+async def _drain(
+    bus: Bus, subjects: Subjects, reports: AsyncIterator[WorkerReport], limit_s: float, *, until_back: bool
+) -> None:
+    first = await anext(reports)
+    name = first.worker_id
+    if first.group:
+        await _restore(bus, subjects, first.group, limit_s)
+    try:
+        await bus.request(subjects.drain(name), b"", timeout_s=ASK_LIMIT_S)
+    except BusError as error:
+        hint = f"It is {first.phase}; SIGTERM has the same effect"
+        raise CommandError(f"worker '{name}' cannot be asked to drain: {error}", hint, FAILED) from error
+    try:
+        async with asyncio.timeout(limit_s):
+            await _until_ended(first, reports)
+    except TimeoutError:
+        hint = "It goes on with it: see `sluice status`, or allow more with --timeout"
+        raise CommandError(f"worker '{name}' has not ended within {limit_s:g} s", hint, FAILED) from None
+    if not until_back:
+        return
+    try:
+        async with asyncio.timeout(limit_s):
+            async for report in reports:
+                if report.incarnation != first.incarnation and report.phase is WorkerPhase.READY:
+                    break
+    except TimeoutError:
+        hint = "Start it, and drain the others then"
+        raise CommandError(f"worker '{name}' was not back within {limit_s:g} s", hint, FAILED) from None
+    click.echo(f"{name} is back")
+
+
+async def _until_ended(first: WorkerReport, reports: AsyncIterator[WorkerReport]) -> None:
+    num_left, last = -1, first
+    async for report in reports:
+        if report.incarnation != first.incarnation or report.phase is WorkerPhase.STOPPED:
+            last = report if report.incarnation == first.incarnation else last
+            break
+        if report.phase is WorkerPhase.DRAINING and report.num_running != num_left:
+            num_left = report.num_running
+            click.echo(f"{first.worker_id} drains: {num_left} sequences run there", err=True)
+        last = report
+    num_moved = last.migration.num_left_total - first.migration.num_left_total
+    click.echo(f"{first.worker_id} has ended; {num_moved} sequences left it with their KV")
+
+
+async def _restore(bus: Bus, subjects: Subjects, group: str, limit_s: float) -> None:
+    answer = await ask_planner(bus, subjects, "restore", {"groups": [group]}, limit_s)
+    click.echo(f"restored {describe(answer)}", err=True)
+
+
+async def _reports(bus: Bus, subjects: Subjects, worker_id: WorkerId) -> AsyncGenerator[WorkerReport, None]:
+    """Yield what the worker says of itself, from now on.
+
+    Raises:
+        CommandError: it says nothing at first.
+    """
+    heard: asyncio.Queue[WorkerReport] = asyncio.Queue()
+
+    def take(message: Message) -> None:
+        try:
+            heard.put_nowait(decode_json(message.data, WorkerReport))
+        except WireError:  # of another version
+            return
+
+    listening = await bus.subscribe(subjects.report(worker_id), take)
+    try:
+        try:
+            yield await asyncio.wait_for(heard.get(), LOOK_S)
+        except TimeoutError:
+            hint = "`sluice status` shows who is there; name another cluster with --cluster"
+            message = f"no worker '{worker_id}' reports in cluster '{subjects.cluster}'"
+            raise CommandError(message, hint, UNREACHABLE) from None
+        while True:
+            yield await heard.get()
+    finally:
+        await listening.close()

@@ -1,0 +1,113 @@
+"""`sluice drain` on clusters of `sluice up`, under load: a rolling restart that no text shows, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tests.support.checkpoints import CheckpointShape, stored_checkpoint
+from tests.support.cluster import Cluster, cluster
+from tests.support.group_changes import ENV
+from tests.support.processes import sluice, wait_until
+from tests.support.waiting import rounds
+
+pytestmark = pytest.mark.timeout(240)
+
+NUM_READERS = 4
+WORKERS = ("worker-0", "worker-1")
+
+
+@pytest.fixture(scope="module")
+def up() -> Iterator[Cluster]:
+    """Two workers that can form a group, and are started again when they have ended."""
+    folder, _ = stored_checkpoint(CheckpointShape())
+    model = ("--model", str(folder), "--served-model-name", "checkpoint", "--max-model-len", "256")
+    flags = ("--workers", "2", "--threads", "1", "--memory", "5300KiB", "--host-memory", "0", "--deterministic")
+    env = {**ENV, "SLUICE_PLANNER_DROP_HOLD_S": "3600", "SLUICE_WORKER_PAGE_BYTES": "4096"}
+    with cluster(*model, *flags, "--system", "kunserve", env=env) as found:
+        yield found
+
+
+def question(number: int) -> dict[str, Any]:
+    prompt = [3 + (7 * number + place) % 90 for place in range(30)]
+    sampling = {"max_tokens": 200, "ignore_eos": True, "temperature": 0.8, "seed": number}
+    return {"model": "checkpoint", "prompt": prompt, **sampling}
+
+
+@contextmanager
+def readers(up: Cluster) -> Iterator[list[tuple[int, str]]]:
+    """Readers who ask one thing after the other, and their texts."""
+    texts: list[tuple[int, str]] = []
+    is_over = threading.Event()
+
+    def read(number: int) -> None:
+        while not is_over.is_set():
+            texts.append((number, up.post("/v1/completions", question(number))["choices"][0]["text"]))
+
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        reading = [pool.submit(read, number) for number in range(NUM_READERS)]
+        try:
+            wait_until(lambda: len(texts) >= NUM_READERS, "all are read to", 60)
+            yield texts
+        finally:
+            is_over.set()
+        for each in reading:
+            each.result()
+
+
+def wait_until_all_ready(up: Cluster) -> None:
+    def ready() -> bool:
+        workers = up.get("/v1/cluster")["workers"]
+        return len([w for w in workers if w["report"]["phase"] == "ready" and w["liveness"] == "alive"]) == len(WORKERS)
+
+    wait_until(ready, "both workers are ready", 60)
+
+
+def num_left(said: str) -> int:
+    return sum(int(number) for number in re.findall(r"has ended; (\d+) sequences left it with their KV", said))
+
+
+def test_a_rolling_restart_by_hand_changes_no_text(up: Cluster) -> None:
+    wanted = {number: up.post("/v1/completions", question(number))["choices"][0]["text"] for number in range(4)}
+    for _ in rounds("requests went on elsewhere"):
+        with readers(up) as texts:
+            before = {report["worker_id"]: report["incarnation"] for report in up.reports()}
+            done = sluice("drain", *WORKERS, "--nats-url", up.nats_url)
+        assert done.returncode == 0, done.stderr
+        assert "worker-0 is back" in done.stdout
+        assert re.search(r"^worker-1 has ended; ", done.stdout, re.MULTILINE)
+        wait_until_all_ready(up)
+        after = {report["worker_id"]: report["incarnation"] for report in up.reports()}
+        assert all(after[name] != before[name] for name in WORKERS)
+        assert all(text == wanted[number] for number, text in texts)
+        if num_left(done.stdout) >= 2:
+            break
+
+
+def test_a_stage_of_a_group_is_restored_before_it_drains(up: Cluster) -> None:
+    wanted = {number: up.post("/v1/completions", question(number))["choices"][0]["text"] for number in range(4)}
+    with readers(up) as texts:
+        dropped = sluice("drop", "--workers", ",".join(WORKERS), "--nats-url", up.nats_url)
+        assert dropped.returncode == 0, dropped.stderr
+        wait_until(lambda: all(report["group"] for report in up.reports()), "they are a group")
+        done = sluice("drain", "worker-1", "--nats-url", up.nats_url)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("restored worker-0, worker-1 in ")
+    assert "worker-1 has ended; " in done.stdout
+    wait_until_all_ready(up)
+    assert all(text == wanted[number] for number, text in texts)
+    events = up.get("/v1/cluster")["workers"]
+    assert not any(each["report"]["group"] for each in events)
+
+
+def test_who_is_not_there_is_named(up: Cluster) -> None:
+    done = sluice("drain", "worker-7", "--nats-url", up.nats_url)
+    assert done.returncode == 3
+    assert done.stderr.startswith("sluice: no worker 'worker-7' reports in cluster 'default'. `sluice status` ")
+    assert all(report["phase"] == "ready" for report in up.reports())
