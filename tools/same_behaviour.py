@@ -55,7 +55,8 @@ EVENTS: Final = {
 }
 """What must have happened, by the lines of log and traces that say so."""
 _SYSTEMS: Final = (
-    "fcfs,fcfs-chunked,fcfs-pp,round-robin,swap,andes,lqsf,sluice,tokenflow,bros,bros-whole,bros-recompute,bros-rr,andes-unlimited,"
+    "fcfs,fcfs-chunked,migrate,load-balance,fcfs-pp,round-robin,swap,andes,lqsf,sluice,tokenflow,"
+    "bros,bros-whole,bros-recompute,bros-rr,andes-unlimited,"
     "kunserve,kunserve-v1,kunserve-v2,kunserve-andes,kunserve-sluice,oracle"
 )
 _DEMO: Final = ("--scenario", "burst-demo", "--duration", "110")

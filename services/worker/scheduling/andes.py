@@ -26,6 +26,7 @@ from services.worker.scheduling.andes_settings import AndesSettings
 from services.worker.scheduling.best_effort import Remainder
 from services.worker.scheduling.blocks_math import Places, among
 from services.worker.scheduling.gain import Gains
+from services.worker.scheduling.going_on import go_on
 from services.worker.scheduling.lanes import decode_lane, lane_decodes
 from services.worker.scheduling.plain import plain_decode
 from services.worker.scheduling.plan import StepPlan
@@ -73,7 +74,7 @@ class AndesScheduler:
         plan.budget = budget = self._budget(view, gains)
         if left is None:
             decode_lane(plan, view.cost, served)
-            plan.go_on()
+            go_on(plan)
             _compute_prompts(plan, np.fromiter(plan.begun, dtype=np.int32), line, rows[order])
         else:
             decodes = lane_decodes(plan, view.cost, served)
@@ -121,7 +122,7 @@ def _serve_in_turn(
     line = rows[among(view, rows, np.concatenate([view.preempted, view.waiting]))]
     line, last_line = line[~is_last[line]], line[is_last[line]]
     plan.decode(decodes[~is_last[decodes]])
-    plan.go_on()
+    go_on(plan)
     _compute_prompts(plan, begun[~is_last[begun]], line, rows)
     plan.decode(decodes[is_last[decodes]][: max(num_in_time - plan.num_decodes, 0)])
     plan.leave_free(left.num_kept_free, line)

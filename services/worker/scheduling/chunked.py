@@ -12,6 +12,7 @@ from math import inf
 from typing import Final
 
 from services.worker.scheduling.flex_last import FlexLast, runs_best_effort
+from services.worker.scheduling.going_on import go_on
 from services.worker.scheduling.lanes import decode_lane
 from services.worker.scheduling.plain import plain_decode
 from services.worker.scheduling.plan import StepPlan
@@ -44,7 +45,7 @@ class ChunkedScheduler:
         in_turn = FlexLast(view) if flex_last else None
         plan = StepPlan(view) if in_turn is None else in_turn.plan
         decode_lane(plan, some=None if in_turn is None else in_turn.served)
-        plan.go_on()
+        go_on(plan)
         plan.prefill(None if in_turn is None else in_turn.begun)
         plan.rescue()
         if in_turn is not None:

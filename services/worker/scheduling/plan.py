@@ -8,7 +8,6 @@ once somebody is chosen:
     plan.preempt_for(row, victims)     the first victims give way so that a row fits that waits or was preempted
     plan.decode(rows)                  some of `plan.decoding`; the last of the order give way if blocks run out
     plan.prefill(rows)                 some of `plan.begun`, in this order
-    plan.go_on()                       who has come from another worker with KV and text, as decodes do
     plan.rescue()                      the first of the order goes on if nobody could
     plan.admit(line)                   rows that wait or were preempted, in this order
     plan.output()
@@ -57,12 +56,9 @@ from services.worker.scheduling.making_room import KeptRunning
 from services.worker.scheduling.opening import opening, shut
 from services.worker.scheduling.recompute_or_swap import Bringing
 from services.worker.scheduling.view import EMPTY_ROWS, I32, NOTHING_CACHED, SchedulerOutput, SchedulerView
-from shared.api_keys import Tier
 
 NOBODY: Final = -1
 """No row."""
-MAX_LACKING_BLOCKS: Final = 2
-"""Of who comes from another worker with its KV: its last one, which was not full, and one that was not there yet."""
 MAX_PASSED_OVER = 64
 """Rows beyond those that a step could take that are looked at, in case some of the first are passed over."""
 
@@ -180,20 +176,6 @@ class StepPlan:
         for row in begun if rows is None else rows.tolist():
             if row in begun and self._chosen.places:
                 self._continue_prefill(row, begun[row])
-
-    def go_on(self) -> None:
-        """Let rows come in that ran at another worker and have their KV here: they are not to wait for prompts.
-
-        Their readers see a step's pause then. Best effort waits for its turn, and all do while somebody gives way.
-        """
-        view, waiting = self.view, self.view.waiting
-        if self._running.any_gone or not waiting.size:
-            return
-        has_text = waiting[(view.columns.num_output.take(waiting) > 0) & (view.columns.tier.take(waiting) != Tier.FLEX)]
-        most = MAX_LACKING_BLOCKS * view.block_size
-        rows = [row for row in has_text.tolist() if _num_known(view, row) - view.blocks.cached(row).num_tokens <= most]
-        if rows:
-            self.admit(np.array(rows, dtype=np.int32), whole=True)
 
     def rescue(self) -> None:
         """Make room for the next chunk of the first of the order if nobody has been chosen for lack of blocks."""

@@ -19,6 +19,7 @@ import numpy as np
 from pydantic import Field
 
 from services.worker.scheduling.blocks_math import Places, blocks_taken, num_known
+from services.worker.scheduling.going_on import go_on
 from services.worker.scheduling.lanes import decode_lane
 from services.worker.scheduling.packing import greedy
 from services.worker.scheduling.plain import plain_decode
@@ -77,7 +78,7 @@ class TokenflowScheduler:
         if victims.size and (~is_running[:count]).any() and (head := plan.head(line)) is not None:
             plan.preempt_for(head, rows[victims])
         decode_lane(plan, view.cost)
-        plan.go_on()
+        go_on(plan)
         plan.prefill()
         plan.rescue()
         plan.admit(line)
