@@ -19,7 +19,8 @@ _TOKENS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 
 _CHOICES: Final = (1, 2, 5, 10, 20, 50, 100, 200)
 WHOLE: Final = ("stop", "length")
 """How a request ends that has its whole answer."""
-_GAP_NAME: Final = "vllm:inter_token_latency_seconds"
+_GAPS: Final = "vllm:inter_token_latency_seconds", "Gap between two tokens of an answer, seconds"
+_MOVED_GAPS: Final = "sluice:migration_gap_seconds", "Gap of an answer whose request changed its worker with its KV"
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,16 +199,17 @@ class DispatcherMetrics:
         self._refused_connections.follow(doorway.num_refused, model_name=self._model)
         self._slow_readers.follow(num_cut_readers, model_name=self._model)
         text, _ = self.metrics.render()
-        return text + _gap_lines(sessions.table.gaps, self._model), CONTENT_TYPE
+        gaps = _gap_lines(*_GAPS, sessions.table.gaps, self._model)
+        return text + gaps + _gap_lines(*_MOVED_GAPS, sessions.recovery.gaps, self._model), CONTENT_TYPE
 
 
-def _gap_lines(gaps: GapHistogram, model: str) -> bytes:
+def _gap_lines(name: str, about: str, gaps: GapHistogram, model: str) -> bytes:
     """Return the histogram of gaps, which is counted outside of the library because it is counted per token."""
     cumulative, number, total_s = gaps.snapshot()
     escaped = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     label = f'model_name="{escaped}"'
-    lines = [f"# HELP {_GAP_NAME} Gap between two tokens of an answer, seconds", f"# TYPE {_GAP_NAME} histogram"]
+    lines = [f"# HELP {name} {about}", f"# TYPE {name} histogram"]
     for bound, count in zip((*(f"{float(bound)}" for bound in BOUNDS_S), "+Inf"), (*cumulative, number), strict=True):
-        lines.append(f'{_GAP_NAME}_bucket{{{label},le="{bound}"}} {count}')
-    lines += [f"{_GAP_NAME}_sum{{{label}}} {total_s}", f"{_GAP_NAME}_count{{{label}}} {number}", ""]
+        lines.append(f'{name}_bucket{{{label},le="{bound}"}} {count}')
+    lines += [f"{name}_sum{{{label}}} {total_s}", f"{name}_count{{{label}}} {number}", ""]
     return "\n".join(lines).encode()

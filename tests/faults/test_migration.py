@@ -30,7 +30,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 async def migrated(cluster: StagedCluster) -> dict[str, float]:
-    """Return what the dispatcher says of requests that changed their worker, in all, by outcome; and `recomputed`."""
+    """Return what the dispatcher says of requests that moved, in all: by outcome, `recomputed`, and `gaps`."""
     async with http_session() as http, http.get(cluster.url() + "/metrics") as response:
         lines = (await response.text()).splitlines()
     found: dict[str, float] = {}
@@ -38,6 +38,8 @@ async def migrated(cluster: StagedCluster) -> dict[str, float]:
         for outcome in FetchOutcome:
             if line.startswith("sluice:migration_total{") and f'outcome="{outcome}"' in line:
                 found[outcome] = found.get(outcome, 0.0) + float(line.rpartition(" ")[2])
+        if line.startswith("sluice:migration_gap_seconds_count{"):
+            found["gaps"] = float(line.rpartition(" ")[2])
         if line.startswith("sluice:migration_recomputed_total{"):
             found["recomputed"] = found.get("recomputed", 0.0) + float(line.rpartition(" ")[2])
     return found
@@ -98,5 +100,6 @@ async def test_a_rolling_restart_computes_nothing_again(cluster: StagedCluster) 
         assert after.get("recomputed", 0) == before.get("recomputed", 0)
         grown = {outcome for outcome in FetchOutcome if after.get(outcome, 0) > before.get(outcome, 0)}
         assert grown <= {FetchOutcome.MOVED, FetchOutcome.GONE}
+        assert after["gaps"] > before["gaps"] or after.get(FetchOutcome.MOVED, 0) == before.get(FetchOutcome.MOVED, 0)
         if after.get(FetchOutcome.MOVED, 0) >= before.get(FetchOutcome.MOVED, 0) + len(cluster.workers):
             break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.dispatcher.session.session import Session
 from services.worker.migration.departures import LEASE_S
 from services.worker.migration.fetching import KEPT_S
 from services.worker.migration.migration import Migration
@@ -115,6 +117,32 @@ async def test_a_worker_that_drains_gives_its_requests_away_with_their_kv(system
         assert num_recomputed(others) == 0
         await asyncio.sleep(max(KEPT_S, LEASE_S) + 0.1)
         check_nothing_is_kept(cluster.workers)
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("num_blocks", [2400, 150])
+async def test_the_choices_of_a_request_go_to_one_worker_if_it_has_room(num_blocks: int) -> None:
+    async with SimCluster(linked(cluster_of(4, num_blocks, system="sluice"))) as cluster:
+        requests = requests_of(8)
+        asked = [asyncio.ensure_future(cluster.ask_choices(replace(each, tier=Tier.DEFAULT), 3)) for each in requests]
+        await asyncio.sleep(1.0)
+        table, source = cluster.dispatcher.sessions.table, cluster.workers[0]
+        here = table.on_worker(WorkerId(source.params.worker_id))
+        num_choices = Counter(session.parent or session for session in here)
+        assert max(num_choices.values()) > 1
+        await source.service.drain(5.0)
+        await asyncio.sleep(0.05)
+        places: dict[Session, set[WorkerId | None]] = {}
+        for session in here:
+            if not session.is_over:
+                places.setdefault(session.parent or session, set()).add(session.worker_id)
+        if num_blocks > 1000:
+            assert all(len(found) == 1 for found in places.values())
+            gaps = cluster.dispatcher.sessions.recovery.gaps.snapshot()
+            assert gaps[1] == outcomes(cluster.workers[1:])[FetchOutcome.MOVED]
+            assert 0 < gaps[2] < 0.2 * gaps[1], "seconds"
+        for answers in await asyncio.gather(*asked):
+            check_answers(cluster, answers)
 
 
 @pytest.mark.virtual_time

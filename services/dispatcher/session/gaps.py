@@ -12,7 +12,7 @@ _MAX_DISTINCT: Final = 4096
 
 
 class GapHistogram:
-    """Inter-token latencies of every request of this process."""
+    """Times between two tokens, of any number of requests."""
 
     def __init__(self) -> None:
         self._ticks: dict[int, int] = {}

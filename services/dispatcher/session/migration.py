@@ -1,7 +1,8 @@
 """Sessions that leave a worker which is about to stop: another worker fetches each, with its KV (`Fetch`).
 
 Until their worker has released them they go on there; then they are placed as whatever is released, with the one that
-has their KV first (`recovery.py`).
+has their KV first (`recovery.py`). The choices of one request, which share their prompt's KV, go to one worker as far
+as it has room.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from typing import Final
+from weakref import WeakKeyDictionary
 
 from services.dispatcher.session.calls import WorkerCalls
 from services.dispatcher.session.placing import Placing, claimant_of
@@ -32,27 +34,24 @@ class SessionMigration:
         now: the event loop's clock.
     """
 
-    def __init__(
-        self,
-        calls: WorkerCalls,
-        cluster: ClusterState,
-        placing: Placing,
-        now: Callable[[], float],
-    ) -> None:
+    def __init__(self, calls: WorkerCalls, cluster: ClusterState, placing: Placing, now: Callable[[], float]) -> None:
         self._calls = calls
         self._cluster = cluster
         self._placing = placing
         self._now = now
+        self._together: WeakKeyDictionary[Session, tuple[WorkerId, WorkerId]] = WeakKeyDictionary()
+        """By the first choice of a request: from where one of its choices goes, and where to."""
 
     async def fetch_elsewhere(self, session: Session) -> bool:
         """Have another worker fetch a running session with its KV; return whether it has left where it is, or ended.
 
         It goes on there until its worker has released it, and is brought to the other one as whatever is released.
         """
-        before = session.present
+        before, first = session.present, session.parent or session
         tried = {before.worker_id}
-        while (target := self._placing.find(claimant_of(session), tried)) is not None:
+        while (target := self._next(session, first, tried)) is not None:
             tried.add(target)
+            self._together[first] = before.worker_id, target
             address = self._cluster.address_for(target, before.worker_id)
             if address is None:
                 continue
@@ -63,9 +62,17 @@ class SessionMigration:
                 return True
             if outcome is FetchOutcome.BUSY:
                 tried.discard(target)
+                self._together.pop(first, None)
             if outcome in {FetchOutcome.GONE, FetchOutcome.LOST}:
                 break
         return False
+
+    def _next(self, session: Session, first: Session, tried: set[WorkerId]) -> WorkerId | None:
+        """Return the worker to ask next: before all that to which others of its choices go from here."""
+        source, target = self._together.get(first, (None, None))
+        if source == session.worker_id and target is not None and target not in tried:
+            return target
+        return self._placing.find(claimant_of(session), tried)
 
     async def _fetch(self, session: Session, target: WorkerId, address: str) -> FetchOutcome:
         """Have a worker fetch a session, which counts there meanwhile."""

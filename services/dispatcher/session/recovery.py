@@ -10,6 +10,7 @@ import asyncio
 from collections import Counter
 from typing import Final
 
+from services.dispatcher.session.gaps import GapHistogram
 from services.dispatcher.session.leases import Loss, WorkerPresence
 from services.dispatcher.session.migration import SessionMigration
 from services.dispatcher.session.placing import Placing
@@ -40,6 +41,8 @@ class Recovery:
         """Sessions that lost their worker since the start."""
         self.num_recovered = 0
         """Of these, the ones that another worker took."""
+        self.gaps = GapHistogram()
+        """Of sessions that went on at a worker that had fetched their KV: between their tokens before and after."""
         self._placing = placing
         self._migration = migration
         self._leases = leases
@@ -91,6 +94,9 @@ class Recovery:
             return
         if session.worker_id is not None:
             self._on_recovered(session)
+            if session.worker_id == toward:
+                await session.until_progress()
+                self._note_gap(session)
 
     async def _place_and_watch(self, session: Session, away_from: WorkerId | None) -> None:
         """Place a session and wait until it has a token, has ended, or has lost its worker again."""
@@ -111,3 +117,10 @@ class Recovery:
         self.num_recovered += 1
         session.history.recover()
         _log.info("request_goes_on", rid=session.request.request_id, worker=session.worker_id, attempt=session.attempt)
+
+    def _note_gap(self, session: Session) -> None:
+        """Count how long the first token of the present attempt came after the one before, if both came here."""
+        token_s = session.token_s
+        first = session.history.num_at_start - (len(session.tokens) - len(token_s))
+        if 0 < first < len(token_s):
+            self.gaps.add(token_s[first] - token_s[first - 1])

@@ -33,6 +33,7 @@ class Session:
     """Owned by `Sessions`; only its methods, and those of its parts, change it."""
 
     __slots__ = (
+        "__weakref__",
         "_gaps",
         "_reading_s",
         "admitted_s",
@@ -49,6 +50,7 @@ class Session:
         "logprobs",
         "num_delivered",
         "num_served",
+        "parent",
         "progress_s",
         "questions",
         "reader",
@@ -65,6 +67,7 @@ class Session:
     def __init__(self, request: NewRequest, stream: StreamId, gaps: GapHistogram) -> None:
         self.request = request
         self.stream = stream
+        self.parent: Session | None = None
         self.attempt = 0
         """The present one; tokens of any other attempt are ignored."""
         self.history = History(num_attempts=request.num_attempts)
@@ -111,6 +114,10 @@ class Session:
         if request.sampling.logprobs is not None:
             self.logprobs = [None] * len(self.tokens)
         self._gaps = gaps
+
+    def belong_to(self, parent: Session | None) -> None:
+        """Be another choice of the request whose first one is the parent; None: it is the first itself."""
+        self.parent = parent
 
     @property
     def is_running(self) -> bool:
@@ -359,8 +366,7 @@ class Session:
             self._gaps.add(now_s - self.token_s[-1])
         if len(token_ids) > 1:
             self._gaps.add(0.0, len(token_ids) - 1)
-        shown_s = self.shown_s + self._reading_s
-        shown_s = max(shown_s, now_s)  # in this order NaN stays
+        shown_s = max(self.shown_s + self._reading_s, now_s)  # in this order NaN stays
         self.shown_s = shown_s + (len(token_ids) - 1) * self._reading_s
         self.progress_s = now_s
         self.tokens += token_ids

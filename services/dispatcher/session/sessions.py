@@ -153,6 +153,7 @@ class Sessions:
         if session.failure is not None:  # while it waited for its turn
             self.release(session)
             raise RequestFailedError(session.failure)
+        session.belong_to(parent)
         try:
             await self._placing.place(session, parent)
         except BaseException:
