@@ -14,10 +14,11 @@ from cli.cluster.settings import load_up_settings
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
 from cli.groups.command import ask_planner, describe
 from shared.ids import WorkerId
+from shared.messages.drain import Drain
 from shared.messages.report import WorkerPhase, WorkerReport
 from shared.subjects import Subjects
 from shared.transport.bus import Bus, BusError, Message
-from shared.wire import WireError, decode_json
+from shared.wire import WireError, decode_json, encode_json
 
 LOOK_S: Final = 3.0
 """In which every worker has reported."""
@@ -51,7 +52,8 @@ async def _drain(
     if first.group:
         await _restore(bus, subjects, first.group, limit_s)
     try:
-        await bus.request(subjects.drain(name), b"", timeout_s=ASK_LIMIT_S)
+        asked = encode_json(Drain(incarnation=first.incarnation))
+        await bus.request(subjects.drain(name), asked, timeout_s=ASK_LIMIT_S)
     except BusError as error:
         hint = f"It is {first.phase}; SIGTERM has the same effect"
         raise CommandError(f"worker '{name}' cannot be asked to drain: {error}", hint, FAILED) from error

@@ -11,6 +11,12 @@ from typing import Any
 
 import pytest
 
+from shared.ids import Incarnation, WorkerId
+from shared.messages.drain import Drain
+from shared.subjects import Subjects
+from shared.transport.bus import BusError
+from shared.transport.nats_bus import NatsBus
+from shared.wire import encode_json
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 from tests.support.cluster import Cluster, cluster
 from tests.support.group_changes import ENV
@@ -110,4 +116,19 @@ def test_who_is_not_there_is_named(up: Cluster) -> None:
     done = sluice("drain", "worker-7", "--nats-url", up.nats_url)
     assert done.returncode == 3
     assert done.stderr.startswith("sluice: no worker 'worker-7' reports in cluster 'default'. `sluice status` ")
+    assert all(report["phase"] == "ready" for report in up.reports())
+
+
+async def test_what_is_meant_for_another_process_changes_nothing(up: Cluster) -> None:
+    """Rubbish neither: `test_broker.py` sends it to every endpoint."""
+    bus = await NatsBus.connect(up.nats_url, name="operator")
+    try:
+        report = next(report for report in up.reports() if report["worker_id"] == WORKERS[0])
+        asked = encode_json(Drain(incarnation=Incarnation(report["incarnation"] + 1)))
+        with pytest.raises(BusError, match="another process"):
+            await bus.request(Subjects().drain(WorkerId(WORKERS[0])), asked, timeout_s=5)
+    finally:
+        await bus.close()
+    assert "text" in up.post("/v1/completions", question(0))["choices"][0]
+    assert {report["incarnation"] for report in up.reports()} >= {report["incarnation"]}
     assert all(report["phase"] == "ready" for report in up.reports())

@@ -10,8 +10,9 @@ from services.worker.engine.describe import describe
 from services.worker.engine.engine import Engine
 from services.worker.serving.leases import Leases
 from services.worker.serving.reporter import Reporter
+from shared.messages.drain import Drain
 from shared.transport.bus import Message
-from shared.wire import pack_rows, read_index
+from shared.wire import WireError, decode_json, pack_rows, read_index
 
 MAX_PAGE_BYTES = 512 * 1024
 """Of the sequences in an answer: some 1 300."""
@@ -65,8 +66,13 @@ class Admin:
         return json.dumps(content).encode()
 
     async def drain(self, message: Message) -> bytes:
-        """Have the worker drain and end, and say how many sequences it has."""
-        del message
+        """Answer a `Drain` with how many sequences there are; the worker drains, and ends.
+
+        Raises:
+            WireError: it is no such message, or meant for another process.
+        """
         assert self.end is not None
+        if decode_json(message.data, Drain).incarnation != self._reporter.incarnation:
+            raise WireError("this is another process of that worker")
         self.end()
         return json.dumps({"num_sequences": self._engine.table.num_sequences}).encode()
