@@ -27,12 +27,9 @@ import numpy as np
 
 from benchmarks.harness import print_table
 from benchmarks.migration_load import Load
-from shared.ids import RequestId, WorkerId
-from shared.messages.fetch import FETCH_LIMIT_S, Fetch, Fetched, FetchOutcome, FetchReason
+from shared.messages.fetch import FetchOutcome
 from shared.process.log import only_from
-from shared.subjects import Subjects
 from shared.systems import DEFAULT_SYSTEM
-from shared.wire import decode, encode
 from sim.catalog.instance import CatalogInstance, find_instance
 from sim.cluster import ClusterParams, SimCluster
 from sim.devices.channel import ModelledLink
@@ -182,19 +179,6 @@ def _running(worker: SimWorker) -> list[tuple[str, int]]:
     return sorted((str(name), attempt) for name, attempt in worker.service.engine.registry.row_of)
 
 
-async def _fetch(cluster: SimCluster, number: int, name: str, attempt: int, source: str, target: str) -> Fetched:
-    fetch = Fetch(
-        request_id=RequestId(name),
-        attempt=attempt,
-        source=WorkerId(source),
-        source_address=source,
-        reason=FetchReason.BALANCE,
-    )
-    bus = cluster.broker.connect(f"mover-{number}")
-    data = await bus.request(Subjects().fetch(WorkerId(target)), encode(fetch), timeout_s=FETCH_LIMIT_S)
-    return decode(data, Fetched)
-
-
 @dataclass(frozen=True, slots=True)
 class _Moves:
     moved: list[tuple[float, float]]
@@ -217,13 +201,13 @@ async def _move(setting: Setting, gbps: float, num_moves: int) -> _Moves:
     async with SimCluster(params_of(setting, 2, gbps)) as cluster:
         load = await _begun(cluster, setting, FULL_KV)
         begun_s = loop.time()
-        for number in range(num_moves):
+        for _ in range(num_moves):
             source, target = sorted(cluster.workers, key=lambda each: -each.service.engine.num_used_blocks)
             running = _running(source)
             name, attempt = running[int(random.integers(len(running)))]
             asked_s = loop.time()
             names = source.params.worker_id, target.params.worker_id
-            fetched = await _fetch(cluster, number, name, attempt, *names)
+            fetched = await cluster.fetch(name, *names, attempt)
             if fetched.outcome is FetchOutcome.MOVED:
                 took.append(loop.time() - asked_s)
                 moved.append(await _extra(load, name, loop.time()))

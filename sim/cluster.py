@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,8 +21,12 @@ from services.planner.config import PlannerSettings
 from services.planner.service import Planner
 from services.worker.engine.invariants import check_engine
 from services.worker.engine.stats import take_stats
+from shared.ids import RequestId, WorkerId
+from shared.messages.fetch import FETCH_LIMIT_S, Fetch, Fetched, FetchReason
+from shared.subjects import Subjects
 from shared.systems import DEFAULT_SYSTEM, KvExchange, find_system
 from shared.transport.memory_bus import LATENCY_S, MemoryBroker
+from shared.wire import decode, encode
 from sim.devices.channel import ModelledLink
 from sim.devices.modelled_network import ModelledNetwork
 from sim.requests import SimAnswer, SimRequest, new_answers, serve_choices, undisturbed_text
@@ -35,6 +40,7 @@ FLEX_MEMORY_BYTES = 2**50
 """For prompts of any workload."""
 QUEUE_LIMIT_S = 3600.0
 """How long they may wait."""
+_MOVERS = count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +139,19 @@ class SimCluster:
         answers = new_answers(request, count, asyncio.get_running_loop().time())
         await serve_choices(self.dispatcher, answers)
         return answers
+
+    async def fetch(self, name: str, source: str, target: str, attempt: int = 1) -> Fetched:
+        """Have a worker fetch a request that another one runs, with its KV; return its answer."""
+        asked = Fetch(
+            request_id=RequestId(name),
+            attempt=attempt,
+            source=WorkerId(source),
+            source_address=source,
+            reason=FetchReason.BALANCE,
+        )
+        bus = self.broker.connect(f"mover-{next(_MOVERS)}")
+        data = await bus.request(Subjects().fetch(WorkerId(target)), encode(asked), timeout_s=FETCH_LIMIT_S)
+        return decode(data, Fetched)
 
     def undisturbed(self, request: SimRequest) -> list[int]:
         """Return what the request's answer is when nothing ever happens to its KV."""

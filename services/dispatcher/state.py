@@ -228,7 +228,8 @@ class ClusterState:
         reports = [worker.status.report for worker in known if worker is not None]
         if len(reports) < len(known) or any(each.num_stages > 1 or not each.model_digest for each in reports):
             return None
-        return reports[1].stage_address if reports[0].model_digest == reports[1].model_digest else None
+        is_alike = reports[0].model_digest == reports[1].model_digest
+        return (reports[1].stage_address or None) if is_alike else None
 
     @property
     def num_ready(self) -> int:

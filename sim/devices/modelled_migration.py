@@ -51,14 +51,14 @@ class MigrationPaths:
         port = self._ports.pop(worker_id, None)
         if port is not None:
             port.is_gone = True
-            port.drop(lambda _: True, f"{worker_id} is gone")
+            port.drop(f"{worker_id} is gone")
 
     def cut(self, one: WorkerId, other: WorkerId) -> None:
         """Cut two workers off from each other until `heal`."""
         self._cut.add(frozenset((one, other)))
         for own, peer in ((one, other), (other, one)):
             if own in self._ports:
-                self._ports[own].drop(lambda its, peer=peer: its == peer, "the connection is cut")  # type: ignore[misc]
+                self._ports[own].drop("the connection is cut", peer)
 
     def heal(self, one: WorkerId, other: WorkerId) -> None:
         """Let them connect again."""
@@ -115,16 +115,16 @@ class ModelledKvNetwork:
 
     async def disconnect(self) -> None:
         """See `KvNetwork`."""
-        self.drop(lambda _: True, "it takes part in no migration any more")
+        self.drop("it takes part in no migration any more")
 
     async def close(self) -> None:
         """See `KvNetwork`."""
         await self.disconnect()
 
-    def drop(self, is_meant: Callable[[WorkerId], bool], reason: str) -> None:
-        """End connections, by who is at the other end."""
+    def drop(self, reason: str, peer: WorkerId | None = None) -> None:
+        """End the connections with a worker; None: with all."""
         for link in list(self._links):
-            if is_meant(link.peer_of(self)):
+            if peer in (None, link.peer_of(self)):
                 link.lose(reason)
 
     def hold(self, link: ModelledKvLink) -> None:

@@ -6,7 +6,6 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,10 @@ from services.worker.migration.departures import LEASE_S
 from services.worker.migration.fetching import KEPT_S
 from services.worker.migration.migration import Migration
 from shared.api_keys import Tier
-from shared.ids import RequestId, WorkerId
-from shared.messages.fetch import FETCH_LIMIT_S, Fetch, Fetched, FetchOutcome, FetchReason
-from shared.subjects import Subjects
+from shared.ids import WorkerId
+from shared.messages.fetch import FetchOutcome
 from shared.systems import SYSTEMS, Memory
 from shared.types import ReaderTarget
-from shared.wire import decode, encode
 from sim.cluster import ClusterParams, SimCluster
 from sim.devices.channel import ModelledLink
 from sim.requests import SimRequest
@@ -35,7 +32,6 @@ MIGRATING = sorted(
     if system.memory is Memory.BOUNDED and system.num_stages == 1 and not system.shares_blocks
 )
 """Systems whose requests can take their KV along."""
-MOVERS = count()
 
 
 def requests_of(number: int, seed: int = 0, *, num_prompt: int = 400, num_output: int = 200) -> list[SimRequest]:
@@ -75,20 +71,6 @@ def outcomes(workers: Sequence[SimWorker]) -> dict[FetchOutcome, int]:
 def num_recomputed(workers: Sequence[SimWorker]) -> int:
     """Return how many requests that have come computed more than two blocks again."""
     return sum(worker.service.engine.sharing.coming.num_recomputed for worker in workers)
-
-
-async def fetch(cluster: SimCluster, name: str, source: str, target: str, attempt: int = 1) -> Fetched:
-    """Have a worker fetch a request that another one runs."""
-    asked = Fetch(
-        request_id=RequestId(name),
-        attempt=attempt,
-        source=WorkerId(source),
-        source_address=source,
-        reason=FetchReason.BALANCE,
-    )
-    bus = cluster.broker.connect(f"mover-{next(MOVERS)}")
-    data = await bus.request(Subjects().fetch(WorkerId(target)), encode(asked), timeout_s=FETCH_LIMIT_S)
-    return decode(data, Fetched)
 
 
 def check_nothing_is_kept(workers: Sequence[SimWorker]) -> None:
@@ -174,15 +156,15 @@ async def test_a_move_by_hand_leaves_what_it_has_and_goes_on_elsewhere() -> None
         await asyncio.sleep(0.5)
         source = next(w for w in cluster.workers if w.service.engine.table.num_sequences).params.worker_id
         target = "w1" if source == "w0" else "w0"
-        there = await fetch(cluster, "r0", source, target)
+        there = await cluster.fetch("r0", source, target)
         assert (there.outcome, there.num_blocks > 10) == (FetchOutcome.MOVED, True)
         await asyncio.sleep(0.5)
-        back = await fetch(cluster, "r0", target, source, attempt=2)
+        back = await cluster.fetch("r0", target, source, attempt=2)
         assert back.outcome is FetchOutcome.MOVED
         assert 0 < back.num_blocks < there.num_blocks
-        assert (await fetch(cluster, "r0", target, source, attempt=2)).outcome is FetchOutcome.REFUSED, "it runs here"
-        assert (await fetch(cluster, "nobody", target, source)).outcome is FetchOutcome.GONE
-        assert (await fetch(cluster, "nobody", "w9", source)).outcome is FetchOutcome.LOST
+        assert (await cluster.fetch("r0", target, source, attempt=2)).outcome is FetchOutcome.REFUSED, "it runs here"
+        assert (await cluster.fetch("nobody", target, source)).outcome is FetchOutcome.GONE
+        assert (await cluster.fetch("nobody", "w9", source)).outcome is FetchOutcome.LOST
         assert num_recomputed(cluster.workers) == 0
         check_answers(cluster, [await asked])
         check_nothing_is_kept(cluster.workers)
@@ -197,7 +179,7 @@ async def test_a_target_without_room_refuses_and_nothing_has_changed() -> None:
         asked = asyncio.ensure_future(cluster.ask(request))
         await asyncio.sleep(1.0)
         assert cluster.workers[0].service.engine.table.num_sequences
-        assert (await fetch(cluster, "r0", "w0", "w1")).outcome is FetchOutcome.FULL
+        assert (await cluster.fetch("r0", "w0", "w1")).outcome is FetchOutcome.FULL
         check_nothing_is_kept(cluster.workers[1:])
         check_answers(cluster, [await asked])
 
@@ -211,9 +193,9 @@ async def test_who_asks_twice_is_told_so_and_it_moves_once() -> None:
         source = next(w for w in cluster.workers if w.service.engine.table.num_sequences).params.worker_id
         first, second = (name for name in ("w0", "w1", "w2") if name != source)
         answers = await asyncio.gather(
-            fetch(cluster, "r0", source, first),
-            fetch(cluster, "r0", source, first),
-            fetch(cluster, "r0", source, second),
+            cluster.fetch("r0", source, first),
+            cluster.fetch("r0", source, first),
+            cluster.fetch("r0", source, second),
         )
         said = [answer.outcome for answer in answers]
         assert said.count(FetchOutcome.MOVED) == 1
@@ -228,7 +210,7 @@ async def test_a_reader_who_leaves_while_it_moves_leaves_nothing() -> None:
         asked = asyncio.ensure_future(cluster.ask(request))
         await asyncio.sleep(0.5)
         source = next(w for w in cluster.workers if w.service.engine.table.num_sequences).params.worker_id
-        moving = asyncio.ensure_future(fetch(cluster, "r0", source, "w1" if source == "w0" else "w0"))
+        moving = asyncio.ensure_future(cluster.fetch("r0", source, "w1" if source == "w0" else "w0"))
         await asyncio.sleep(0.3)
         asked.cancel()
         assert (await moving).outcome is FetchOutcome.GONE

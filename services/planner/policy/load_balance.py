@@ -81,7 +81,8 @@ def _pairs_of(statuses: Sequence[WorkerStatus], migrates: Migrates) -> list[Pair
 
 def _takes_part(status: WorkerStatus) -> bool:
     report = status.report
-    return can_work(status) and not report.group and not report.held and report.num_blocks > 0
+    can_move = bool(report.stage_address) and not report.group and not report.held
+    return can_work(status) and can_move and report.num_blocks > 0
 
 
 def _is_short(status: WorkerStatus) -> bool:

@@ -19,7 +19,7 @@ from tests.support.statuses import make_status, make_view
 
 def worker(name: str, used: int, **fields: Any) -> WorkerStatus:
     """100 blocks, of a model that others have, too."""
-    common: dict[str, Any] = {"num_blocks": 100, "num_used_blocks": used, "model_digest": "m"}
+    common: dict[str, Any] = {"num_blocks": 100, "num_used_blocks": used, "model_digest": "m", "stage_address": "a"}
     return make_status(name, **(common | fields))
 
 
@@ -61,6 +61,7 @@ def test_who_is_not_short_gives_nothing_where_requests_move_in_need_only() -> No
         {"phase": WorkerPhase.DRAINING},
         {"model_digest": "another"},
         {"model_digest": ""},
+        {"stage_address": ""},
         {"num_blocks": 0},
         {"num_queued_for_memory": 1},
         {"throttled": True},
