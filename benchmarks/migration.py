@@ -1,7 +1,7 @@
 """What it costs a reader that its request changes its worker, and others: Qwen2.5-14B on A800s, on the virtual clock.
 
     python -m benchmarks.migration [--gbps 25 100 200] [--tokens 8192] [--moves 200] [--system sluice] [--seed 0]
-        [--json FILE]
+        [--plot FILE]
 
 *One by one*: two workers whose decodes fill nine tenths of their KV memory; now and then one of the requests goes from
 one to the other. A gap is the time between two tokens of a request. Its *extra* is what the gap in which it moved is
@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -92,6 +91,8 @@ class OneByOne:
     """99th percentile of the gaps of those that did not move, over that without moves."""
     stop_and_copy_ms: float
     recompute_ms: float
+    extras_ms: tuple[float, ...]
+    """Of each move, for the plot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,8 @@ class Restart:
     gap_p99_ms: float
     drained_s: float
     """The longest drain."""
+    gaps_ms: tuple[float, ...]
+    """Of all readers, for the plot."""
 
 
 def params_of(setting: Setting, count: int, gbps: float, *, prefix_caching: bool = True) -> ClusterParams:
@@ -161,6 +164,7 @@ def one_by_one(setting: Setting, gbps: float, num_moves: int) -> OneByOne:
         others_p99_ratio=float(np.percentile(np.concatenate(others), 99) / np.percentile(np.concatenate(calm), 99)),
         stop_and_copy_ms=1e3 * (wire_s + step_s / 2),
         recompute_ms=1e3 * (prefill_s + step_s / 2),
+        extras_ms=tuple((1e3 * extras).tolist()),
     )
 
 
@@ -285,6 +289,7 @@ async def _restart(setting: Setting, gbps: float, *, with_kv: bool) -> Restart:
         longest_gap_ms=1e3 * float(gaps.max()),
         gap_p99_ms=1e3 * float(np.percentile(gaps, 99)),
         drained_s=max(drains_s),
+        gaps_ms=tuple((1e3 * gaps).tolist()),
     )
 
 
@@ -318,6 +323,37 @@ def _print_restarts(found: Sequence[Restart]) -> None:
     print_table("Rolling restart", head, rows)
 
 
+def _plot(path: Path, moves: Sequence[OneByOne], restarts: Sequence[Restart]) -> None:
+    """Draw which share of the moves had at least so long an extra gap, and of a rolling restart's gaps likewise."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({"svg.hashsalt": "sluice", "svg.fonttype": "none"}):
+        figure = Figure(figsize=(10, 3.6), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        for each in moves:
+            (line,) = left.plot(*_shares(each.extras_ms), label=f"{each.gbps:g} Gbps")
+            left.axvline(each.stop_and_copy_ms, color=line.get_color(), ls=":", lw=1)
+        left.axvline(moves[0].step_ms, color="black", lw=1, label="a step")
+        left.axvline(moves[0].recompute_ms, color="black", ls="--", lw=1, label="computing again")
+        left.set(xlabel="extra gap of a move, ms (dotted: stop and copy)", ylabel="share of moves", xscale="log")
+        left.set_xlim(1, 2 * moves[0].recompute_ms)
+        for restart in restarts:
+            right.plot(*_shares(restart.gaps_ms), label="with KV" if restart.with_kv else "without")
+        right.set(xlabel="gap in a rolling restart, ms", ylabel="share of gaps", xscale="log", yscale="log")
+        for axes in (left, right):
+            axes.legend()
+            axes.grid(alpha=0.3)
+        figure.savefig(path, metadata={"Date": None, "Creator": None})
+
+
+def _shares(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """Return values in order, and for each the share of those that are at least as long; a thousand at most."""
+    ordered = np.sort(np.asarray(values))
+    at = np.unique(ordered.size - np.geomspace(1, ordered.size, 1000).astype(np.int64))
+    return ordered[at], 1 - at / ordered.size
+
+
 def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.migration", description=__doc__)
@@ -326,7 +362,7 @@ def main() -> None:
     parser.add_argument("--moves", type=int, default=200, help="at each rate")
     parser.add_argument("--system", default=DEFAULT_SYSTEM)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="where the figures go, too")
+    parser.add_argument("--plot", type=Path, help="an SVG file of how gaps are distributed")
     arguments = parser.parse_args()
     setting = Setting(find_instance(MODEL, GPU), arguments.system, arguments.tokens, arguments.seed)
     with only_from("error"):
@@ -334,9 +370,8 @@ def main() -> None:
         _print_moves(moves, arguments.tokens)
         restarts = [rolling_restart(setting, min(arguments.gbps), with_kv=with_kv) for with_kv in (True, False)]
     _print_restarts(restarts)
-    if arguments.json is not None:
-        found = {"moves": [asdict(each) for each in moves], "restarts": [asdict(each) for each in restarts]}
-        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+    if arguments.plot is not None:
+        _plot(arguments.plot, moves, restarts)
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def _config(shape: str) -> Any:
             num_attention_heads=8 * scale,
             num_key_value_heads=4 * scale,
             head_dim=64,
-            max_position_embeddings=2048,
+            max_position_embeddings=2048 * scale,
             **ids,
         )
     if shape == "llama3-8b":

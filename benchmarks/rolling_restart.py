@@ -1,11 +1,12 @@
 """What readers see of a rolling restart: with their KV, and where it is computed again; live, in turns.
 
-    python -m benchmarks.rolling_restart DIR [--shape medium] [--streams 16] [--prompt 1024] [--answer 200] [--rounds 3]
+    python -m benchmarks.rolling_restart DIR [--streams 16] [--prompt 1024] [--answer 3000] [--rounds 3]
 
 `sluice up` with three workers and a checkpoint of random weights (`benchmarks.peers_model`, made in DIR unless it is
-there), whose prompts take seconds. Streams read all the while, each anew when it has ended, each prompt another one.
-Then each worker in turn is told to stop (SIGTERM), drains, and is started again. *Without* is the same where blocks
-have no names (no prefix caching), so that a request that moves is computed again, prompt and tokens.
+there), whose prompts take seconds. Streams read all the while, each prompt another one, with answers that last longer
+than the run: no new prompt holds anybody up. First nothing happens, for as long as a restart takes. Then each worker in
+turn is told to stop (SIGTERM), drains, and is started again. *Without* is the same where blocks have no names (no
+prefix caching), so that a request that moves is computed again, prompt and tokens.
 
 A gap is the time between two chunks of a stream. A thread that only sleeps tells when the machine itself stood still,
 and that is taken out. What moved, and what was computed again, is the dispatcher's word; the rate is the workers' own,
@@ -41,7 +42,12 @@ NUM_WORKERS: Final = 3
 MEMORY: Final = "3GiB"
 MODES: Final = {"with KV": {}, "without": {"SLUICE_WORKER_PREFIX_CACHING": "false"}}
 SETTLE_S: Final = 3.0
-"""Before the first restart, and after each."""
+"""After each restart."""
+CALM_S: Final = 45.0
+"""Before the first one: about as long as a restart takes on two cores."""
+PARTS: Final = ("before", "drain", "start")
+AT_ONCE_S: Final = 0.1
+"""Gaps that begin and end so close together are one, of many streams."""
 RESTART_LIMIT_S: Final = 180.0
 SLEEP_S: Final = 0.005
 STOOD_STILL_S: Final = 0.05
@@ -89,16 +95,32 @@ class Turn:
     num_recomputed: int = 0
     bytes_per_s: float = 0.0
     step_s: float = 0.0
-    calm_gap_s: float = 0.0
-    """The longest before the first restart."""
-    num_chunks: int = 0
     still_s: float = 0.0
+    calm: tuple[float, float] = (0.0, 0.0)
+    num_again: int = 0
+    """Answers that ended within the run; their streams began anew, with a prompt."""
+
+    def gaps_of(self, part: str) -> list[tuple[float, float, float]]:
+        """Return the gaps that touched a drain or a start, or those that were over before."""
+        if part == "before":
+            return [gap for gap in self.gaps if gap[1] <= self.calm[1]]
+        spans = [(told, ended) if part == "drain" else (ended, ready) for told, ended, ready in self.restarts]
+        return [gap for gap in self.gaps if any(gap[0] < b and gap[1] > a for a, b in spans)]
 
     def longest_s(self, part: str) -> float:
-        """Return the longest gap that touched a drain, or a start."""
-        spans = [(told, ended) if part == "drain" else (ended, ready) for told, ended, ready in self.restarts]
-        touched = [took for begin, end, took in self.gaps if any(begin < b and end > a for a, b in spans)]
-        return max(touched, default=0.0)
+        """Return the longest gap of this part."""
+        return max((took for _, _, took in self.gaps_of(part)), default=0.0)
+
+    def p99_s(self, part: str) -> float:
+        """Return the gap that one in a hundred of this part exceeds."""
+        return float(np.quantile([took for _, _, took in self.gaps_of(part)], 0.99))
+
+    def describe_longest(self, part: str) -> str:
+        """Return how long the longest was, of how many streams at once, and when."""
+        begin, end, took = max(self.gaps_of(part), key=lambda gap: gap[2])
+        streams = sum(abs(a - begin) < AT_ONCE_S and abs(b - end) < AT_ONCE_S for a, b, _ in self.gaps)
+        since = [f"worker {k}: {begin - told:+.1f} s" for k, (told, _, _) in enumerate(self.restarts)]
+        return f"{took:.2f} s, {streams} streams at once, since who was told to stop: {', '.join(since)}"
 
 
 async def measure(setting: argparse.Namespace, mode: str) -> Turn:
@@ -112,9 +134,10 @@ async def measure(setting: argparse.Namespace, mode: str) -> Turn:
             streams = [asyncio.create_task(_read(cluster, setting, random, readings)) for _ in range(setting.streams)]
             try:
                 await _all_stream(readings, setting.streams, streams)
-                calm_s = time.monotonic()
                 await asyncio.sleep(SETTLE_S)
-                told_s = time.monotonic()
+                calm_s, num_begun = time.monotonic(), len(readings)
+                await asyncio.sleep(CALM_S)
+                turn.calm = calm_s, time.monotonic()
                 for report in await cluster.worker_reports():
                     turn.restarts.append(await _restart(cluster, report))
                     await asyncio.sleep(SETTLE_S)
@@ -127,9 +150,8 @@ async def measure(setting: argparse.Namespace, mode: str) -> Turn:
         sleeper.close()
         await cluster.stop()
     found = [(a, b, b - a - sleeper.within(a, b)) for times in readings for a, b in pairwise(times)]
-    turn.gaps = [gap for gap in found if gap[1] > told_s]
-    turn.calm_gap_s = max((took for begin, end, took in found if begin > calm_s and end < told_s), default=0.0)
-    turn.num_chunks, turn.still_s = len(turn.gaps), sleeper.within(told_s, time.monotonic())
+    turn.gaps, turn.num_again = [gap for gap in found if gap[1] > calm_s], len(readings) - num_begun
+    turn.still_s = sleeper.within(calm_s, time.monotonic())
     return turn
 
 
@@ -215,7 +237,7 @@ def main() -> None:
     parser.add_argument("--system", default="sluice")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of each")
-    parser.add_argument("--answer", type=int, default=200, help="tokens of each")
+    parser.add_argument("--answer", type=int, default=3000, help="tokens of each")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     setting = parser.parse_args()
@@ -226,8 +248,8 @@ def main() -> None:
         for mode in MODES if number % 2 == 0 else reversed(MODES):
             turn = asyncio.run(measure(setting, mode))
             turns[mode].append(turn)
-            longest = [turn.longest_s(part) for part in ("drain", "start")]
-            print(f"# round {number}, {mode}: longest gap {longest[0]:.2f} s at a drain, {longest[1]:.2f} s at a start")
+            for part in PARTS:
+                print(f"# round {number}, {mode}, {part}: {turn.describe_longest(part)}", flush=True)
     _print(turns)
 
 
@@ -238,14 +260,17 @@ def _print(turns: dict[str, list[Turn]]) -> None:
     def longest(part: str) -> list[str]:
         return [", ".join(f"{turn.longest_s(part):.2f}" for turn in found) for found in turns.values()]
 
+    def p99(part: str) -> list[str]:
+        return [", ".join(f"{turn.p99_s(part):.2f}" for turn in found) for found in turns.values()]
+
     def drains() -> list[str]:
         took = [[ended - told for turn in found for told, ended, _ in turn.restarts] for found in turns.values()]
         return [f"{statistics.median(each):.2f}; {max(each):.2f}" for each in took]
 
     rows = [
-        ("longest gap at a drain, s, by round", *longest("drain")),
-        ("longest gap while a worker starts, s, by round", *longest("start")),
-        ("longest gap before, s", *medians("calm_gap_s")),
+        *((f"longest gap, {part}, s, by round", *longest(part)) for part in PARTS),
+        *((f"P99 of gaps, {part}, s, by round", *p99(part)) for part in PARTS),
+        ("answers that ended meanwhile", *medians("num_again")),
         ("a step of decodes, s", *medians("step_s")),
         ("a worker drains, s: P50; most", *drains()),
         ("came to workers that are left: requests", *medians("num_moved")),
