@@ -12,7 +12,6 @@ import click
 from cli.cluster.broker import named_broker
 from cli.cluster.settings import load_up_settings
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
-from cli.groups.command import ask_planner, describe
 from shared.ids import WorkerId
 from shared.messages.drain import Drain
 from shared.messages.report import WorkerPhase, WorkerReport
@@ -49,8 +48,6 @@ async def _drain(
 ) -> None:
     first = await anext(reports)
     name = first.worker_id
-    if first.group:
-        await _restore(bus, subjects, first.group, limit_s)
     try:
         asked = encode_json(Drain(incarnation=first.incarnation))
         await bus.request(subjects.drain(name), asked, timeout_s=ASK_LIMIT_S)
@@ -77,8 +74,13 @@ async def _drain(
 
 
 async def _until_ended(first: WorkerReport, reports: AsyncIterator[WorkerReport]) -> None:
-    num_left, last = -1, first
+    num_left, last, is_told = -1, first, False
     async for report in reports:
+        if report.is_leaving and not is_told:
+            is_told = True
+            click.echo(
+                f"{first.worker_id} is a stage of the group of {report.group}, which is restored first", err=True
+            )
         if report.incarnation != first.incarnation or report.phase is WorkerPhase.STOPPED:
             last = report if report.incarnation == first.incarnation else last
             break
@@ -88,11 +90,6 @@ async def _until_ended(first: WorkerReport, reports: AsyncIterator[WorkerReport]
         last = report
     num_moved = last.migration.num_left_total - first.migration.num_left_total
     click.echo(f"{first.worker_id} has ended; {num_moved} sequences left it with their KV")
-
-
-async def _restore(bus: Bus, subjects: Subjects, group: str, limit_s: float) -> None:
-    answer = await ask_planner(bus, subjects, "restore", {"groups": [group]}, limit_s)
-    click.echo(f"restored {describe(answer)}", err=True)
 
 
 async def _reports(bus: Bus, subjects: Subjects, worker_id: WorkerId) -> AsyncGenerator[WorkerReport, None]:

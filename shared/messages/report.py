@@ -255,6 +255,9 @@ class WorkerReport(ProcessFacts, ControlMessage):
     held: Annotated[str, Field(max_length=128)] = ""
     """Why it makes no steps now, in words: it is prepared for a plan, or carries one out; nothing is placed on it then.
     Empty: it makes steps."""
+    is_leaving: bool = False
+    """It is told to stop, and as a stage of a group goes on until that is restored, or half of the time is over in
+    which it may drain."""
     num_waiting: int = 0
     num_preempted: int = 0
     tiers: Annotated[tuple[TierCounts, ...], Field(max_length=8)] = ()

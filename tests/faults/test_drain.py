@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from cli.chaos.processes import is_running
 from shared.ids import Incarnation, WorkerId
 from shared.messages.drain import Drain
 from shared.subjects import Subjects
@@ -96,20 +99,29 @@ def test_a_rolling_restart_by_hand_changes_no_text(up: Cluster) -> None:
             break
 
 
-def test_a_stage_of_a_group_is_restored_before_it_drains(up: Cluster) -> None:
+@pytest.mark.parametrize("by_signal", [False, True])
+@pytest.mark.parametrize("stage", [1, 0])
+def test_a_stage_of_a_group_is_restored_before_it_drains(up: Cluster, stage: int, *, by_signal: bool) -> None:
     wanted = {number: up.post("/v1/completions", question(number))["choices"][0]["text"] for number in range(4)}
     with readers(up) as texts:
         dropped = sluice("drop", "--workers", ",".join(WORKERS), "--nats-url", up.nats_url)
         assert dropped.returncode == 0, dropped.stderr
         wait_until(lambda: all(report["group"] for report in up.reports()), "they are a group")
-        done = sluice("drain", "worker-1", "--nats-url", up.nats_url)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("restored worker-0, worker-1 in ")
-    assert "worker-1 has ended; " in done.stdout
+        (leaving,) = [report for report in up.reports() if report["stage"] == stage]
+        name, drop = leaving["worker_id"], leaving["plan_id"]
+        if by_signal:
+            os.kill(leaving["pid"], signal.SIGTERM)
+            wait_until(lambda: not is_running(leaving["pid"]), "it has ended", 60)
+        else:
+            done = sluice("drain", name, "--nats-url", up.nats_url)
+            assert done.returncode == 0, done.stderr
+            assert done.stderr.startswith(f"{name} is a stage of the group of {leaving['group']}, which is restored ")
+            assert f"{name} has ended; " in done.stdout
     wait_until_all_ready(up)
     assert all(text == wanted[number] for number, text in texts)
-    events = up.get("/v1/cluster")["workers"]
-    assert not any(each["report"]["group"] for each in events)
+    (other,) = [report for report in up.reports() if report["worker_id"] != name]
+    assert not other["group"]
+    assert other["plan_id"] > drop, "its group has not broken, but was restored by a plan"
 
 
 def test_who_is_not_there_is_named(up: Cluster) -> None:

@@ -103,6 +103,8 @@ class PlanWorker:
     """Until it has stopped between two steps."""
     lacks_blocks: int = 0
     """Fewer than anybody would expect."""
+    is_leaving: bool = False
+    """It is told to stop."""
     change_s: float = 0.005
     """Until its memory has changed."""
     load_s: float = 3.0
@@ -203,6 +205,7 @@ class PlanWorker:
             sequence_number=self._number,
             phase=WorkerPhase.READY,
             incarnation=self.incarnation,
+            is_leaving=self.is_leaving,
             host=f"host-{self.worker_id}",
             model="m",
             block_size=self.model.block_size,

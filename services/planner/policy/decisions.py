@@ -1,6 +1,7 @@
 """What the planner does next: the ladder and the restores, with the patience that both need.
 
     view ─► observe ─► groups that have parameters beside, and run short ─► unload, before anything else
+                   ├─► groups of which a stage is told to stop ───────────► restore
                    ├─► ladder (held back after a failure, or a restore) ──► drop, or a static pipeline
                    ├─► groups that are due, by ratio or benefit ──────────► load, restore, where groups are not for good
                    └─► more instances wanted, beside whatever is done
@@ -113,6 +114,11 @@ class Decider:
         due = Due() if self._groups_stay else self._way_back.look(facts, now_s)
         if due.unload:
             return Decided(decision, self._way_back.unload(due, facts, view))
+        leaving = sorted(each.instance_id for each in facts.instances if each.is_leaving)
+        if leaving and not self._backoff.left_s(now_s):
+            restored = self._way_back.restore_for(leaving, facts, view)
+            if restored is not None:
+                return Decided(decision, restored)
         if decision.order is not None:
             return self._pull(decision, decision.order, facts, view, now_s)
         if self._backoff.left_s(now_s) > 0:

@@ -75,6 +75,11 @@ def can_work(status: WorkerStatus) -> bool:
     return status.liveness is Liveness.ALIVE and status.report.phase is WorkerPhase.READY
 
 
+def _stays(status: WorkerStatus) -> bool:
+    """Return whether plans may name the worker: one that is told to stop is a stage only until that is restored."""
+    return not status.report.is_leaving or bool(status.report.group)
+
+
 def find_loss(view: ClusterView, worker_id: WorkerId, incarnation: Incarnation) -> str | None:
     """Return why this process of a worker will never answer; None while it may.
 
@@ -90,7 +95,7 @@ def find_loss(view: ClusterView, worker_id: WorkerId, incarnation: Incarnation) 
 
 def observe(view: ClusterView, view_age_s: float, params: ObserveParams) -> Observation:
     """Return what the policies know of this view."""
-    usable = _with_waiting([status for status in view.workers if can_work(status)], view.waiting)
+    usable = _with_waiting([status for status in view.workers if can_work(status) and _stays(status)], view.waiting)
     loads = tuple(_load(status) for status in usable if takes_requests(status.report))
     models, left_out = _models(usable)
     model = _most_common(models)
@@ -251,4 +256,5 @@ def _instance(status: WorkerStatus, model: _Model, params: ObserveParams) -> Ins
         num_blocks=report.num_blocks,
         resident=_resident(report),
         loaded_ratio=report.loaded_ratio,
+        is_leaving=report.is_leaving,
     )

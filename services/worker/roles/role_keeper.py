@@ -117,6 +117,13 @@ class RoleKeeper:
         """Of the whole model."""
         return len(self.device.facts.layer_bytes)
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether it is a stage of a group that is not over; a leader only while it has sequences."""
+        if isinstance(self.state, Broken) or not self.role.group:
+            return False
+        return not self.role.is_leader or self.machine.engine.table.num_sequences > 0
+
     def why_not(self, step: PlanStep) -> str | None:
         """Return why this worker, as it is now, takes part in no such step; None: it may."""
         reason = why_not_named(self.role, step.workers, self.worker_id, self.reporter.incarnation)

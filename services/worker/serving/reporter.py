@@ -81,7 +81,7 @@ class Reporter:
         self._readers: Callable[[], ReadersNow] | None = None
         self._migration: Callable[[], MigrationPart] | None = None
         self._holds: Callable[[], str] = str
-        self._told_held = False
+        self._told_held = self._is_leaving = False
         self._cost, self._num_lanes = CostEstimate(), 1
         self._is_short = False
         self._short_again_s = 0.0
@@ -105,6 +105,11 @@ class Reporter:
     def enter(self, phase: WorkerPhase) -> None:
         """Change the phase, and report at once."""
         self._phase = phase
+        self._wake.set()
+
+    def will_leave(self) -> None:
+        """Say that the worker is told to stop, and waits until its group is restored: report at once."""
+        self._is_leaving = True
         self._wake.set()
 
     def take_role(self, role: Role) -> None:
@@ -219,6 +224,7 @@ class Reporter:
             "num_host_blocks": stats.num_host_blocks,
             "num_used_host_blocks": stats.num_used_host_blocks,
             "held": self._holds(),
+            "is_leaving": self._is_leaving,
             "num_running": stats.num_running,
             "num_runnable": stats.num_runnable,
             "num_waiting": stats.num_waiting,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 from services.worker.engine.stats import take_stats
 from services.worker.roles.role_keeper import StepMachine
@@ -67,7 +68,18 @@ class WorkerService:
         self._reporter.serve(self._facts, lambda: take_stats(self.engine, loop.pace))
 
     async def drain(self, limit_s: float) -> None:
-        """Refuse new requests, and return when the running ones have ended or the time is over."""
+        """Refuse new requests, and return when the running ones have ended or the time is over.
+
+        A stage of a group goes on at first, for half of the time at most: planners restore its group.
+        """
+        began_s = asyncio.get_running_loop().time()
+        if self.agent is not None and self.agent.keeper.is_needed:
+            self._reporter.will_leave()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(limit_s / 2):
+                    while self.agent.keeper.is_needed:
+                        await asyncio.sleep(IDLE_POLL_S)
+        limit_s -= asyncio.get_running_loop().time() - began_s
         self._endpoints.intake.close()
         self._reporter.enter(WorkerPhase.DRAINING)
         try:

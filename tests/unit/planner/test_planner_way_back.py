@@ -122,6 +122,45 @@ async def test_without_loads_beside_a_group_is_restored_in_one_step(cluster: Pla
     assert cluster.levers == ["drop", "restore"]
 
 
+# --- a stage that is told to stop ------------------------------------------------------------------------------------
+
+
+@clustered(4, max_group_size=2)
+async def test_a_group_of_which_a_stage_is_told_to_stop_is_restored_at_once_and_forms_without_it(
+    cluster: PlanCluster,
+) -> None:
+    """All that its pressure needs is w2 and w3; before, there was no calm in which it would have been due."""
+    await cluster.burst("w0", after_s=1.3, until_groups=1)
+    (group,) = cluster.groups()
+    assert "w0" in group
+    leaving = next(name for name in group if name != "w0")
+    cluster.workers[WorkerId(leaving)].is_leaving = True
+    await cluster.workers[WorkerId(leaving)].report()
+    began_s = asyncio.get_running_loop().time()
+    assert await until_lever(cluster, "restore") - began_s < 1.0
+    assert any(reason.endswith(f"told to stop: {leaving}") for reason in cluster.reasons("plan_preparing"))
+    await cluster.strain("w0")
+    await cluster.until(lambda: bool(cluster.groups()) and cluster.plan.phase is PlanPhase.DONE)
+    assert leaving not in cluster.groups()[0]
+
+
+@clustered(2)
+async def test_one_whose_group_cannot_be_restored_is_no_reason_to_try_for_ever(cluster: PlanCluster) -> None:
+    """What it holds finds no room in whole instances; nothing else is held up by it."""
+    await cluster.burst("w0", after_s=1.3, until_groups=1)
+    cluster.relax(22, "w0")
+    cluster.relax(0, "w1")
+    await cluster.until(lambda: cluster.plan.phase is PlanPhase.DONE)
+    cluster.workers[W1].is_leaving = True
+    num_plans = len(cluster.plans)
+    await asyncio.sleep(10)
+    assert len(cluster.groups()) == 1
+    assert len(cluster.plans) == num_plans
+    cluster.relax(4)
+    began_s = asyncio.get_running_loop().time()
+    assert await until_lever(cluster, "restore") - began_s < 2.0
+
+
 # --- a burst on the way ----------------------------------------------------------------------------------------------
 
 

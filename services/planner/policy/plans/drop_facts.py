@@ -114,6 +114,8 @@ class InstanceFacts:
     """Layers whose parameters have memory, `layers` among them; None: just those, and it can load none beside."""
     loaded_ratio: float = 1.0
     """Share of the bytes of these parameters that are loaded."""
+    is_leaving: bool = False
+    """It is told to stop, and waits until its group is restored."""
 
     def __post_init__(self) -> None:
         if self.num_pages < 1:

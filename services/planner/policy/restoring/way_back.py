@@ -20,6 +20,7 @@ from services.planner.policy.restoring.loaded_layers_watch import Due, LoadedLay
 from services.planner.policy.restoring.restore import RestorePlan, RestoreRefusal, plan_restore
 from services.planner.policy.restoring.restore_benefit import BenefitWatch
 from services.planner.policy.restoring.restore_ratio import RatioWatch
+from shared.ids import WorkerId
 from shared.messages.report import ClusterView
 
 MAX_REASONS = 4
@@ -77,6 +78,13 @@ class WayBack:
         if intent is None and due.load:
             intent = self._load(due.load[0], facts, view)
         return intent, refusals
+
+    def restore_for(self, leaving: Sequence[WorkerId], facts: ClusterFacts, view: ClusterView) -> Intent | None:
+        """Return what restores the groups of workers that are told to stop, as many as can be; None: none can."""
+        groups = {each.instance_id: each.group for each in facts.instances}
+        intent, _ = self._restore(tuple(dict.fromkeys(groups[name] for name in leaving)), facts, view)
+        told = f"told to stop: {', '.join(leaving)}"
+        return None if intent is None else replace(intent, reason=f"{intent.reason}; {told}")
 
     def _load(self, group_id: str, facts: ClusterFacts, view: ClusterView) -> Intent | None:
         """Return what has one group load; together, those that are prepared would wait for the slowest."""
