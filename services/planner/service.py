@@ -133,6 +133,7 @@ class Planner:
                 self._bus,
                 self._subjects,
                 migrates,
+                self._settings.patience(),
                 pause_s=self._settings.balance_pause_s,
                 look=lambda: None if self.superseded else self.fresh_view,
                 tasks=self._tasks,

@@ -41,6 +41,9 @@ class FetchReason(StrEnum):
     """Its worker is about to stop."""
     BALANCE = "balance"
     """Another one has more room."""
+    RECOVERY = "recovery"
+    """Its dispatcher has given up its worker, which may live: cut off from the broker, or with a step that hangs. It is
+    asked for the KV alone, since whatever it goes on with is nobody's."""
 
 
 class Fetch(ControlMessage):
@@ -61,18 +64,18 @@ class ListRunning(ControlMessage):
 
     kind: Literal["list_running"] = "list_running"
     most_blocks: Annotated[int, Field(ge=1, le=10**9)] = 10**9
-    """That one of them holds."""
+    """That one of them holds, all of its choices together."""
     limit: Annotated[int, Field(ge=1, le=MAX_RUNNING)] = MAX_RUNNING
 
 
 class RunningPart(MessagePart):
-    """A request that decodes."""
+    """A request that decodes, with all of its choices that are there: they share their prompt's KV, and go together."""
 
-    request_id: RequestId
-    attempt: int
+    choices: Annotated[tuple[tuple[RequestId, int], ...], Field(min_length=1)]
+    """Each by its own id and attempt."""
     tier: Tier = Tier.DEFAULT
     num_tokens: Annotated[int, Field(ge=0)]
-    """Prompt and output so far."""
+    """Prompt and output so far, of the longest choice."""
     num_blocks: Annotated[int, Field(ge=0)]
     """KV blocks that would be free if it left."""
 
@@ -88,7 +91,8 @@ class FetchOutcome(StrEnum):
     """What came of it."""
 
     MOVED = "moved"
-    """The source has released it toward this worker, which keeps its KV and room for a while."""
+    """The source has released it toward this worker, which keeps its KV and room for a while; nobody asks the source to
+    release what is recovered."""
     GONE = "gone"
     """The source does not run that attempt, or no longer."""
     FULL = "full"

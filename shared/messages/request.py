@@ -69,8 +69,9 @@ class Submit(ControlMessage):
     remaining_s: Annotated[float, Field(gt=0)] = 600.0
     """The worker may drop the request after this many seconds."""
     fork_of: RequestId | None = None
-    """A request with the same prompt and salt at the same worker (n > 1): this one waits for that prompt's KV and
-    shares it. If that request is not there (any more), this one runs by itself."""
+    """The first choice of the same request (n > 1), with the same prompt and salt. If it is at the same worker this one
+    shares its prompt's KV, and waits for it unless it goes on after `generated` and finds it; if not, this one runs by
+    itself. Planners move all choices that are at a worker together."""
     cache_salt: Annotated[str, Field(max_length=64)] = ""
     """Requests share cached KV only under the same salt; the dispatcher derives it from the caller's key."""
 

@@ -20,7 +20,7 @@ from services.dispatcher.session.session import Session
 from services.dispatcher.session.submission import next_submit
 from services.dispatcher.state import ClusterState
 from shared.api_keys import Tier
-from shared.ids import RequestId, WorkerId
+from shared.ids import WorkerId
 from shared.messages.owner import Owner
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
@@ -138,7 +138,7 @@ class Placing:
         target = self.find(claimant_of(session), {before.worker_id})
         if target is None:
             return False
-        accepted = await self._attempt(session, target, None) is SubmitOutcome.ACCEPTED
+        accepted = await self._attempt(session, target) is SubmitOutcome.ACCEPTED
         if accepted:
             self._cluster.ended(before.counted, len(session.tokens), self._now())
             self._leases.cancel(before.worker_id, session.request.request_id, before.number)
@@ -207,9 +207,9 @@ class Placing:
         refused.add(worker_id)
         if worker_id in self._lines.crowded(claimant_of(session)):
             return False
-        return await self._submit(session, worker_id, parent.request.request_id)
+        return await self._submit(session, worker_id, shares_prompt=True)
 
-    async def _submit(self, session: Session, worker_id: WorkerId, fork_of: RequestId | None = None) -> bool:
+    async def _submit(self, session: Session, worker_id: WorkerId, *, shares_prompt: bool = False) -> bool:
         """Begin the next attempt on this worker; return whether it has the session, which may have ended meanwhile.
 
         Raises:
@@ -217,11 +217,11 @@ class Placing:
         """
         if session.ended.is_set():  # whoever released it has found nothing to withdraw
             return False
-        outcome = await self._attempt(session, worker_id, fork_of)
+        outcome = await self._attempt(session, worker_id, shares_prompt=shares_prompt)
         if outcome is SubmitOutcome.UNKNOWN and await self._has_killed(session, worker_id):
             raise RequestFailedError(FailureCode.REQUEST_FAILED)
         if outcome is SubmitOutcome.OLD:  # another dispatcher, or this name's life before, has been there
-            outcome = await self._attempt(session, worker_id, fork_of)
+            outcome = await self._attempt(session, worker_id, shares_prompt=shares_prompt)
         if session.admitted_s is not None:  # what began somewhere goes on wherever it can
             return outcome is SubmitOutcome.ACCEPTED
         if outcome is SubmitOutcome.TOO_LONG:
@@ -248,10 +248,10 @@ class Placing:
         self.num_poison += 1
         _log.error("poison_request", rid=session.request.request_id, deaths=session.history.num_blames)
 
-    async def _attempt(self, session: Session, worker_id: WorkerId, fork_of: RequestId | None) -> SubmitOutcome:
-        submit = next_submit(session, self._leases.sender, self._now(), fork_of)
+    async def _attempt(self, session: Session, worker_id: WorkerId, *, shares_prompt: bool = False) -> SubmitOutcome:
+        submit = next_submit(session, self._leases.sender, self._now())
         request, num_output = session.request, len(session.tokens)
-        num_prompt = 0 if fork_of is not None else request.num_prompt_tokens
+        num_prompt = 0 if shares_prompt else request.num_prompt_tokens
         counted = self._cluster.submitted(worker_id, num_prompt, num_output, self._now(), request.tier)
         self._lines.leave(session.stream, self._now())  # of one that is moved
         session.offer(worker_id, submit.attempt, counted, self._now())

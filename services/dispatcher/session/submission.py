@@ -6,19 +6,17 @@ import numpy as np
 
 from services.dispatcher.session.request import Sender
 from services.dispatcher.session.session import Session
-from shared.ids import RequestId
 from shared.messages.request import Submit, pack_token_ids
 from shared.qoe import displayed
 
 
-def next_submit(session: Session, sender: Sender, now_s: float, fork_of: RequestId | None = None) -> Submit:
+def next_submit(session: Session, sender: Sender, now_s: float) -> Submit:
     """Return the submission of the next attempt, which goes on after the tokens so far; `begin` makes it count.
 
     Args:
         session: takes the attempt's number.
         sender: this process.
         now_s: the event loop's clock.
-        fork_of: see `Submit.fork_of`.
     """
     request, history = session.request, session.history
     age_s = max(0.0, now_s - request.arrival_s)
@@ -39,7 +37,7 @@ def next_submit(session: Session, sender: Sender, now_s: float, fork_of: Request
         token_age_s=max(0.0, now_s - session.last_token_s) if session.token_s else None,
         age_s=age_s,
         remaining_s=max(0.001, request.limit_s - age_s),
-        fork_of=fork_of,
+        fork_of=None if session.parent is None else session.parent.request.request_id,
         cache_salt=request.cache_salt,
     )
 

@@ -13,7 +13,7 @@ gaps in place of two thresholds, of which the paper gives no figures.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Final
 
@@ -39,20 +39,29 @@ class Pair:
     """KV blocks of a request that may go: with more the target would be the fuller one."""
 
 
-def find_pairs(view: ClusterView, migrates: Migrates) -> tuple[Pair, ...]:
-    """Return between whom requests should move, each worker once at most, the widest gap first."""
+def find_pairs(
+    view: ClusterView, migrates: Migrates, avoided: Set[tuple[WorkerId, WorkerId]] = frozenset()
+) -> tuple[Pair, ...]:
+    """Return between whom requests should move, each worker once at most, the widest gap first.
+
+    Args:
+        view: of the cluster.
+        migrates: when they do.
+        avoided: sources and targets between which nothing can move now.
+    """
     if migrates is Migrates.NEVER:
         return ()
     pairs: list[Pair] = []
     for digest in sorted({s.report.model_digest for s in view.workers if s.report.model_digest}):
-        pairs += _pairs_of([s for s in view.workers if s.report.model_digest == digest and _takes_part(s)], migrates)
+        takes_part = [s for s in view.workers if s.report.model_digest == digest and _takes_part(s)]
+        pairs += _pairs_of(takes_part, migrates, avoided)
     return tuple(sorted(pairs, key=lambda pair: (usage(pair.target) - usage(pair.source), pair.source.worker_id)))
 
 
 def choose(pair: Pair, running: Sequence[RunningPart]) -> RunningPart | None:
     """Return which of the requests that the source runs should go; None: none."""
     fitting = [part for part in running if 0 < part.num_blocks <= pair.most_blocks]
-    return min(fitting, key=lambda part: (part.tier, part.num_blocks, part.request_id), default=None)
+    return min(fitting, key=lambda part: (part.tier, part.num_blocks, part.choices), default=None)
 
 
 def usage(report: WorkerReport) -> float:
@@ -61,21 +70,28 @@ def usage(report: WorkerReport) -> float:
     return (report.num_used_blocks + demanded) / report.num_blocks
 
 
-def _pairs_of(statuses: Sequence[WorkerStatus], migrates: Migrates) -> list[Pair]:
+def _pairs_of(
+    statuses: Sequence[WorkerStatus], migrates: Migrates, avoided: Set[tuple[WorkerId, WorkerId]]
+) -> list[Pair]:
     """Return the pairs among workers of one model."""
     by_usage = sorted(statuses, key=lambda status: (-usage(status.report), status.report.worker_id))
     sources = [s for s in by_usage if migrates is Migrates.TO_BALANCE or _is_short(s)]
-    targets = [s for s in reversed(by_usage) if not _is_short(s) and usage(s.report) < MAX_TARGET_USAGE]
+    left = {
+        s.report.worker_id: s.report
+        for s in reversed(by_usage)
+        if not _is_short(s) and usage(s.report) < MAX_TARGET_USAGE
+    }
     taken: set[WorkerId] = set()
     pairs: list[Pair] = []
-    for source, target in zip(sources, targets, strict=False):
-        gap = usage(source.report) - usage(target.report)
-        names = {source.report.worker_id, target.report.worker_id}
-        if gap < MIN_GAP or len(names) < 2 or taken & names:
-            break
-        taken |= names
-        most_blocks = gap / (1 / source.report.num_blocks + 1 / target.report.num_blocks)
-        pairs.append(Pair(source.report, target.report, max(int(most_blocks), 1)))
+    for source in [status.report for status in sources]:
+        target = next((each for name, each in left.items() if (source.worker_id, name) not in avoided), None)
+        if target is None or source.worker_id in taken or (gap := usage(source) - usage(target)) < MIN_GAP:
+            continue
+        taken.add(target.worker_id)
+        for worker_id in (source.worker_id, target.worker_id):
+            left.pop(worker_id, None)
+        most_blocks = gap / (1 / source.num_blocks + 1 / target.num_blocks)
+        pairs.append(Pair(source, target, max(int(most_blocks), 1)))
     return pairs
 
 

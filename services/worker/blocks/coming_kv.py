@@ -164,17 +164,18 @@ class ComingKv:
             self._reserved[request_id].is_here = True
             self._blocks.unpin(_room_of(request_id), first=True)
 
-    def has_it(self, request_id: RequestId, num_found: int | None = None) -> None:
+    def has_it(self, request_id: RequestId, num_found: int | None = None, num_known: int = 0) -> None:
         """No more has to be kept for a request, unless some is being written.
 
         Args:
             request_id: it has found its KV, or has ended.
             num_found: tokens that it has found KV for; None: it has ended.
+            num_known: all of its tokens; there was more where it was recovered from, if not all had arrived.
         """
         reservation = self._reserved.get(request_id)
         if reservation is not None and reservation.is_whole:
             self.release(request_id)
-            num_lost = 0 if num_found is None else max(reservation.num_computed - num_found, 0)
+            num_lost = 0 if num_found is None else max(min(reservation.num_computed, num_known) - num_found, 0)
             self.num_recomputed_tokens += num_lost
             self.num_recomputed += num_lost > FEW_BLOCKS * self._block_size
 

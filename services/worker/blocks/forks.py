@@ -21,11 +21,17 @@ class Forks:
         self._awaited: dict[int, list[int]] = {}
         """Children that wait, by the parent that they wait for."""
 
-    def add(self, child: int, parent: int) -> None:
-        """Take note of a row that begins like another one; it waits if that makes sense."""
+    def add(self, child: int, parent: int, *, has_prompt: bool = False) -> None:
+        """Take note of a row that begins like another one; it waits if that makes sense.
+
+        Args:
+            child: the row.
+            parent: the other one.
+            has_prompt: the child finds its prompt's KV without it.
+        """
         self._parent[child] = parent
         self._children.setdefault(parent, []).append(child)
-        if self._is_coming(parent):
+        if self._is_coming(parent) and not has_prompt:
             self._awaited.setdefault(parent, []).append(child)
             self._table.hold[child] |= Hold.FORK
 

@@ -88,9 +88,9 @@ class Sharing:
 
     def add(self, row: int, salt: str, parent: int | None) -> None:
         """Take in a new row, which may fork another one."""
-        if parent is not None:
-            self.forks.add(row, parent)
         self._names.add(row, salt, parent)
+        if parent is not None:
+            self.forks.add(row, parent, has_prompt=self._goes_on(row))
         if self.prefix_caching:
             self._chains[row] = _Chain()
             self._names.of(row, int(self._table.num_known[row]) // self._blocks.block_size)
@@ -113,7 +113,8 @@ class Sharing:
             self._blocks.share(row, ids, match.partial, owner)
             if self.prefix_caching:
                 self._claim(row, self._chains[row], len(match.ids))
-                self.coming.has_it(self._table.sequence(row).key[0], match.num_tokens)
+                request_id, num_known = self._table.sequence(row).key[0], int(self._table.num_known[row])
+                self.coming.has_it(request_id, match.num_tokens, num_known)
         return [match.num_tokens for match in matches]
 
     def comes_back(self, row: int) -> None:
@@ -202,6 +203,13 @@ class Sharing:
             assert self._table.status[row] == Status.RUNNING or not chain.num_claimed, "only running rows claim"
 
     # Inside
+
+    def _goes_on(self, row: int) -> bool:
+        """Return whether a row goes on after text, and finds the KV of its prompt."""
+        if not self.prefix_caching or not self._table.num_output[row]:
+            return False
+        names = self._names.of(row, int(self._table.num_prompt[row]) // self._blocks.block_size)
+        return len(self._blocks.index.find(names)) == len(names)
 
     def _num_shareable(self, row: int) -> int:
         """Return how many full blocks the row can share: at least one token is left to compute."""

@@ -33,7 +33,7 @@ from services.worker.sequences.sequence import SequenceKey
 from services.worker.sequences.table import Hold, Status
 from shared.api_keys import Tier
 from shared.errors import WireError
-from shared.ids import WorkerId
+from shared.ids import RequestId, WorkerId
 from shared.messages.fetch import ListRunning, RunningList, RunningPart
 from shared.process.log import get_logger
 
@@ -81,26 +81,39 @@ class Departures:
         return departure
 
     def running(self, asked: ListRunning) -> RunningList:
-        """Return which requests could leave."""
-        engine, table = self.engine, self.engine.table
+        """Return which requests could leave: of which no choice waits here, or has its prompt computed."""
+        if self.refusal():
+            return RunningList()
+        table = self.engine.table
         rows = table.running.view
         is_free = (table.hold[rows] & ~Hold.IN_FLIGHT) == 0
-        decodes = table.num_known[rows] - table.num_computed[rows] <= engine.config.block_size
-        rows = rows[is_free & decodes & (table.held_blocks[rows] <= asked.most_blocks)]
-        if self.refusal():
-            rows = rows[:0]
+        decodes = table.num_known[rows] - table.num_computed[rows] <= self.engine.config.block_size
+        stay = np.concatenate([rows[~(is_free & decodes)], table.waiting.view, table.preempted.view])
+        staying = {table.sequence(row).first_choice for row in stay.tolist()}
         order = np.lexsort((table.order[rows], table.num_known[rows], table.tier[rows]))
-        return RunningList(requests=tuple(map(self._part, rows[order][: asked.limit].tolist())))
+        choices: dict[RequestId, list[int]] = {}
+        for row in rows[order].tolist():
+            if (first_choice := table.sequence(row).first_choice) not in staying:
+                choices.setdefault(first_choice, []).append(row)
+        requests: list[RunningPart] = []
+        for found in choices.values():
+            if len(requests) < asked.limit and self._num_held(found) <= asked.most_blocks:
+                requests.append(self._part(found))
+        return RunningList(requests=tuple(requests))
 
-    def _part(self, row: int) -> RunningPart:
+    def _num_held(self, rows: list[int]) -> int:
+        """Return how many blocks rows hold together."""
+        held = [self.engine.blocks.block_table[row, : self.engine.table.held_blocks[row]] for row in rows]
+        return np.unique(np.concatenate(held)).size
+
+    def _part(self, rows: list[int]) -> RunningPart:
+        """Return what is said of a request, by the rows of its choices."""
         table = self.engine.table
-        request_id, attempt = table.sequence(row).key
         return RunningPart(
-            request_id=request_id,
-            attempt=attempt,
-            tier=Tier(int(table.tier[row])),
-            num_tokens=int(table.num_known[row]),
-            num_blocks=int(self.engine.blocks.freeable(np.array([row], dtype=np.int32))[0]),
+            choices=tuple(table.sequence(row).key for row in rows),
+            tier=Tier(int(table.tier[rows[0]])),
+            num_tokens=int(table.num_known[rows].max()),
+            num_blocks=int(self.engine.blocks.freeable(np.array(rows, dtype=np.int32)).sum()),
         )
 
     def forget(self, departure: Departure) -> None:

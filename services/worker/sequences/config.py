@@ -98,8 +98,9 @@ class NewSequence:
     num_preemptions: int = 0
     """How often earlier attempts were preempted."""
     fork_of: RequestId | None = None
-    """A sequence here with the same prompt and salt: this one waits until that prompt is computed and shares its KV. If
-    it is not here, or gives its KV up before, this one runs by itself."""
+    """The request's first choice, with the same prompt and salt: this one shares that one's KV, and waits until its
+    prompt is computed, unless it goes on after `generated` and finds that KV. If that one is not here, or gives its KV
+    up before, this one runs by itself."""
     cache_salt: str = ""
     """Sequences find each other's cached KV only under the same salt."""
 

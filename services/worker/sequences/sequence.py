@@ -22,6 +22,8 @@ class Sequence:
     """[num_prompt]"""
     sampling: SamplingParams
     cache_salt: str
+    first_choice: RequestId
+    """Its own id, or that of the request's first choice (n > 1)."""
 
 
 class FinishedStore:

@@ -113,7 +113,8 @@ class SequenceTable:
             return None
         row = self._free.pop()
         prompt, generated = new.prompt.astype(np.int32), int(new.generated.size)
-        self.cold[row] = Sequence((new.request_id, new.attempt), prompt, new.sampling, new.cache_salt)
+        key, first_choice = (new.request_id, new.attempt), new.fork_of or new.request_id
+        self.cold[row] = Sequence(key, prompt, new.sampling, new.cache_salt, first_choice)
         self.status[row], self.hold[row] = Status.WAITING, 0
         self.num_prompt[row], self.num_output[row] = prompt.size, generated
         self.num_known[row], self.num_computed[row] = prompt.size + generated, 0

@@ -37,7 +37,7 @@ async def test_a_sibling_that_is_refused_there_goes_elsewhere_as_a_request_of_it
     first.refuse = reason
     await made.sessions.place(child, parent)
     assert child.worker_id == "b"
-    assert [(submit.fork_of, submit.attempt) for submit in second.submits] == [(None, 2)]
+    assert [(submit.request_id, submit.attempt) for submit in second.submits] == [("r-1", 2)]
     assert len(first.submits) == 2
 
 
@@ -49,7 +49,7 @@ async def test_a_sibling_whose_parent_was_lost_goes_where_there_is_room(made: Cl
     parent.fail(FailureCode.NO_CAPACITY)
     made.workers["a"].refuse = RefusalReason.FULL
     await made.sessions.place(child, parent)
-    assert second.submits[0].fork_of is None
+    assert [submit.request_id for submit in second.submits] == ["r-1"]
 
 
 @with_cluster(queue_limit_s=1.0)

@@ -10,7 +10,7 @@ import pytest
 
 from services.planner.policy.load_balance import MAX_TARGET_USAGE, MIN_GAP, Pair, choose, find_pairs, usage
 from shared.api_keys import Tier
-from shared.ids import RequestId
+from shared.ids import RequestId, WorkerId
 from shared.messages.fetch import RunningPart
 from shared.messages.report import BestEffortPart, ClusterView, Liveness, WorkerPhase, WorkerStatus
 from shared.systems import Migrates
@@ -24,9 +24,8 @@ def worker(name: str, used: int, **fields: Any) -> WorkerStatus:
 
 
 def running(name: str, num_blocks: int, tier: Tier = Tier.DEFAULT) -> RunningPart:
-    return RunningPart(
-        request_id=RequestId(name), attempt=1, tier=tier, num_tokens=16 * num_blocks, num_blocks=num_blocks
-    )
+    key = RequestId(name), 1
+    return RunningPart(choices=(key,), tier=tier, num_tokens=16 * num_blocks, num_blocks=num_blocks)
 
 
 def pairs_of(view: ClusterView, migrates: Migrates = Migrates.TO_BALANCE) -> list[tuple[str, str]]:
@@ -41,6 +40,20 @@ def only_pair(view: ClusterView) -> Pair:
 def test_the_fullest_gives_to_the_emptiest_and_the_second_fullest_to_the_second_emptiest() -> None:
     view = make_view(worker("a", 70), worker("b", 10), worker("c", 90), worker("d", 30), worker("e", 50))
     assert pairs_of(view) == [("c", "b"), ("a", "d")]
+
+
+def test_where_nothing_could_move_the_next_one_takes_its_place() -> None:
+    view = make_view(worker("a", 70), worker("b", 10), worker("c", 90), worker("d", 30), worker("e", 50))
+
+    def pairs(*avoided: tuple[str, str]) -> list[tuple[str, str]]:
+        named = {(WorkerId(source), WorkerId(target)) for source, target in avoided}
+        found = find_pairs(view, Migrates.TO_BALANCE, named)
+        return [(pair.source.worker_id, pair.target.worker_id) for pair in found]
+
+    assert pairs(("c", "b")) == [("c", "d"), ("a", "b")]
+    assert pairs(("c", "b"), ("c", "d")) == [("a", "b"), ("c", "e")]
+    assert pairs(("b", "c"), ("a", "b")) == [("c", "b"), ("a", "d")]
+    assert pairs(*(("c", name) for name in "abde")) == [("a", "b"), ("e", "d")]
 
 
 def test_who_is_not_short_gives_nothing_where_requests_move_in_need_only() -> None:
@@ -89,7 +102,7 @@ def test_best_effort_goes_first_then_who_has_least_and_nobody_too_large() -> Non
     for wanted in ("flex", "c", "b"):
         chosen = choose(pair, parts)
         assert chosen is not None
-        assert chosen.request_id == wanted
+        assert chosen.choices == ((wanted, 1),)
         parts.remove(chosen)
     assert choose(pair, parts) is None
     assert choose(pair, [running("nothing", 0)]) is None

@@ -12,6 +12,7 @@ from services.worker.migration.departures import LEASE_S, MAX_DEPARTURES, Depart
 from services.worker.migration.kv_messages import GetKv, HasLeft, KvListed, LetGo, ListKv, NotHere, unpack_names
 from shared.errors import WireError
 from shared.ids import RequestId, WorkerId
+from shared.messages.fetch import ListRunning
 from shared.types import FinishReason
 from tests.support.engine_builders import new_sequence
 from tests.support.engine_harness import EngineHarness, make_harness
@@ -220,3 +221,32 @@ async def test_only_so_many_are_fetched_at_a_time() -> None:
     source.departures.close()
     assert source.num_ends == MAX_DEPARTURES
     assert np.count_nonzero(source.engine.blocks.pins) == 0
+
+
+async def test_the_choices_of_a_request_are_one_that_goes_as_a_whole_or_not_at_all() -> None:
+    """What they free together is more than the sum of what each would free: their prompt's blocks."""
+    source = Source()
+    prompt = new_sequence(1, num_prompt=40).prompt.tolist()
+    source.harness.add(new_sequence(1, prompt=prompt, max_tokens=50))
+    for name in (2, 3):
+        source.harness.add(new_sequence(name, prompt=prompt, max_tokens=50, fork_of=1))
+    while len(source.departures.running(ListRunning()).requests) < 2:
+        source.harness.step()
+    engine = source.engine
+    whole, other = sorted(source.departures.running(ListRunning()).requests, key=lambda part: -len(part.choices))
+    assert {name for name, _ in whole.choices} == {"r1", "r2", "r3"}
+    assert {name for name, _ in other.choices} == {"r0"}
+    rows = [engine.registry.row_of[key] for key in whole.choices]
+    alone = sum(int(engine.blocks.freeable(np.array([row], dtype=np.int32))[0]) for row in rows)
+    held = len(set(np.concatenate([engine.blocks.block_table[row, : engine.blocks.held[row]] for row in rows])))
+    assert whole.num_blocks == held > alone
+    assert len(source.departures.running(ListRunning(most_blocks=held)).requests) == 2
+    assert len(source.departures.running(ListRunning(most_blocks=held - 1)).requests) == 1
+    assert len(source.departures.running(ListRunning(limit=1)).requests) == 1
+    source.harness.submitted()
+    engine.registry.leaving.begin(rows[-1], "w1", lambda _: None)
+    assert [part.choices for part in source.departures.running(ListRunning()).requests] == [other.choices]
+    source.reason = "a plan is under way"
+    assert not source.departures.running(ListRunning()).requests
+    source.harness.land()
+    source.harness.finish()
