@@ -16,6 +16,7 @@ from typing import TypeVar
 from services.worker.contract.arrays import I32
 from services.worker.contract.kept_kv import KeptKv
 from services.worker.migration.departures import Departure, Departures
+from services.worker.migration.kv_link import SILENCE_S
 from services.worker.migration.kv_messages import GetKv, HasLeft, KvListed, LetGo, ListKv, NotHere, pack_names
 from services.worker.modelled.shadow_kv import ShadowKv
 from services.worker.peers.frames import PeerLostError
@@ -102,14 +103,14 @@ class ModelledKvNetwork:
         self._context = copy_context()
         self._paths.enter(self)
 
-    async def connect(self, worker_id: WorkerId, address: str) -> ModelledKvLink:
+    async def connect(self, worker_id: WorkerId, address: str, silence_s: float = SILENCE_S) -> ModelledKvLink:
         """See `KvNetwork`."""
         del address
         await asyncio.sleep(self._paths.link.latency_s)
         other = self._paths.find(self.worker_id, worker_id)
         if other is None or other.departures is None:
             raise PeerLostError(f"{worker_id} cannot be reached")
-        link = ModelledKvLink(self, other, self._paths, self._block_kv_bytes)
+        link = ModelledKvLink(self, other, self._paths, self._block_kv_bytes, silence_s)
         await link.open()
         return link
 
@@ -155,12 +156,18 @@ class ModelledKvLink:
     """A connection; see `KvLink`. Made by the target."""
 
     def __init__(
-        self, target: ModelledKvNetwork, source: ModelledKvNetwork, paths: MigrationPaths, block_kv_bytes: int
+        self,
+        target: ModelledKvNetwork,
+        source: ModelledKvNetwork,
+        paths: MigrationPaths,
+        block_kv_bytes: int,
+        silence_s: float,
     ) -> None:
         self._target = target
         self._source = source
         self._paths = paths
         self._block_kv_bytes = block_kv_bytes
+        self._silence_s = silence_s
         self._departure: Departure | None = None
         self._lost: Future[str] = asyncio.get_running_loop().create_future()
         """Why the connection is over, once it is."""
@@ -173,7 +180,11 @@ class ModelledKvLink:
         """Greet; raises `PeerRefusedError`, `PeerLostError`."""
         for end in (self._target, self._source):
             end.hold(self)
-        self._departure = await self._at_source(self._welcome)
+        try:
+            self._departure = await self._at_source(self._welcome)
+        except PeerLostError:
+            await self.close()
+            raise
         if self._departure is None:
             await self.close()
             raise PeerRefusedError("too many are fetched there")
@@ -227,7 +238,11 @@ class ModelledKvLink:
             raise PeerLostError(self._lost.result())
         result: Future[T] = asyncio.get_running_loop().create_future()
         self._source.run(work, result)
-        answer = await self._unless_lost(result)
+        try:
+            async with asyncio.timeout(self._silence_s):
+                answer = await self._unless_lost(result)
+        except TimeoutError as error:
+            raise PeerLostError(f"{self._source.worker_id} does not answer within {self._silence_s:g} s") from error
         await asyncio.sleep(self._paths.link.latency_s)
         return answer
 

@@ -202,6 +202,9 @@ class _Run:
                 totals = device.worker.service.engine.totals
                 found.update({"preempted": totals.num_preemptions, "swapped out": totals.num_swap_outs})
                 found.update({"swapped in": totals.num_swap_ins, "given up": totals.num_given_up_tokens})
+                migration = device.worker.service.migration
+                for (reason, outcome), count in () if migration is None else migration.fetching.outcomes.items():
+                    found[f"{reason.value}: {outcome.value}"] += count
         answers = [answer for call in cluster.calls for answer in call.answers]
         found.update(f"failed {answer.failure.value}" for answer in answers if answer.failure is not None)
         found.update(f"finished {answer.finish.name.lower()}" for answer in answers)

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from shared.messages.fetch import FetchOutcome
+from shared.messages.fetch import FetchOutcome, FetchReason
 from tests.faults.conftest import SMALL_STEPS
 from tests.support.fault_checks import StagedCluster, staged
 from tests.support.fault_cluster import NATS, Shape, http_session
-from tests.support.fault_streams import mixed_load, reading, seen
+from tests.support.fault_streams import COMPLETIONS, all_read, ask, mixed_load, reading, seen
 from tests.support.live_movers import moving
 from tests.support.waiting import rounds
 
@@ -29,15 +29,26 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield cluster
 
 
+@pytest.fixture(scope="module")
+def proxied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StagedCluster]:
+    """Two workers, one of which can be cut off from the broker; it is given up after a second already."""
+    env = {**SMALL_STEPS, "SLUICE_DISPATCHER_LOST_AFTER_S": "1"}
+    with staged(tmp_path_factory.mktemp("proxied"), Shape(env=env, proxied=(VICTIM,))) as cluster:
+        yield cluster
+
+
 async def migrated(cluster: StagedCluster) -> dict[str, float]:
-    """Return what the dispatcher says of requests that moved, in all: by outcome, `recomputed`, and `gaps`."""
+    """Return what the dispatcher says of requests that moved, in all: by outcome, `recovered`, `recomputed`, `gaps`."""
     async with http_session() as http, http.get(cluster.url() + "/metrics") as response:
         lines = (await response.text()).splitlines()
     found: dict[str, float] = {}
     for line in lines:
         for outcome in FetchOutcome:
             if line.startswith("sluice:migration_total{") and f'outcome="{outcome}"' in line:
-                found[outcome] = found.get(outcome, 0.0) + float(line.rpartition(" ")[2])
+                number = float(line.rpartition(" ")[2])
+                found[outcome] = found.get(outcome, 0.0) + number
+                if outcome is FetchOutcome.MOVED and f'reason="{FetchReason.RECOVERY}"' in line:
+                    found["recovered"] = number
         if line.startswith("sluice:migration_gap_seconds_count{"):
             found["gaps"] = float(line.rpartition(" ")[2])
         if line.startswith("sluice:migration_recomputed_total{"):
@@ -103,3 +114,21 @@ async def test_a_rolling_restart_computes_nothing_again(cluster: StagedCluster) 
         assert after["gaps"] > before["gaps"] or after.get(FetchOutcome.MOVED, 0) == before.get(FetchOutcome.MOVED, 0)
         if after.get(FetchOutcome.MOVED, 0) >= before.get(FetchOutcome.MOVED, 0) + len(cluster.workers):
             break
+
+
+async def test_a_worker_that_only_the_broker_cannot_reach_is_asked_for_what_it_has_computed(
+    proxied: StagedCluster,
+) -> None:
+    """It goes on by itself until its lease is over; readers get the text of an undisturbed run all the same."""
+    lasting = [ask(f"long-{number}", COMPLETIONS, max_tokens=900, seed=number, temperature=1.0) for number in range(8)]
+    await proxied.settle(lasting)
+    for _ in rounds("requests were recovered with their KV"):
+        before = await migrated(proxied)
+        async with proxied.unchanged(15) as readers:
+            proxied.proxies[VICTIM].withhold()
+            await all_read(readers)
+            proxied.proxies[VICTIM].heal()
+        after = await migrated(proxied)
+        if after.get("recovered", 0) > before.get("recovered", 0):
+            break
+    assert after.get("recomputed", 0) == before.get("recomputed", 0)

@@ -13,18 +13,22 @@ import pytest
 
 from services.dispatcher.session.session import Session
 from services.worker.migration.departures import LEASE_S
-from services.worker.migration.fetching import KEPT_S
+from services.worker.migration.fetching import KEPT_S, LOST_SILENCE_S, MAX_AT_ONCE
 from services.worker.migration.migration import Migration
 from shared.api_keys import Tier
 from shared.ids import WorkerId
-from shared.messages.fetch import FetchOutcome
+from shared.messages.fetch import FetchOutcome, FetchReason
 from shared.systems import SYSTEMS, Memory
+from shared.transport.memory_router import Delivery
 from shared.types import ReaderTarget
 from sim.cluster import ClusterParams, SimCluster
 from sim.devices.channel import ModelledLink
-from sim.requests import SimRequest
+from sim.devices.modelled_migration import ModelledKvLink
+from sim.requests import SimAnswer, SimRequest
 from sim.worker import SimWorker
-from tests.support.sim_clusters import check_answers, cluster_of
+from tests.support.group_room import draw_requests, group_params
+from tests.support.kinds import some
+from tests.support.sim_clusters import ask_planner, check_answers, cluster_of, hear_events, reasons
 
 MIGRATING = sorted(
     name
@@ -147,6 +151,71 @@ async def test_each_worker_in_turn_is_replaced_and_nothing_is_computed_again() -
         assert not cluster.failures
 
 
+def cut_off(cluster: SimCluster, name: str) -> None:
+    """Let nothing pass any more between a worker and the broker; others still reach it."""
+
+    def deliver(delivery: Delivery) -> Sequence[float]:
+        return () if name in (delivery.sender, delivery.receiver) else (0.0,)
+
+    cluster.broker.router.deliver = deliver
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("lives", [True, False])
+async def test_what_a_lost_worker_has_computed_is_fetched_if_it_merely_cannot_be_heard(*, lives: bool) -> None:
+    async with SimCluster(linked(cluster_of(3, 2400, system="sluice"))) as cluster:
+        asked = [asyncio.ensure_future(cluster.ask(request)) for request in requests_of(30, num_output=2000)]
+        await asyncio.sleep(2.0)
+        lost, others = cluster.workers[0], cluster.workers[1:]
+        num_here = lost.service.engine.table.num_sequences
+        cut_off(cluster, "w0")
+        if not lives:
+            cluster.network.lose(WorkerId("w0"))
+        check_answers(cluster, await asyncio.gather(*asked))
+        counts = Counter[tuple[FetchReason, FetchOutcome]]()
+        for worker in others:
+            counts.update(migration_of(worker).fetching.outcomes)
+        assert {reason for reason, _ in counts} == {FetchReason.RECOVERY}
+        came = FetchOutcome.MOVED if lives else FetchOutcome.LOST
+        assert counts[FetchReason.RECOVERY, came] == num_here > 4
+        assert num_recomputed(others) == 0
+        await asyncio.sleep(max(KEPT_S, LEASE_S) + 0.1)
+        check_nothing_is_kept(others)
+
+
+@pytest.mark.virtual_time
+async def test_a_lost_worker_that_stands_still_is_waited_for_once_and_not_for_each_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A dozen and more, four at a time at the one target: all go on within the silence of the first four."""
+    async with SimCluster(linked(cluster_of(2, 2400, system="sluice"))) as cluster:
+        asked = [asyncio.ensure_future(cluster.ask(request)) for request in requests_of(32, num_output=800)]
+        await asyncio.sleep(2.0)
+        sessions, now = cluster.dispatcher.sessions, asyncio.get_running_loop().time
+        assert len(sessions.table.on_worker(WorkerId("w0"))) > 2 * MAX_AT_ONCE
+
+        is_over = asyncio.Event()
+
+        async def says_nothing(_: ModelledKvLink) -> None:
+            await is_over.wait()
+
+        monkeypatch.setattr(ModelledKvLink, "_welcome", says_nothing)
+        cut_off(cluster, "w0")
+        while sessions.table.on_worker(WorkerId("w0")):
+            await asyncio.sleep(0.01)
+        lost_s = now()
+        for session in sessions.table:
+            if session.worker_id is None:
+                sessions.recovery.leave(session)  # an older view says that it drains: it is gone already
+        while any(session.worker_id is None for session in sessions.table):
+            await asyncio.sleep(0.01)
+        assert 0.9 < (now() - lost_s) / LOST_SILENCE_S < 1.5
+        check_answers(cluster, await asyncio.gather(*asked))
+        is_over.set()
+        assert not cluster.failures
+        assert set(migration_of(cluster.workers[1]).fetching.outcomes) == {(FetchReason.RECOVERY, FetchOutcome.LOST)}
+
+
 @pytest.mark.virtual_time
 async def test_a_move_by_hand_leaves_what_it_has_and_goes_on_elsewhere() -> None:
     """Back and forth: what stays behind is cache, so the way back brings only what is new."""
@@ -217,6 +286,50 @@ async def test_a_reader_who_leaves_while_it_moves_leaves_nothing() -> None:
         await asyncio.sleep(0.1)
         check_nothing_is_kept(cluster.workers)
         assert not any(worker.service.engine.num_used_blocks for worker in cluster.workers)
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("planner", [True, False])
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_a_stage_that_is_told_to_stop_has_its_group_restored_and_gives_away_what_it_has(
+    stage: int, *, planner: bool
+) -> None:
+    """Where no planner restores it in half of the time, its group breaks, and what it ran is computed again."""
+    async with SimCluster(linked(group_params(3, system="kunserve", num_pages=700))) as cluster:
+        is_over = asyncio.Event()
+
+        async def read(seed: int) -> list[SimAnswer]:
+            answers: list[SimAnswer] = []
+            for request in draw_requests(seed, 100):
+                named = replace(request, request_id=f"{seed}-{request.request_id}", num_output=119)
+                answers.append(await cluster.ask(named))
+                if is_over.is_set():
+                    break
+            return answers
+
+        asked = [asyncio.ensure_future(read(seed)) for seed in range(6)]
+        await asyncio.sleep(1.0)
+        assert (await ask_planner(cluster, "drop", "w0", "w1"))["done"]
+        await asyncio.sleep(0.5)
+        leaving = cluster.workers[stage]
+        keeper = some(leaving.service.agent).keeper
+        assert keeper.role.stage == stage
+        assert keeper.role.num_stages == 2
+        events = await hear_events(cluster.broker.connect("person"))
+        if not planner:
+            cut_off(cluster, "planner")
+        began_s = asyncio.get_running_loop().time()
+        await leaving.stop(drain_limit_s=20.0)
+        took_s = asyncio.get_running_loop().time() - began_s
+        assert took_s < 10.0 if planner else 10.0 <= took_s < 20.0
+        restored = [reason for reason in reasons(events, "plan_done") if "become whole" in reason]
+        assert len(restored) == planner
+        is_over.set()
+        for answers in await asyncio.gather(*asked):
+            check_answers(cluster, answers)
+        assert not any(some(worker.service.agent).keeper.role.group for worker in cluster.workers[1 - stage :: 2])
+        assert num_recomputed(cluster.workers) == 0
+        assert not cluster.failures
 
 
 @pytest.mark.virtual_time

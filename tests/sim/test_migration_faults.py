@@ -25,6 +25,9 @@ STRUCK = {
 REQUIRED = (
     *(f"fetch {outcome.value}" for outcome in FetchOutcome if outcome not in {FetchOutcome.BUSY, FetchOutcome.LATE}),
     *(f"struck {state}" for state in ("asked", "copying", "leaving", "done")),
+    "drain: moved",
+    "recovery: moved",
+    "recovery: lost",
     f"lost {Loss.RELEASED.value}",
     f"lost {Loss.DRAINING.value}",
     "fetch silent",

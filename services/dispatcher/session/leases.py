@@ -53,6 +53,11 @@ class Loss(StrEnum):
         """Whether the request itself may have caused it."""
         return self in {Loss.GONE, Loss.RESTARTED, Loss.SILENT}
 
+    @property
+    def may_live(self) -> bool:
+        """Whether its process may be there, merely cut off from here, or with a step that does not end."""
+        return self in {Loss.GONE, Loss.SILENT}
+
 
 @dataclass(slots=True)
 class _Peer:

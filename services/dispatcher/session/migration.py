@@ -1,8 +1,8 @@
-"""Sessions that leave a worker which is about to stop: another worker fetches each, with its KV (`Fetch`).
+"""Sessions that leave a worker which is about to stop, or is lost: another worker fetches each, with its KV (`Fetch`).
 
 Until their worker has released them they go on there; then they are placed as whatever is released, with the one that
 has their KV first (`recovery.py`). The choices of one request, which share their prompt's KV, go to one worker as far
-as it has room.
+as it has room. Who has lost its worker stands still meanwhile, so it asks one other worker, once.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Final
 from weakref import WeakKeyDictionary
 
 from services.dispatcher.session.calls import WorkerCalls
+from services.dispatcher.session.history import Attempt
 from services.dispatcher.session.placing import Placing, claimant_of
 from services.dispatcher.session.session import Session
 from services.dispatcher.state import ClusterState
@@ -55,7 +56,7 @@ class SessionMigration:
             address = self._cluster.address_for(target, before.worker_id)
             if address is None:
                 continue
-            outcome = await self._fetch(session, target, address)
+            outcome = await self._fetch(session, before, target, address, FetchReason.DRAIN)
             if outcome is FetchOutcome.MOVED:
                 await self._until_left(session, before.number)
             if session.attempt != before.number or session.is_over:
@@ -74,9 +75,30 @@ class SessionMigration:
             return target
         return self._placing.find(claimant_of(session), tried)
 
-    async def _fetch(self, session: Session, target: WorkerId, address: str) -> FetchOutcome:
+    async def fetch_lost(self, session: Session, before: Attempt) -> WorkerId | None:
+        """Have another worker fetch the KV of a session whose worker is lost here, and may live.
+
+        Args:
+            session: runs nowhere.
+            before: its last attempt.
+
+        Returns:
+            Who has it now; None: nobody.
+        """
+        if not session.tokens:
+            return None
+        target = self._placing.find(claimant_of(session), {before.worker_id})
+        address = None if target is None else self._cluster.address_for(target, before.worker_id)
+        if target is None or address is None:
+            return None
+        outcome = await self._fetch(session, before, target, address, FetchReason.RECOVERY)
+        return target if outcome is FetchOutcome.MOVED else None
+
+    async def _fetch(
+        self, session: Session, before: Attempt, target: WorkerId, address: str, reason: FetchReason
+    ) -> FetchOutcome:
         """Have a worker fetch a session, which counts there meanwhile."""
-        request, before = session.request, session.present
+        request = session.request
         num_output, tier = len(session.tokens), request.tier
         counted = self._cluster.submitted(target, request.num_prompt_tokens, num_output, self._now(), tier)
         fetch = Fetch(
@@ -84,7 +106,7 @@ class SessionMigration:
             attempt=before.number,
             source=before.worker_id,
             source_address=address,
-            reason=FetchReason.DRAIN,
+            reason=reason,
         )
         try:
             return await self._calls.fetch(target, fetch)

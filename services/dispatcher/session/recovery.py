@@ -11,6 +11,7 @@ from collections import Counter
 from typing import Final
 
 from services.dispatcher.session.gaps import GapHistogram
+from services.dispatcher.session.history import Attempt
 from services.dispatcher.session.leases import Loss, WorkerPresence
 from services.dispatcher.session.migration import SessionMigration
 from services.dispatcher.session.placing import Placing
@@ -58,22 +59,21 @@ class Recovery:
 
     def lost(self, session: Session, loss: Loss, toward: WorkerId | None = None) -> None:
         """A running session's worker no longer runs it; `toward` has its KV, and is asked first."""
-        worker_id = session.worker_id
-        if worker_id is None or not session.is_running:
+        if not session.is_running:
             return
-        request_id = session.request.request_id
+        request_id, before = session.request.request_id, session.present
+        worker_id = before.worker_id
         self.num_lost[loss] += 1
         _log.info("request_lost_worker", rid=request_id, worker=worker_id, how=loss.value, tokens=len(session.tokens))
-        self._leases.drop(worker_id, request_id, session.attempt)
         self._placing.left(session)
         is_guilty = loss.may_be_fatal and session.history.lose_worker(has_progressed=session.has_progressed)
         session.fence()
         if is_guilty:
+            self._leases.drop(worker_id, request_id, before.number)
             self._placing.convict(session)
             session.fail(FailureCode.REQUEST_FAILED)
             return
-        away_from = None if loss is Loss.UNKNOWN else worker_id
-        self._tasks.start(self._recover(session, away_from, toward), name=f"recover-{request_id}")
+        self._tasks.start(self._recover(session, before, loss, toward), name=f"recover-{request_id}")
 
     def leave(self, session: Session) -> None:
         """Bring a session away from a worker that is about to stop, if another one takes it."""
@@ -81,7 +81,13 @@ class Recovery:
             self._moving.add(session)
             self._tasks.start(self._move(session), name=f"move-{session.request.request_id}")
 
-    async def _recover(self, session: Session, away_from: WorkerId | None, toward: WorkerId | None) -> None:
+    async def _recover(self, session: Session, before: Attempt, loss: Loss, toward: WorkerId | None) -> None:
+        away_from = None if loss is Loss.UNKNOWN else before.worker_id
+        try:
+            if loss.may_live:
+                toward = await self._migration.fetch_lost(session, before)
+        finally:
+            self._leases.drop(before.worker_id, session.request.request_id, before.number)
         try:
             if session.history.on_probation:
                 async with self._probation:
@@ -94,7 +100,7 @@ class Recovery:
             return
         if session.worker_id is not None:
             self._on_recovered(session)
-            if session.worker_id == toward:
+            if loss is Loss.RELEASED and session.worker_id == toward:
                 await session.until_progress()
                 self._note_gap(session)
 

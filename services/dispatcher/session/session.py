@@ -121,8 +121,8 @@ class Session:
 
     @property
     def is_running(self) -> bool:
-        """Whether a worker has accepted it, its answer goes on, and nobody is being asked to take it."""
-        return self.admitted_s is not None and not self.is_placing and not self.is_over
+        """Whether it is at a worker, which has accepted it, its answer goes on, and nobody is asked to take it."""
+        return None not in (self.worker_id, self.admitted_s) and not self.is_placing and not self.is_over
 
     @property
     def first_token_s(self) -> float | None:

@@ -3,7 +3,7 @@
     ASKED     a connection to the source; which full blocks are there?
     RESERVED  blocks for those that are not here, and some for what comes next; those that are here stay
     COPYING   in rounds, until all that the source has computed is here
-    LEAVING   the source releases it toward this worker
+    LEAVING   the source releases it toward this worker; left out if it is recovered from a worker that is lost
     DONE      its dispatcher submits the next attempt here, which finds its KV; what is reserved is kept for `KEPT_S`
 
 From each of them it may fail (the source refuses or is lost, there is no room, time is over, this worker's layers are
@@ -22,12 +22,12 @@ from typing import Final
 from services.worker.blocks.prefix import RunName
 from services.worker.engine.demand import count_queued_for_memory
 from services.worker.engine.engine import Engine
-from services.worker.migration.kv_link import KvLink, KvNetwork
+from services.worker.migration.kv_link import SILENCE_S, KvLink, KvNetwork
 from services.worker.migration.kv_messages import HasLeft, KvListed, LetGo, ListKv, NotHere, unpack_names
 from services.worker.peers.frames import PeerLostError
 from services.worker.peers.greeting import PeerRefusedError
 from shared.errors import WireError
-from shared.ids import RequestId
+from shared.ids import RequestId, WorkerId
 from shared.messages.fetch import Fetch, Fetched, FetchOutcome, FetchReason
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
@@ -46,6 +46,10 @@ POLL_S: Final = 0.01
 """Between looks for what is being computed, or comes for another request that began alike."""
 PIECE_BLOCKS: Final = 64
 """Asked for at a time, so that what has come is there if the rest does not come."""
+LOST_SILENCE_S: Final = 0.5
+"""After which a source that its dispatcher has lost is not waited for: its requests could be computed again instead."""
+SILENT_S: Final = 5.0
+"""For how long it is asked for nothing more then."""
 KEPT_S: Final = 5.0
 """How long KV and room are kept for a request that has been released toward this worker and has not come."""
 _log = get_logger()
@@ -99,6 +103,8 @@ class KvFetching:
         self._turns = asyncio.Semaphore(MAX_AT_ONCE)
         self._under_way: dict[RequestId, asyncio.Task[Fetched]] = {}
         self._states: dict[RequestId, _Fetch] = {}
+        self._silent: dict[WorkerId, float] = {}
+        """Lost workers that did not answer: until when they are not asked again."""
         self._kept: dict[RequestId, asyncio.TimerHandle] = {}
         """Requests that are to come: when nothing is kept for them any more."""
 
@@ -154,6 +160,8 @@ class KvFetching:
             answer = _answered(error.outcome, error.detail)
         except (PeerLostError, WireError) as error:
             answer = _answered(FetchOutcome.LOST, str(error))
+            if asked.reason is FetchReason.RECOVERY:
+                self._is_silent(asked.source)
         except PeerRefusedError as error:
             answer = _answered(FetchOutcome.REFUSED, str(error))
         except TimeoutError:
@@ -185,11 +193,22 @@ class KvFetching:
             raise _FetchFailedError(FetchOutcome.FULL, "others wait for memory here")
         if self._engine.table.num_sequences + len(self._states) > self._engine.config.max_sequences:
             raise _FetchFailedError(FetchOutcome.FULL, "it has as many sequences as it takes")
-        link = await self._network.connect(one.asked.source, one.asked.source_address)
+        asked = one.asked
+        is_lost = asked.reason is FetchReason.RECOVERY
+        if is_lost and self._now() < self._silent.get(asked.source, 0.0):
+            raise _FetchFailedError(FetchOutcome.LOST, "it did not answer for another request")
+        silence_s = LOST_SILENCE_S if is_lost else SILENCE_S
+        link = await self._network.connect(asked.source, asked.source_address, silence_s)
         try:
             await one.bring(link)
         finally:
             await link.close()
+
+    def _is_silent(self, worker_id: WorkerId) -> None:
+        """Ask a lost worker for nothing for a while."""
+        now_s = self._now()
+        self._silent = {each: until_s for each, until_s in self._silent.items() if now_s < until_s}
+        self._silent[worker_id] = now_s + SILENT_S
 
     def _keep(self, request_id: RequestId, num_computed: int) -> None:
         self._engine.sharing.coming.is_whole(request_id, num_computed)
@@ -226,19 +245,23 @@ class _Fetch:
         self._wake = wake
 
     async def bring(self, link: KvLink) -> None:
-        """Return once the source has released it.
+        """Return once the source has released it; or, of what is recovered, once all KV is here that it has.
 
         Raises:
             _FetchFailedError: it does not come.
             PeerLostError, WireError: the source is lost, or says what it should not.
         """
+        is_lost = self.asked.reason is FetchReason.RECOVERY
         while True:
             names, is_prefilling = await self._list(link)
-            if await self._get_missing(link, names):
-                continue
-            if not is_prefilling and self._are_here(names):
+            num_came = await self._get_missing(link, names)
+            if self._are_here(names) and (is_lost or not (num_came or is_prefilling)):
                 break
-            await asyncio.sleep(POLL_S)  # what lacks is being computed, or comes for another request
+            if not num_came:
+                await asyncio.sleep(POLL_S)  # what lacks is being computed, or comes for another request
+        if is_lost:
+            self.state, self.num_computed = "done", len(names) * self._engine.config.block_size
+            return
         self.state = "leaving"
         left = await link.ask(LetGo())
         if not isinstance(left, HasLeft):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Final, Protocol
 
 from services.worker.contract.kept_kv import KeptKv
 from services.worker.migration.departures import Departures
 from services.worker.migration.kv_messages import HasLeft, KvListed, LetGo, ListKv, NotHere
 from shared.ids import WorkerId
+
+SILENCE_S: Final = 6.0
+"""A little more than a lease: who waits longer for the next thing waits for nobody."""
 
 
 class KvLink(Protocol):
@@ -40,11 +43,16 @@ class KvNetwork(Protocol):
     def serve(self, departures: Departures) -> None:
         """Let others connect from now on; each connection is for one request."""
 
-    async def connect(self, worker_id: WorkerId, address: str) -> KvLink:
+    async def connect(self, worker_id: WorkerId, address: str, silence_s: float = SILENCE_S) -> KvLink:
         """Return a connection to the worker that is at this address.
 
+        Args:
+            worker_id: of that worker.
+            address: where it is.
+            silence_s: after which the connection is lost, if nothing comes over it that is waited for.
+
         Raises:
-            PeerLostError: nobody is there.
+            PeerLostError: nobody is there, or says anything.
             PeerRefusedError: it is another one, of another cluster or model, or wants no connection.
         """
 

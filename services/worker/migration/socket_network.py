@@ -30,6 +30,7 @@ from services.worker.memory.block_copies import NUM_SIDES, block_bytes, copy_blo
 from services.worker.memory.host_kv import HostKV
 from services.worker.memory.kv_cache import KVCache
 from services.worker.migration.departures import Departure, Departures
+from services.worker.migration.kv_link import SILENCE_S
 from services.worker.migration.kv_messages import (
     MAX_LIST_BYTES,
     GetKv,
@@ -49,8 +50,6 @@ from shared.ids import WorkerId
 from shared.process.log import get_logger
 from shared.wire import decode_union, encode
 
-SILENCE_S: Final = 6.0
-"""A little more than a lease: who waits longer for the next thing waits for nobody."""
 _Asked = ListKv | GetKv | LetGo
 _Said = KvListed | HasLeft | NotHere
 _ASKED: Final[TypeAdapter[_Asked]] = TypeAdapter(Annotated[_Asked, Field(discriminator="kind")])
@@ -89,10 +88,14 @@ class SocketKvNetwork:
         self._departures = departures
         self._peers.expect((Purpose.FETCH,), 0, self._take)
 
-    async def connect(self, worker_id: WorkerId, address: str) -> SocketKvLink:
+    async def connect(self, worker_id: WorkerId, address: str, silence_s: float = SILENCE_S) -> SocketKvLink:
         """See `KvNetwork`."""
-        sock, _ = await self._peers.dial(worker_id, address, Purpose.FETCH)
-        link = SocketKvLink(KvSocket(sock, silence_s=SILENCE_S), self._cache(), self._links.discard)
+        try:
+            async with asyncio.timeout(silence_s):
+                sock, _ = await self._peers.dial(worker_id, address, Purpose.FETCH)
+        except TimeoutError as error:
+            raise PeerLostError(f"{worker_id} does not greet within {silence_s:g} s") from error
+        link = SocketKvLink(KvSocket(sock, silence_s=silence_s), self._cache(), self._links.discard)
         self._links.add(link)
         return link
 
