@@ -99,8 +99,7 @@ def test_a_rolling_restart_by_hand_changes_no_text(up: Cluster) -> None:
             break
 
 
-@pytest.mark.parametrize("by_signal", [False, True])
-@pytest.mark.parametrize("stage", [1, 0])
+@pytest.mark.parametrize(("stage", "by_signal"), [(1, False), (0, True)])
 def test_a_stage_of_a_group_is_restored_before_it_drains(up: Cluster, stage: int, *, by_signal: bool) -> None:
     wanted = {number: up.post("/v1/completions", question(number))["choices"][0]["text"] for number in range(4)}
     with readers(up) as texts:

@@ -24,7 +24,7 @@ from tests.support.ports import free_port
 LISTENS: Final = "127.0.0.1"
 ADVERTISED: Final = "127.0.0.2"
 PART_BYTES: Final = 16 * 1024
-KV_PURPOSES: Final = (Purpose.KV, Purpose.PARTING)
+KV_PURPOSES: Final = (Purpose.KV, Purpose.PARTING, Purpose.FETCH)
 
 
 @dataclass
