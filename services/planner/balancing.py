@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
-from services.planner.policy.load_balance import Pair, choose, find_pairs
+from services.planner.policy.load_balance import Pair, choose, find_pairs, usage
 from services.planner.policy.patience import Backoff, PatienceParams
 from shared.ids import RequestId, WorkerId
 from shared.messages.fetch import FETCH_LIMIT_S, Fetch, Fetched, FetchOutcome, FetchReason, ListRunning, RunningList
-from shared.messages.report import ClusterView
+from shared.messages.report import ClusterView, WorkerReport
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
 from shared.subjects import Subjects
@@ -40,6 +40,7 @@ class Balancer:
         pause_s: after a move, until the workers are looked at again: reports have to show it.
         look: returns the newest view; None: there is none that is young enough.
         tasks: owns the moves.
+        announce: tells people the name of what happened, and the reason.
     """
 
     def __init__(  # noqa: PLR0913  one argument per part that is joined here
@@ -52,6 +53,7 @@ class Balancer:
         pause_s: float,
         look: Callable[[], ClusterView | None],
         tasks: TaskOwner,
+        announce: Callable[[str, str], Awaitable[None]],
     ) -> None:
         self.outcomes: Counter[FetchOutcome] = Counter()
         """Of all moves since the start."""
@@ -62,6 +64,7 @@ class Balancer:
         self._pause_s = pause_s
         self._look = look
         self._tasks = tasks
+        self._announce = announce
         self._busy: set[WorkerId] = set()
         self._failures: dict[tuple[WorkerId, WorkerId], Backoff] = {}
         """Of pairs between which nothing could move."""
@@ -83,6 +86,8 @@ class Balancer:
             part = choose(pair, (await self._running(pair)).requests)
             for request_id, attempt in () if part is None else part.choices:
                 outcome = await self._fetch(pair, request_id, attempt)
+                if outcome is FetchOutcome.MOVED:
+                    await self._announce("request_moved", f"{request_id} goes from {_told(source)} to {_told(target)}")
                 self.outcomes[outcome] += 1
                 self._note(pair, has_failed=outcome not in {FetchOutcome.MOVED, FetchOutcome.GONE})
                 if outcome is not FetchOutcome.MOVED:
@@ -123,3 +128,7 @@ class Balancer:
     async def _running(self, pair: Pair) -> RunningList:
         subject, asked = self._subjects.fetch(pair.source.worker_id), ListRunning(most_blocks=pair.most_blocks)
         return decode(await self._bus.request(subject, encode(asked), timeout_s=LIST_LIMIT_S), RunningList)
+
+
+def _told(report: WorkerReport) -> str:
+    return f"{report.worker_id} ({usage(report):.0%} of its KV memory used or asked for)"

@@ -137,6 +137,7 @@ class Planner:
                 pause_s=self._settings.balance_pause_s,
                 look=lambda: None if self.superseded else self.fresh_view,
                 tasks=self._tasks,
+                announce=self.announce,
             )
             self._tasks.start(balancer.run(), name="balancer")
         await self.announce("planner_started", f"holds epoch {plan.epoch}; {len(self._levers)} levers in its ladder")

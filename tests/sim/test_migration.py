@@ -322,6 +322,8 @@ async def test_a_stage_that_is_told_to_stop_has_its_group_restored_and_gives_awa
         await leaving.stop(drain_limit_s=20.0)
         took_s = asyncio.get_running_loop().time() - began_s
         assert took_s < 10.0 if planner else 10.0 <= took_s < 20.0
+        (drained,) = reasons(events, "drained")
+        assert drained.endswith("sequences left with their KV, 0 are still here")
         restored = [reason for reason in reasons(events, "plan_done") if "become whole" in reason]
         assert len(restored) == planner
         is_over.set()

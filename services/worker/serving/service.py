@@ -73,6 +73,7 @@ class WorkerService:
         A stage of a group goes on at first, for half of the time at most: planners restore its group.
         """
         began_s = asyncio.get_running_loop().time()
+        num_left = 0 if self.migration is None else self.migration.departures.num_left
         if self.agent is not None and self.agent.keeper.is_needed:
             self._reporter.will_leave()
             with suppress(TimeoutError):
@@ -88,6 +89,10 @@ class WorkerService:
                     await asyncio.sleep(IDLE_POLL_S)
         except TimeoutError:
             _log.warning("drain_limit_reached", num_left=len(self.engine.registry.row_of), limit_s=limit_s)
+        num_left = 0 if self.migration is None else self.migration.departures.num_left - num_left
+        took_s, num_here = asyncio.get_running_loop().time() - began_s, len(self.engine.registry.row_of)
+        told = f"in {took_s:.3g} s; {num_left} sequences left with their KV, {num_here} are still here"
+        await self._reporter.announce("drained", told)
 
     async def stop(self) -> None:
         """Leave the bus and release the executor. Sequences that still run are lost: the dispatcher sees the phase."""

@@ -34,6 +34,8 @@ class Cluster:
     def __init__(self, broker: MemoryBroker, requests: Sequence[RunningPart]) -> None:
         self.asked: list[tuple[float, RequestId, int]] = []
         """When each was to be fetched, and its attempt."""
+        self.told: list[tuple[str, str]] = []
+        """Events."""
         self.outcome = FetchOutcome.MOVED
         self.is_full = True
         self._bus = broker.connect("workers")
@@ -44,6 +46,9 @@ class Cluster:
         subjects = {name: Subjects().fetch(WorkerId(name)) for name in handlers}
         endpoints = [Endpoint(f"fetch-{name}", subjects[name], answer) for name, answer in handlers.items()]
         await self._bus.serve(ServiceInfo("workers", "0.1.0", "two workers", {}, "both"), endpoints)
+
+    async def hear(self, name: str, reason: str) -> None:
+        self.told.append((name, reason))
 
     def view(self) -> ClusterView:
         used = {"full": 90 if self.is_full else 50, "empty": 10 if self.is_full else 50}
@@ -72,7 +77,16 @@ async def balanced(*requests: RunningPart) -> AsyncIterator[tuple[Cluster, Balan
     cluster = Cluster(broker, requests)
     await cluster.start()
     bus = broker.connect("planner")
-    balancer = Balancer(bus, Subjects(), Migrates.TO_BALANCE, PATIENCE, pause_s=PAUSE_S, look=cluster.view, tasks=tasks)
+    balancer = Balancer(
+        bus,
+        Subjects(),
+        Migrates.TO_BALANCE,
+        PATIENCE,
+        pause_s=PAUSE_S,
+        look=cluster.view,
+        tasks=tasks,
+        announce=cluster.hear,
+    )
     tasks.start(balancer.run(), name="balancer")
     try:
         yield cluster, balancer
@@ -85,6 +99,12 @@ async def test_all_choices_of_a_request_go_to_one_worker_one_after_the_other() -
         await asyncio.sleep(0.4)
         assert [key for _, *key in cluster.asked] == [["r", 1], ["r-1", 2], ["r-2", 3]]
         assert balancer.outcomes == {FetchOutcome.MOVED: 3}
+        usage = [
+            f"{name} ({share} of its KV memory used or asked for)"
+            for name, share in (("full", "90%"), ("empty", "10%"))
+        ]
+        assert cluster.told[0] == ("request_moved", f"r goes from {usage[0]} to {usage[1]}")
+        assert len(cluster.told) == 3
 
 
 @pytest.mark.parametrize("outcome", [FetchOutcome.REFUSED, FetchOutcome.LOST, FetchOutcome.FULL])
@@ -93,6 +113,7 @@ async def test_if_one_cannot_come_the_others_stay_and_the_pair_rests_longer_and_
         cluster.outcome = outcome
         await asyncio.sleep(50.0)
         assert {name for _, name, _ in cluster.asked} == {"r"}
+        assert not cluster.told
         times = [at_s for at_s, _, _ in cluster.asked]
         pauses = [after - before for before, after in pairwise(times)]
         assert all(wanted <= pause < wanted + 2 * PAUSE_S for pause, wanted in zip(pauses, (2, 4, 8, 16), strict=False))
