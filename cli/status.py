@@ -86,6 +86,7 @@ def render(view: ClusterView, age_s: float | None = None) -> str:
         *_waiting(view),
         *_left_out(view),
         *_held(view),
+        *_leaving(view),
         *_throttled(view),
         *_gave_way(view),
         *_paused(view),
@@ -150,6 +151,11 @@ def _layers(report: WorkerReport) -> str:
 
 def _held(view: ClusterView) -> list[str]:
     return [f"held: {status.report.worker_id}: {status.report.held}" for status in view.workers if status.report.held]
+
+
+def _leaving(view: ClusterView) -> list[str]:
+    told = "told to stop; the planner restores its group first"
+    return [f"leaving: {each.report.worker_id}: {told}" for each in view.workers if each.report.is_leaving]
 
 
 def _tiers(view: ClusterView) -> list[str]:

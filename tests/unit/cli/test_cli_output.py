@@ -148,6 +148,13 @@ def test_workers_that_the_monitor_has_no_room_for_are_told_of() -> None:
     assert "left out: 3 more workers report, for which the monitor has no room" in render(view)
 
 
+def test_status_says_who_leaves_and_who_stands_still() -> None:
+    told = render(make_view(make_status("w0", is_leaving=True), make_status("w1", held="a plan"), make_status("w2")))
+    assert "leaving: w0: told to stop; the planner restores its group first" in told
+    assert "held: w1: a plan" in told
+    assert (told.count("leaving:"), told.count("held:")) == (1, 1)
+
+
 def test_the_status_table_shows_every_worker() -> None:
     busy = make_status(
         "worker-0",
