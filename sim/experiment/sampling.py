@@ -113,7 +113,11 @@ class ClusterSampler:
             drop_times_s=tuple(self._plans["drop"]),
             restore_times_s=tuple(self._plans["restore"]),
             grouped_ratio=float(np.dot(self._grouped[:-1], elapsed_s) / max(elapsed_s.sum(), PERIOD_S)),
-            migrations=len(self._plans["migrate"]),
+            migrations=sum(
+                worker.service.migration.departures.num_left
+                for worker in self._cluster.workers
+                if worker.service.migration is not None
+            ),
             gpus_peak=int(samples.num_gpus.max()),
             gpu_seconds=float((samples.num_gpus[:-1] * elapsed_s).sum()),
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from shared.errors import StartupError
 from shared.layers import even_split
 from shared.messages.report import ElasticFacts
-from shared.systems import find_system
+from shared.systems import Migrates, find_system
 from sim.catalog.instance import CatalogInstance
 from sim.cluster import ClusterParams
 from sim.devices.channel import ModelledLink
@@ -38,8 +38,8 @@ def build_cluster(scenario: Scenario, system: str, workload: Workload) -> Experi
     """Return the cluster: so many equal instances, each a worker, or joined to pipelines of the system's length.
 
     The KV of a finished request is not kept for others: prompts are random, and the papers' baselines have no prefix
-    cache. A preempted request computes all of its KV again. Only where groups form is KV kept by what it holds, which
-    is how it finds its way into the group.
+    cache. A preempted request computes all of its KV again. Only where groups form, or requests change their instance
+    while they run, is KV kept by what it holds, which is how it finds its way.
 
     Args:
         scenario: cluster and variants.
@@ -72,7 +72,7 @@ def build_cluster(scenario: Scenario, system: str, workload: Workload) -> Experi
             scheduler=variant.scheduler,
             policy=variant.policy,
             max_model_len=workload.longest,
-            prefix_caching=facts.drops,
+            prefix_caching=facts.drops or facts.migrates is not Migrates.NEVER,
             max_sequences=max(MAX_SEQUENCES, scenario.max_batch_rows),
             max_batch_rows=scenario.max_batch_rows,
             max_batch_tokens=scenario.max_batch_tokens,

@@ -49,6 +49,16 @@ async def test_every_worker_says_what_a_token_costs(system: str) -> None:
 
 
 @pytest.mark.slow
+def test_requests_change_their_instance_in_experiments_of_systems_that_say_so() -> None:
+    """Four small instances, of which now and then one is fuller than another, or short."""
+    few = {"model": "llama-2-13b", "gpu": "a100-40", "arrivals": {"kind": "poisson", "rate_per_s": 6.0}}
+    scenario = validated({**AMPLE, **few}, "few")
+    facts = {name: run_system(scenario, name, 0).facts for name in ("fcfs-chunked", "migrate", "load-balance")}
+    moved = [found.migrations or 0 for found in facts.values()]
+    assert 0 == moved[0] < moved[1] < moved[2]
+
+
+@pytest.mark.slow
 def test_systems_that_schedule_alike_are_as_fast_where_memory_suffices() -> None:
     """Equal schedulers, equal requests: only where they were placed could make a difference."""
     scenario = validated(AMPLE, "ample")
