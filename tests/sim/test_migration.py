@@ -254,6 +254,29 @@ async def test_a_target_without_room_refuses_and_nothing_has_changed() -> None:
 
 
 @pytest.mark.virtual_time
+async def test_free_memory_that_a_prompt_under_way_is_still_to_get_is_no_room() -> None:
+    """Who came would find it gone, and wait with its KV until somebody ends: its reader saw 5.5 s once."""
+    params = cluster_of(2, 370, max_batch_tokens=64, max_model_len=5900)
+    async with SimCluster(linked(params)) as cluster:
+        (short,) = requests_of(1, num_output=600)
+        prompt = np.random.default_rng(1).integers(300, 31_000, size=5600).astype(np.int32)
+        asked = [asyncio.ensure_future(cluster.ask(replace(short, tier=Tier.DEFAULT)))]
+        await asyncio.sleep(0.5)
+        source, target = sorted(cluster.workers, key=lambda each: -each.service.engine.table.num_sequences)
+        names = source.params.worker_id, target.params.worker_id
+        asked.append(asyncio.ensure_future(cluster.ask(SimRequest("long", prompt, num_output=20, seed=2))))
+        await asyncio.sleep(0.3)
+        table = target.service.engine.table
+        assert table.num_sequences == 1
+        assert table.num_computed[0] < 2000, "its prompt is under way"
+        assert target.service.engine.blocks.num_free > 200
+        assert (await cluster.fetch("r0", *names)).outcome is FetchOutcome.FULL
+        check_answers(cluster, [await asked[1]])
+        assert (await cluster.fetch("r0", *names)).outcome is FetchOutcome.MOVED
+        check_answers(cluster, [await asked[0]])
+
+
+@pytest.mark.virtual_time
 async def test_who_asks_twice_is_told_so_and_it_moves_once() -> None:
     async with SimCluster(linked(cluster_of(3, 1200), gbits=1)) as cluster:
         (request,) = requests_of(1, num_output=600)

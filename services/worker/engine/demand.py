@@ -53,6 +53,13 @@ def take_demand(engine: Engine) -> KvDemand:
     )
 
 
+def count_promised_blocks(engine: Engine) -> int:
+    """Return the free blocks that are those of running rows already: what is known of them lacks, and one each."""
+    table, rows = engine.table, engine.table.running.view
+    lacking = -(-table.num_known[rows] // engine.config.block_size) - table.held_blocks[rows]
+    return int(rows.size + np.maximum(lacking, 0).sum())
+
+
 def count_queued_for_memory(engine: Engine) -> int:
     """Return `EngineStats.num_queued_for_memory`; cheap enough for every step."""
     table = engine.table

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Final
 
 from services.worker.blocks.prefix import RunName
-from services.worker.engine.demand import count_queued_for_memory
+from services.worker.engine.demand import count_promised_blocks, count_queued_for_memory
 from services.worker.engine.engine import Engine
 from services.worker.migration.kv_link import SILENCE_S, KvLink, KvNetwork
 from services.worker.migration.kv_messages import HasLeft, KvListed, LetGo, ListKv, NotHere, unpack_names
@@ -277,8 +277,8 @@ class _Fetch:
     async def _get_missing(self, link: KvLink, names: tuple[RunName, ...]) -> int:
         """Have what is not here and comes for nobody else; return how many blocks came."""
         self.state = "reserved"
-        coming_kv, running = self._engine.sharing.coming, self._engine.table.running.view.size
-        missing = coming_kv.reserve(self.asked.request_id, names, ROOM_BLOCKS, running)
+        coming_kv, promised = self._engine.sharing.coming, count_promised_blocks(self._engine)
+        missing = coming_kv.reserve(self.asked.request_id, names, ROOM_BLOCKS, promised)
         if missing is None:
             raise _FetchFailedError(FetchOutcome.FULL, "its KV finds no room")
         for first in range(0, len(missing), PIECE_BLOCKS):
