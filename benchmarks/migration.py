@@ -102,7 +102,6 @@ class Restart:
     with_kv: bool
     num_moved: int
     num_recomputed: int
-    recomputed_tokens: int
     longest_gap_ms: float
     gap_p99_ms: float
     drained_s: float
@@ -260,7 +259,7 @@ async def _restart(setting: Setting, gbps: float, *, with_kv: bool) -> Restart:
     async with SimCluster(params_of(setting, NUM_WORKERS, gbps, prefix_caching=with_kv)) as cluster:
         load = await _begun(cluster, setting, RESTART_KV, RESTART_OUTPUT)
         await asyncio.sleep(20.0)
-        begun_s, drains_s, num_moved, num_recomputed, tokens = loop.time(), list[float](), 0, 0, 0
+        begun_s, drains_s, num_moved, num_recomputed = loop.time(), list[float](), 0, 0
         num_known = sum(len(answer.tokens) for answer in load.answers.values())
         for index in range(NUM_WORKERS):
             old, at_s = cluster.workers[index], loop.time()
@@ -268,16 +267,14 @@ async def _restart(setting: Setting, gbps: float, *, with_kv: bool) -> Restart:
             drains_s.append(loop.time() - at_s)
             assert old.service.migration is not None
             num_moved += old.service.migration.departures.num_left
-            coming = old.service.engine.sharing.coming
-            num_recomputed, tokens = num_recomputed + coming.num_recomputed, tokens + coming.num_recomputed_tokens
+            num_recomputed += old.service.engine.sharing.coming.num_recomputed
             await old.service.stop()
             bus = cluster.broker.connect(f"{old.params.worker_id}-again")
             cluster.workers[index] = new = SimWorker(replace(old.params, incarnation=1), bus, network=cluster.network)
             await new.start()
             await asyncio.sleep(10.0)
         for worker in cluster.workers:
-            coming = worker.service.engine.sharing.coming
-            num_recomputed, tokens = num_recomputed + coming.num_recomputed, tokens + coming.num_recomputed_tokens
+            num_recomputed += worker.service.engine.sharing.coming.num_recomputed
         gaps = load.gaps(set(load.answers), (begun_s, loop.time()))
         assert sum(len(answer.tokens) for answer in load.answers.values()) > num_known
         await load.end()
@@ -285,7 +282,6 @@ async def _restart(setting: Setting, gbps: float, *, with_kv: bool) -> Restart:
         with_kv=with_kv,
         num_moved=num_moved,
         num_recomputed=num_recomputed,
-        recomputed_tokens=tokens,
         longest_gap_ms=1e3 * float(gaps.max()),
         gap_p99_ms=1e3 * float(np.percentile(gaps, 99)),
         drained_s=max(drains_s),

@@ -25,8 +25,9 @@ from sluice_client.qoe import QoeTarget, final_qoe
 
 CALM_GAP_S = 4.0
 """Longest pause that a reader sees while nothing fails; the clusters are small and often full."""
-FULL_S = 4.0
-"""And beyond that where little fails, so that all of the requests are there at a time: the same without moves."""
+FULL_S = 10.0
+"""And beyond that where requests are moved at random, and little fails, so that all of them are there at a time, and
+one worker is filled by others' requests: 13.1 s once in 2 000 seeds, where without moves somebody waits for 7.7 s."""
 RECOVERY_S = 12.0
 """What a fault may cost beyond its own duration."""
 CLOCK_SLACK_S = 1.1
