@@ -21,7 +21,7 @@ from shared.wire import decode, encode
 from tests.support.fault_checks import StagedCluster, staged
 from tests.support.fault_cluster import until
 from tests.support.fault_streams import Ask, long_prompts, reading, seen
-from tests.support.group_changes import HALF_BYTES, be_whole, change, reports_of, shape, struck
+from tests.support.group_changes import HALF_BYTES, be_whole, change, change_until_done, reports_of, shape, struck
 from tests.support.stage_tap import StageTap
 from tests.support.waiting import rounds
 
@@ -29,6 +29,7 @@ pytestmark = pytest.mark.timeout(180)
 
 ANSWER_S = 10.0
 """More than a lost connection takes to be noticed."""
+MAX_ASKED = 30
 STATES = {"asked": 0, "copying": HALF_BYTES}
 """After how many bytes in one direction a move is held."""
 ENDS: dict[str, set[FetchOutcome | None]] = {
@@ -149,3 +150,39 @@ async def test_kv_that_is_cut_or_spoiled_is_not_taken(cluster: StagedCluster, ta
         if met.is_set():
             assert outcome is FetchOutcome.LOST
             break
+
+
+async def test_a_target_that_is_full_refuses_and_the_request_goes_on_where_it_is(cluster: StagedCluster) -> None:
+    """Others' prompts fill both workers, and more of them wait for memory."""
+    for _ in rounds("a target was full"):
+        async with (
+            cluster.bus() as bus,
+            cluster.unchanged(2, load()),
+            reading(cluster, long_prompts(60)),
+        ):
+            outcomes: list[FetchOutcome | None] = []
+            while FetchOutcome.FULL not in outcomes and len(outcomes) < MAX_ASKED:
+                found = await question(cluster, bus)
+                if found is None:
+                    break
+                outcomes.append(await fetch(cluster, bus, *found))
+        if FetchOutcome.FULL in outcomes:
+            break
+
+
+async def test_nobody_moves_in_a_group_nor_while_its_layers_come_back(cluster: StagedCluster) -> None:
+    for _ in rounds("somebody was asked for before, and moved afterwards"):
+        outcomes: list[FetchOutcome | None] = []
+        async with cluster.bus() as bus, cluster.unchanged(2, load()):
+            await change_until_done(cluster, bus, "drop")
+            found = await question(cluster, bus)
+            restoring = asyncio.ensure_future(change_until_done(cluster, bus, "restore"))
+            while found is not None and not restoring.done():
+                outcomes.append(await fetch(cluster, bus, *found))
+            await restoring
+            again = await question(cluster, bus)
+            moved = None if again is None else await fetch(cluster, bus, *again)
+            await be_whole(cluster, bus)
+        if outcomes and moved is FetchOutcome.MOVED:
+            break
+    assert outcomes[0] in {FetchOutcome.REFUSED, FetchOutcome.GONE}, "the first was asked for in the group"
