@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.fault_checks import StagedCluster, staged
 from tests.support.fault_cluster import Shape
+from tests.support.stage_tap import StageTap
 
 SMALL_STEPS: Final = {"SLUICE_WORKER_MAX_BATCH_TOKENS": "48"}
 """So that a prompt takes many steps, and a fault can come in between."""
@@ -36,3 +37,10 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     shape = getattr(request.module, "SHAPE", Shape(env=SMALL_STEPS))
     with staged(tmp_path_factory.mktemp("cluster"), shape) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def tap() -> Iterator[StageTap]:
+    """By way of it the workers reach each other."""
+    with StageTap(2) as tap:
+        yield tap

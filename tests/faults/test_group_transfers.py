@@ -44,13 +44,6 @@ pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module")
-def tap() -> Iterator[StageTap]:
-    """By way of it the workers reach each other."""
-    with StageTap(2) as tap:
-        yield tap
-
-
-@pytest.fixture(scope="module")
 def cluster(tap: StageTap, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StagedCluster]:
     """Two workers, shared by the tests of this module; each leaves them whole."""
     with staged(tmp_path_factory.mktemp("cluster"), tap.before(shape(2, exchange_limit_s=20)), load()) as cluster:

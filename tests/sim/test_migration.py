@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.dispatcher.session.migration import LOST_LIMIT_S
 from services.dispatcher.session.session import Session
 from services.worker.migration.departures import LEASE_S
 from services.worker.migration.fetching import KEPT_S, LOST_SILENCE_S, MAX_AT_ONCE
@@ -151,11 +152,11 @@ async def test_each_worker_in_turn_is_replaced_and_nothing_is_computed_again() -
         assert not cluster.failures
 
 
-def cut_off(cluster: SimCluster, name: str) -> None:
-    """Let nothing pass any more between a worker and the broker; others still reach it."""
+def cut_off(cluster: SimCluster, *names: str) -> None:
+    """Let nothing pass any more between these and the broker; workers still reach each other."""
 
     def deliver(delivery: Delivery) -> Sequence[float]:
-        return () if name in (delivery.sender, delivery.receiver) else (0.0,)
+        return () if {delivery.sender, delivery.receiver} & set(names) else (0.0,)
 
     cluster.broker.router.deliver = deliver
 
@@ -181,6 +182,38 @@ async def test_what_a_lost_worker_has_computed_is_fetched_if_it_merely_cannot_be
         assert num_recomputed(others) == 0
         await asyncio.sleep(max(KEPT_S, LEASE_S) + 0.1)
         check_nothing_is_kept(others)
+
+
+@pytest.mark.virtual_time
+async def test_full_blocks_are_fetched_beside_a_step_that_does_not_end() -> None:
+    async with SimCluster(linked(cluster_of(3, 2400, system="sluice"))) as cluster:
+        asked = [asyncio.ensure_future(cluster.ask(request)) for request in requests_of(30, num_output=2000)]
+        await asyncio.sleep(2.0)
+        hung, others = cluster.workers[0], cluster.workers[1:]
+        num_here, device = hung.service.engine.table.num_sequences, some(hung.device)
+        device.stuck_until_s = asyncio.get_running_loop().time() + 30.0
+        check_answers(cluster, await asyncio.gather(*asked))
+        assert outcomes(others) == {FetchOutcome.MOVED: num_here}
+        assert num_here > 4
+        assert num_recomputed(others) == 0
+
+
+@pytest.mark.virtual_time
+async def test_who_waits_for_kv_of_a_lost_worker_does_not_wait_for_whoever_fetches_it() -> None:
+    """That one is lost, too, with its answers on their way."""
+    async with SimCluster(linked(cluster_of(3, 2400, system="sluice"))) as cluster:
+        asked = [asyncio.ensure_future(cluster.ask(request)) for request in requests_of(30, num_output=2000)]
+        await asyncio.sleep(2.0)
+        sessions, now = cluster.dispatcher.sessions, asyncio.get_running_loop().time
+        cut_off(cluster, "w0")
+        while sessions.table.on_worker(WorkerId("w0")):
+            await asyncio.sleep(0.01)
+        cut_off(cluster, "w0", "w1")
+        lost_s = now()
+        while any(session.worker_id is None for session in sessions.table):
+            await asyncio.sleep(0.01)
+        assert 0.9 * LOST_LIMIT_S < now() - lost_s < LOST_LIMIT_S + 2.0
+        check_answers(cluster, await asyncio.gather(*asked))
 
 
 @pytest.mark.virtual_time

@@ -150,10 +150,10 @@ class WorkerCalls:
         uploaded = (len(submit.prompt), len(submit.generated))
         return submit.model_copy(update={"prompt": b"", "generated": b"", "uploaded": uploaded})
 
-    async def fetch(self, target: WorkerId, fetch: Fetch) -> FetchOutcome:
+    async def fetch(self, target: WorkerId, fetch: Fetch, limit_s: float = FETCH_LIMIT_S) -> FetchOutcome:
         """Have a worker fetch a request that another one runs; return what came of it, once that is so."""
         try:
-            data = await self._bus.request(self._subjects.fetch(target), encode(fetch), timeout_s=FETCH_LIMIT_S)
+            data = await self._bus.request(self._subjects.fetch(target), encode(fetch), timeout_s=limit_s)
             fetched = decode(data, Fetched)
         except NoRespondersError:
             return FetchOutcome.REFUSED  # it is gone, or others cannot reach it

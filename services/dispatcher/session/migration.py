@@ -18,11 +18,13 @@ from services.dispatcher.session.placing import Placing, claimant_of
 from services.dispatcher.session.session import Session
 from services.dispatcher.state import ClusterState
 from shared.ids import WorkerId
-from shared.messages.fetch import Fetch, FetchOutcome, FetchReason
+from shared.messages.fetch import FETCH_LIMIT_S, Fetch, FetchOutcome, FetchReason
 
 RELEASE_LIMIT_S: Final = 1.0
 """How long after the answer of who has fetched a session its source's word may come."""
 RELEASE_POLL_S: Final = 0.01
+LOST_LIMIT_S: Final = 6.0
+"""Longest time for which a session that has lost its worker waits for its KV: whoever fetches it may be lost, too."""
 
 
 class SessionMigration:
@@ -109,7 +111,8 @@ class SessionMigration:
             reason=reason,
         )
         try:
-            return await self._calls.fetch(target, fetch)
+            limit_s = LOST_LIMIT_S if reason is FetchReason.RECOVERY else FETCH_LIMIT_S
+            return await self._calls.fetch(target, fetch, limit_s)
         finally:
             self._cluster.ended(counted, num_output, self._now())
 

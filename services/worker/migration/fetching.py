@@ -161,7 +161,7 @@ class KvFetching:
         except (PeerLostError, WireError) as error:
             answer = _answered(FetchOutcome.LOST, str(error))
             if asked.reason is FetchReason.RECOVERY:
-                self._is_silent(asked.source)
+                self._note_silence(asked.source)
         except PeerRefusedError as error:
             answer = _answered(FetchOutcome.REFUSED, str(error))
         except TimeoutError:
@@ -204,7 +204,7 @@ class KvFetching:
         finally:
             await link.close()
 
-    def _is_silent(self, worker_id: WorkerId) -> None:
+    def _note_silence(self, worker_id: WorkerId) -> None:
         """Ask a lost worker for nothing for a while."""
         now_s = self._now()
         self._silent = {each: until_s for each, until_s in self._silent.items() if now_s < until_s}

@@ -104,7 +104,7 @@ class Reporter:
 
     def enter(self, phase: WorkerPhase) -> None:
         """Change the phase, and report at once."""
-        self._phase = phase
+        self._phase, self._is_leaving = phase, False
         self._wake.set()
 
     def will_leave(self) -> None:
