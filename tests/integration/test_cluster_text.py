@@ -103,6 +103,10 @@ def dropping_cluster(folder: Path, system: str, host_memory: str) -> AbstractCon
     return cluster("--model", str(folder), "--served-model-name", "checkpoint", *flags, *sizes, env=env)
 
 
+def ready_pids(running: Cluster) -> set[int]:
+    return {report["pid"] for report in running.reports() if report["phase"] == "ready"}
+
+
 def complete(running: Cluster, prompt: list[int], **how: Any) -> str:
     return str(choices_of(running, prompt, **how)[0]["text"])
 
@@ -262,7 +266,7 @@ def test_deterministic_text_in_a_group_does_not_depend_on_which_readers_give_way
                 break
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(360)
 @pytest.mark.parametrize("system", ["kunserve", "kunserve-andes"])
 def test_text_is_the_same_by_way_of_the_host_and_through_groups_that_form_break_and_dissolve(system: str) -> None:
     """Groups by hand, one of whose workers is killed while it is in one, and comes back."""
@@ -270,7 +274,14 @@ def test_text_is_the_same_by_way_of_the_host_and_through_groups_that_form_break_
     folder, _ = stored_checkpoint(shape)
     with dropping_cluster(folder, system, "8MiB") as running:
         work = [
-            partial(complete, running, draw_prompt(rng, shape, length), temperature=1.0, seed=number)
+            partial(
+                complete,
+                running,
+                draw_prompt(rng, shape, length),
+                temperature=1.0,
+                seed=number,
+                max_tokens=num_tokens(length),
+            )
             for number, length in enumerate(2 * LENGTHS)
         ]
         alone = [ask() for ask in work]
@@ -278,6 +289,7 @@ def test_text_is_the_same_by_way_of_the_host_and_through_groups_that_form_break_
         for _ in rounds("groups form, break and dissolve, and KV is brought back from the host", 3 * MAX_ROUNDS):
             is_done = is_done_meanwhile(running, work, alone, to_do[0])
             num_back = max(num_back, running.total("num_brought_back_tokens_total"))
+            wait_until(lambda: len(ready_pids(running)) == 2, "who was killed serves again", LIMIT_S)
             to_do = to_do[is_done:]
             if not to_do:
                 if num_back:
@@ -287,12 +299,9 @@ def test_text_is_the_same_by_way_of_the_host_and_through_groups_that_form_break_
 
 
 def start_anew(running: Cluster, worker_id: str) -> None:
-    def ready_pids() -> set[int]:
-        return {report["pid"] for report in running.reports() if report["phase"] == "ready"}
-
-    before = ready_pids()
+    before = ready_pids(running)
     assert sluice("chaos", "kill", worker_id, "--nats-url", running.nats_url).returncode == 0
-    wait_until(lambda: bool(ready_pids() - before), f"{worker_id} serves again", LIMIT_S)
+    wait_until(lambda: bool(ready_pids(running) - before), f"{worker_id} serves again", LIMIT_S)
 
 
 @pytest.mark.timeout(180)
