@@ -13,9 +13,9 @@ gaps in place of two thresholds, of which the paper gives no figures.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from services.planner.policy.observe import can_work, giving_way
 from shared.ids import WorkerId
@@ -23,6 +23,7 @@ from shared.messages.fetch import RunningPart
 from shared.messages.report import ClusterView, WorkerReport, WorkerStatus
 from shared.systems import Migrates
 
+K = TypeVar("K", bound=Hashable)
 MIN_GAP: Final = 0.1
 """Difference of the shares of memory in use that is worth a move."""
 MAX_TARGET_USAGE: Final = 0.9
@@ -76,23 +77,39 @@ def _pairs_of(
     """Return the pairs among workers of one model."""
     by_usage = sorted(statuses, key=lambda status: (-usage(status.report), status.report.worker_id))
     sources = [s for s in by_usage if migrates is Migrates.TO_BALANCE or _is_short(s)]
-    left = {
-        s.report.worker_id: s.report
-        for s in reversed(by_usage)
-        if not _is_short(s) and usage(s.report) < MAX_TARGET_USAGE
-    }
-    taken: set[WorkerId] = set()
-    pairs: list[Pair] = []
-    for source in [status.report for status in sources]:
-        target = next((each for name, each in left.items() if (source.worker_id, name) not in avoided), None)
-        if target is None or source.worker_id in taken or (gap := usage(source) - usage(target)) < MIN_GAP:
+    left = [s.report.worker_id for s in reversed(by_usage) if not _is_short(s) and usage(s.report) < MAX_TARGET_USAGE]
+    reports = {status.report.worker_id: status.report for status in statuses}
+    usages = {name: usage(report) for name, report in reports.items()}
+    names = pair_up(usages, [status.report.worker_id for status in sources], left, avoided)
+    return [_pair(reports[source], reports[target]) for source, target in names]
+
+
+def pair_up(
+    usages: Mapping[K, float], sources: Iterable[K], targets: Iterable[K], avoided: Set[tuple[K, K]] = frozenset()
+) -> list[tuple[K, K]]:
+    """Return who gives to whom: each in one pair at most, and no pair closer than `MIN_GAP`.
+
+    Args:
+        usages: shares of memory in use.
+        sources: who may give, the fullest first.
+        targets: who may take, the emptiest first.
+        avoided: pairs between which nothing can move.
+    """
+    left, taken, pairs = dict.fromkeys(targets), set[K](), list[tuple[K, K]]()
+    for source in sources:
+        target = next((each for each in left if (source, each) not in avoided), None)
+        if target is None or source in taken or usages[source] - usages[target] < MIN_GAP:
             continue
-        taken.add(target.worker_id)
-        for worker_id in (source.worker_id, target.worker_id):
-            left.pop(worker_id, None)
-        most_blocks = gap / (1 / source.num_blocks + 1 / target.num_blocks)
-        pairs.append(Pair(source, target, max(int(most_blocks), 1)))
+        taken.add(target)
+        left.pop(source, None)
+        left.pop(target)
+        pairs.append((source, target))
     return pairs
+
+
+def _pair(source: WorkerReport, target: WorkerReport) -> Pair:
+    most_blocks = (usage(source) - usage(target)) / (1 / source.num_blocks + 1 / target.num_blocks)
+    return Pair(source, target, max(int(most_blocks), 1))
 
 
 def _takes_part(status: WorkerStatus) -> bool:
