@@ -93,6 +93,9 @@ SYSTEMS: dict[str, System] = {
         # much. The former is what KunServe compares itself with, the latter what Mell does.
         System("migrate", scheduler="chunked", placement="least-loaded", migrates=Migrates.WHEN_SHORT),
         System("load-balance", scheduler="chunked", placement="least-loaded", migrates=Migrates.TO_BALANCE),
+        # Baselines of Mell: a request goes to the fullest, or the emptiest, worker in use that has room, and stays.
+        System("best-fit", scheduler="chunked", placement="best-fit"),
+        System("worst-fit", scheduler="chunked", placement="worst-fit"),
         # The same scheduler, so that memory is all that differs from `fcfs-chunked` and `swap`. With memory for
         # everybody it stalls no decode and keeps nobody waiting but for computing; prefill first would reach its first
         # tokens a little earlier by making all others wait, which is a trade and no bound.
@@ -130,9 +133,10 @@ SYSTEMS: dict[str, System] = {
 }
 
 PLANNED_SYSTEMS: tuple[str, ...] = (
-    "best-fit",
-    "worst-fit",
     "mell",
+    "mell-printed",
+    "pack",
+    "gradient",
 )
 """Named in the design, not built yet; asking for one is refused by name."""
 

@@ -77,6 +77,7 @@ class ServerWatch:
                 sum(report.num_running for report in reports),
                 sum(report.num_waiting + report.num_preempted for report in reports),
                 sum(map(_is_on_gpu, reports)),
+                sum(_is_on_gpu(report) for report in reports if _is_busy(report)),
             )
         )
 
@@ -110,6 +111,8 @@ class ServerWatch:
             queue_peak=queue_peak,
             gpus_peak=int(samples.num_gpus.max()),
             gpu_seconds=float((samples.num_gpus[:-1] * np.diff(samples.at_s)).sum()),
+            busy_gpus_peak=int(samples.num_busy_gpus.max()),
+            busy_gpu_seconds=float((samples.num_busy_gpus[:-1] * np.diff(samples.at_s)).sum()),
         )
 
     def _take_cluster(self, body: bytes) -> bool:
@@ -133,6 +136,10 @@ class ServerWatch:
                 return take(await read_body(response, MAX_VIEW_BYTES))
         except (aiohttp.ClientError, TimeoutError, OSError):
             return True  # it may be late under load
+
+
+def _is_busy(report: WorkerReport) -> bool:
+    return report.num_running + report.num_waiting + report.num_preempted > 0
 
 
 def _is_on_gpu(report: WorkerReport) -> bool:

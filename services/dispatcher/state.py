@@ -276,6 +276,7 @@ def _loads(status: WorkerStatus, *, ready: bool) -> tuple[PlacementLoad, Placeme
         num_demanded_blocks=report.num_used_blocks + max(report.num_demanded_blocks, report.num_uncomputed_blocks),
         waiting_s=report.num_uncomputed_blocks * report.block_size * _token_s(report),
         num_blocks=report.num_blocks,
+        block_size=report.block_size,
         max_request_tokens=_max_request_tokens(status),
     )
     real_time = replace(

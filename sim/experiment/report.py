@@ -102,8 +102,14 @@ _ROWS: Final = (
     _Row("restores", ("restores",), _count, if_any=True),
     _Row("time in groups", ("grouped_ratio",), _share, if_any=True),
     _Row("migrations", ("migrations",), _count, if_any=True),
+    _Row("KV moved", ("moved_bytes",), _gigabytes, if_any=True),
     _Row("GPUs at most", ("gpus_peak",), _count),
     _Row("GPU seconds", ("gpu_seconds",), _count),
+    _Row("busy GPUs at most", ("busy_gpus_peak",), _count),
+    _Row("busy GPU seconds", ("busy_gpu_seconds",), _count, has_factor=True),
+    _Row("paid, idle for 60 s", ("paid_60_s_gpu_seconds",), _count),
+    _Row("paid, idle for 300 s", ("paid_300_s_gpu_seconds",), _count),
+    _Row("KV held of busy GPUs", ("busy_kv_ratio",), _share),
 )
 _WINDOWS: Final = (("cut_off", "at the cut-off"), ("drained", "when drained"))
 _BESIDE: Final = (

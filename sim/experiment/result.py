@@ -26,6 +26,8 @@ class Samples:
     """Waiting and preempted ones at workers, and waiting ones in the dispatcher."""
     num_gpus: F64
     """GPUs of the instances that can take requests."""
+    num_busy_gpus: F64
+    """Of these, GPUs of the instances that have any."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from shared.transport.bus import KvEntry
 from shared.wire import decode_json
 from sim.cluster import SimCluster
 from sim.experiment.result import Samples
+from sim.experiment.series import kept
 from sim.experiment.summary import SystemFacts
 
 PERIOD_S = 0.1
@@ -74,6 +75,8 @@ class ClusterSampler:
                 sum(each.num_running for each in stats),
                 parked + sessions.num_queued,
                 self._num_serving() * self._gpus_per_worker,
+                sum(each.num_running + each.num_waiting + each.num_preempted > 0 for each in stats)
+                * self._gpus_per_worker,
             )
         )
 
@@ -89,7 +92,7 @@ class ClusterSampler:
 
     def samples(self) -> Samples:
         """Return what was seen so far."""
-        return Samples(*np.array(self._rows, dtype=np.float64).reshape(-1, 7).T)
+        return Samples(*np.array(self._rows, dtype=np.float64).reshape(-1, 8).T)
 
     def facts(self) -> SystemFacts:
         """Return the run's figures."""
@@ -120,6 +123,16 @@ class ClusterSampler:
             ),
             gpus_peak=int(samples.num_gpus.max()),
             gpu_seconds=float((samples.num_gpus[:-1] * elapsed_s).sum()),
+            busy_gpus_peak=int(samples.num_busy_gpus.max()),
+            busy_gpu_seconds=float((samples.num_busy_gpus[:-1] * elapsed_s).sum()),
+            paid_60_s_gpu_seconds=_paid_gpu_seconds(samples, 60.0),
+            paid_300_s_gpu_seconds=_paid_gpu_seconds(samples, 300.0),
+            busy_kv_ratio=_busy_kv_ratio(samples),
+            moved_bytes=sum(
+                worker.service.migration.fetching.num_bytes
+                for worker in self._cluster.workers
+                if worker.service.migration is not None
+            ),
         )
 
     def _bubble_ratio(self) -> float:
@@ -139,3 +152,16 @@ class ClusterSampler:
             plan = decode_json(entry.value, Plan)
             if plan.phase is PlanPhase.COMMITTING:
                 self._plans[plan.lever].append(self._loop.time() - self._begin_s)
+
+
+def _paid_gpu_seconds(samples: Samples, hold_s: float) -> float:
+    paid = kept(samples.at_s, samples.num_busy_gpus, hold_s)
+    return float((paid[:-1] * np.diff(samples.at_s)).sum())
+
+
+def _busy_kv_ratio(samples: Samples) -> float | None:
+    """Instances are alike."""
+    elapsed_s = np.diff(samples.at_s)
+    blocks = samples.num_blocks * samples.num_busy_gpus / np.maximum(samples.num_gpus, 1)
+    whole = float((blocks[:-1] * elapsed_s).sum())
+    return float((samples.used_blocks[:-1] * elapsed_s).sum()) / whole if whole else None

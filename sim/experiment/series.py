@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Mapping
 from typing import Final
 
@@ -37,6 +38,26 @@ def windowed_max(at_s: F64, values: F64, window_s: float) -> tuple[F64, F64]:
     greatest = np.full(int(window.max(initial=-1)) + 1, np.nan)
     np.fmax.at(greatest, window, values)
     return _middles(greatest.size, window_s), greatest
+
+
+def kept(at_s: F64, values: F64, hold_s: float) -> F64:
+    """Return how many of a thing there are if none is given back before it was idle for a time: [n].
+
+    Args:
+        at_s: [n] when each value was, ascending.
+        values: [n] how many are needed; the one that was needed last is needed again first.
+        hold_s: the time.
+    """
+    found = np.empty_like(values)
+    largest: deque[int] = deque()
+    for i, value in enumerate(values):
+        while largest and values[largest[-1]] <= value:
+            largest.pop()
+        largest.append(i)
+        while at_s[largest[0]] < at_s[i] - hold_s:
+            largest.popleft()
+        found[i] = values[largest[0]]
+    return found
 
 
 def windowed_tokens_per_s(records: Records, window_s: float) -> tuple[F64, F64]:

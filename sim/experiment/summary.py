@@ -101,6 +101,18 @@ class SystemFacts:
     """Most GPUs in use at one instant."""
     gpu_seconds: float | None = None
     """GPUs in use, over the run."""
+    busy_gpus_peak: int | None = None
+    """Most GPUs of instances with requests, at one instant."""
+    busy_gpu_seconds: float | None = None
+    """Those GPUs, over the run."""
+    paid_60_s_gpu_seconds: float | None = None
+    """The same if an instance without requests is kept for a minute before it is given back."""
+    paid_300_s_gpu_seconds: float | None = None
+    """For five minutes."""
+    busy_kv_ratio: float | None = None
+    """Share of the KV memory of instances with requests that sequences held, over the run."""
+    moved_bytes: int | None = None
+    """KV that came from another instance with a request, or for one."""
 
 
 def summarise(

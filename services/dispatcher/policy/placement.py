@@ -1,4 +1,4 @@
-"""Which worker gets a request: the least loaded one of the last snapshot, plus what was sent there since.
+"""Which worker gets a request, by the last snapshot and what was sent there since: the least loaded one, or by fit.
 
     load = KV that is held or asked for / KV memory  +  weight · seconds of computing that wait there
 
@@ -10,14 +10,18 @@ their computing; and where all have the same memory, to one whose sequences are 
 group computes with all of its stages. Every worker says what a token costs it, whatever its system, so that systems
 differ in what they do and not in how they are placed; who does not say it is compared by memory.
 
+Best fit and worst fit are what packing is compared with: they fill workers that are in use, and take another one only
+if none has room. They look at memory alone. When it runs out all the same, the worker preempts as ever.
+
 Pure: a snapshot in, a choice with its reason out. Source: the project's own design; KunServe v1 (section 4.3) has the
-dispatcher look at how many requests a group runs well.
+dispatcher look at how many requests a group runs well; the fits are baselines of Mell (section VIII-B).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from shared.hot import hot_dataclass
 from shared.ids import WorkerId
@@ -48,6 +52,8 @@ class PlacementLoad:
     """Seconds of computing that wait there, or were sent since; 0 if unknown."""
     num_blocks: int
     """KV blocks in all; 0 if unknown."""
+    block_size: int
+    """Tokens of each."""
     max_request_tokens: int
     """Most tokens of prompt and output together that ever fit one request there; 0 if unknown."""
     is_crowded: bool = False
@@ -62,14 +68,33 @@ class Placed:
     reason: str
 
 
-Placement = Callable[[Sequence[PlacementLoad], int, Collection[WorkerId]], Placed | None]
-"""(workers, tokens of prompt and output together, workers that refused just now) -> a choice, or None."""
+class Placement(Protocol):
+    """A rule."""
+
+    def __call__(
+        self,
+        workers: Sequence[PlacementLoad],
+        num_tokens: int,
+        refused: Collection[WorkerId] = (),
+        num_known: int = 0,
+    ) -> Placed | None:
+        """Return the choice; None: no worker can take the request now.
+
+        Args:
+            workers: all of them.
+            num_tokens: most of prompt and output together.
+            refused: workers that are not asked.
+            num_known: of the prompt, and of the output so far: what has to find room at once.
+        """
 
 
 def place_least_loaded(
-    workers: Sequence[PlacementLoad], num_tokens: int, refused: Collection[WorkerId] = ()
+    workers: Sequence[PlacementLoad],
+    num_tokens: int,
+    refused: Collection[WorkerId] = (),
+    num_known: int = 0,
 ) -> Placed | None:
-    """Choose the worker whose KV memory is asked for least; None if none can take the request now.
+    """Choose the worker whose KV memory is asked for least.
 
     Ties: fewer sequences, then the smaller id, so that one input has one answer.
     """
@@ -84,6 +109,57 @@ def place_least_loaded(
     return Placed(best[2], f"least loaded: {best[0]:.0%} of its KV memory asked for, {best[1]} sequences")
 
 
+def place_best_fit(
+    workers: Sequence[PlacementLoad], num_tokens: int, refused: Collection[WorkerId] = (), num_known: int = 0
+) -> Placed | None:
+    """Choose the fullest worker in use that has room for what is known of the request; see `_fit`."""
+    fitting = _fit(workers, num_tokens, refused, num_known)
+    best = min(fitting, key=lambda worker: (_free_tokens(worker), worker.worker_id), default=None)
+    return place_unused(workers, num_tokens, refused) if best is None else _fitted(best, "fullest")
+
+
+def place_worst_fit(
+    workers: Sequence[PlacementLoad], num_tokens: int, refused: Collection[WorkerId] = (), num_known: int = 0
+) -> Placed | None:
+    """Choose the emptiest worker in use that has room for what is known of the request; see `_fit`."""
+    fitting = _fit(workers, num_tokens, refused, num_known)
+    best = min(fitting, key=lambda worker: (-_free_tokens(worker), worker.worker_id), default=None)
+    return place_unused(workers, num_tokens, refused) if best is None else _fitted(best, "emptiest")
+
+
+def place_unused(
+    workers: Sequence[PlacementLoad], num_tokens: int, refused: Collection[WorkerId] = ()
+) -> Placed | None:
+    """Choose the first worker that has nothing to do; the least loaded one if all have."""
+    unused = [each for each in workers if not each.num_sequences and _can_take(each, num_tokens)]
+    first = min((each.worker_id for each in unused if each.worker_id not in refused), default=None)
+    if first is None:
+        return place_least_loaded(workers, num_tokens, refused)
+    return Placed(first, "nobody who is in use has room, and this one is not")
+
+
+def _fit(
+    workers: Sequence[PlacementLoad], num_tokens: int, refused: Collection[WorkerId], num_known: int
+) -> list[PlacementLoad]:
+    """Return the workers that have something to do, and memory for what is known of a request besides."""
+    return [
+        worker
+        for worker in workers
+        if worker.num_sequences
+        and worker.worker_id not in refused
+        and _can_take(worker, num_tokens)
+        and _free_tokens(worker) >= num_known
+    ]
+
+
+def _fitted(worker: PlacementLoad, which: str) -> Placed:
+    return Placed(worker.worker_id, f"{which} in use with room: {_free_tokens(worker)} tokens of KV memory are free")
+
+
+def _free_tokens(worker: PlacementLoad) -> int:
+    return (worker.num_blocks - worker.num_demanded_blocks) * worker.block_size
+
+
 def _load(worker: PlacementLoad) -> float:
     ratio = worker.num_demanded_blocks / worker.num_blocks if worker.num_blocks else 0.0
     return ratio + WAITING_WEIGHT * worker.waiting_s
@@ -95,5 +171,9 @@ def _can_take(worker: PlacementLoad, num_tokens: int) -> bool:
     return not worker.max_sequences or worker.num_sequences < worker.max_sequences
 
 
-PLACEMENTS: dict[str, Placement] = {"least-loaded": place_least_loaded}
+PLACEMENTS: dict[str, Placement] = {
+    "least-loaded": place_least_loaded,
+    "best-fit": place_best_fit,
+    "worst-fit": place_worst_fit,
+}
 """By the name that a system gives (`shared.systems`)."""

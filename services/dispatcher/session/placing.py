@@ -93,7 +93,7 @@ class Placing:
         if claimant.tier.is_best_effort and len(self.waiting.real_time):
             return None
         closed = refused | self._leases.lost_workers | self._lines.crowded(claimant)
-        placed = self._choose(self._cluster.loads(claimant.tier), claimant.num_tokens, closed)
+        placed = self._choose(self._cluster.loads(claimant.tier), claimant.num_tokens, closed, claimant.num_known)
         return None if placed is None else placed.worker_id
 
     def crowded(self, tier: Tier) -> FailureCode:

@@ -345,7 +345,7 @@ def test_a_view_gives_peaks_over_all_workers_that_serve() -> None:
     watch = ServerWatch(UNASKED, "", lambda: 0.0)
     dead = report("w2", num_used_blocks=100) | {"liveness": "dead"}
     loading = report("w3", phase="loading")
-    first = (report("w0", num_used_blocks=30), report("w1", num_used_blocks=50), dead, loading)
+    first = (report("w0", num_used_blocks=30), report("w1", num_used_blocks=50, num_waiting=1), dead, loading)
     second = (report("w0", num_used_blocks=90, num_demanded_blocks=100), report("w1", num_used_blocks=60))
     for at_s, workers in ((0.0, first), (2.0, second)):
         watch.take_view(ClusterView.model_validate({"sequence_number": 0, "workers": workers}), at_s)
@@ -356,6 +356,7 @@ def test_a_view_gives_peaks_over_all_workers_that_serve() -> None:
     assert facts.queue_peak == 9
     assert (facts.kv_peak_ratio, facts.demand_over_capacity_peak) == (0.75, 1.25), "the view goes before the metrics"
     assert (facts.preemptions, facts.gpus_peak, facts.gpu_seconds) == (3, 2, 4.0)
+    assert (facts.busy_gpus_peak, facts.busy_gpu_seconds) == (1, 2.0)
     samples = watch.samples()
     assert samples is not None
     assert samples.used_blocks.tolist() == [80, 150]

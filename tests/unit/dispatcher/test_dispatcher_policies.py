@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.dispatcher.policy.admission import AdmissionInput, decide_admission
-from services.dispatcher.policy.placement import PLACEMENTS, PlacementLoad, place_least_loaded
+from services.dispatcher.policy.placement import (
+    PLACEMENTS,
+    PlacementLoad,
+    place_best_fit,
+    place_least_loaded,
+    place_worst_fit,
+)
 from services.dispatcher.session.request import FailureCode
 from shared.ids import WorkerId
 from shared.systems import SYSTEMS
@@ -27,6 +33,7 @@ def make_load(worker_id: str = "w0", **fields: object) -> PlacementLoad:
         num_demanded_blocks=0,
         waiting_s=0.0,
         num_blocks=100,
+        block_size=16,
         max_request_tokens=1000,
     )
     return replace(load, **fields)  # type: ignore[arg-type]  # a builder with keyword defaults
@@ -62,6 +69,26 @@ def test_the_chosen_worker_can_take_the_request_and_no_other_one_that_can_is_les
     chosen = next(load for load in able if load.worker_id == placed.worker_id)
     assert chosen.num_demanded_blocks == min(load.num_demanded_blocks for load in able)
     assert place_least_loaded(loads[::-1], num_tokens, refused) == placed
+
+
+@settings(deadline=None)
+@given(LOADS, st.integers(1, 1500), st.integers(0, 1500), st.sets(st.sampled_from(["a", "b"])), st.booleans())
+def test_a_fit_is_the_fullest_or_emptiest_worker_in_use_with_room_then_one_that_is_not_in_use_then_the_least_loaded(
+    loads: list[PlacementLoad], num_tokens: int, num_known: int, refused: set[WorkerId], is_best: bool
+) -> None:
+    place = place_best_fit if is_best else place_worst_fit
+    placed = place(loads, num_tokens, refused, num_known=num_known)
+    able = [each for each in loads if place_least_loaded([each], num_tokens, refused)]
+    free = {each.worker_id: (100 - each.num_demanded_blocks) * 16 for each in able if each.num_sequences}
+    fitting = {worker_id: room for worker_id, room in free.items() if room >= num_known}
+    unused = [each.worker_id for each in able if not each.num_sequences]
+    if fitting:
+        extreme = min(fitting.values()) if is_best else max(fitting.values())
+        assert some(placed).worker_id == min(name for name, room in fitting.items() if room == extreme)
+    elif unused:
+        assert some(placed).worker_id == min(unused)
+    else:
+        assert placed == place_least_loaded(loads, num_tokens, refused)
 
 
 def test_equal_memory_is_decided_by_sequences_and_then_by_name() -> None:

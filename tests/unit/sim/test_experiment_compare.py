@@ -17,6 +17,7 @@ from sim.experiment.series import (
     SHARES,
     best_median,
     cdf,
+    kept,
     slo_violations,
     windowed_max,
     windowed_mean,
@@ -32,7 +33,9 @@ FIXED_KEYS = [
     "demand_over_capacity_peak", "preemptions", "stall_s", "stall_at_drops_s", "stall_at_restores_s", "first_drop_s",
     "pauses", "opened_blocks", "met_blocks", "queue_peak",
     "recomputed_tokens", "given_up_tokens", "brought_back_tokens", "swapped_out_bytes",
-    "bubble_ratio", "drops", "restores", "grouped_ratio", "migrations", "gpus_peak", "gpu_seconds", "cut_off_s",
+    "bubble_ratio", "drops", "restores", "grouped_ratio", "migrations", "gpus_peak", "gpu_seconds",
+    "busy_gpus_peak", "busy_gpu_seconds", "paid_60_s_gpu_seconds", "paid_300_s_gpu_seconds", "busy_kv_ratio",
+    "moved_bytes", "cut_off_s",
     "cut_off", "drained_s", "drained", "best_effort",
 ]  # fmt: skip
 
@@ -265,3 +268,10 @@ def test_json_refuses_what_is_no_number() -> None:
     broken: dict[str, Any] = {"a": float("nan")}
     with pytest.raises(ValueError, match="not JSON compliant"):
         to_json(broken)
+
+
+def test_what_is_idle_is_kept_for_a_time() -> None:
+    at_s, needed = np.array([0.0, 1.0, 2.0, 5.0, 6.0, 20.0]), np.array([3.0, 1.0, 2.0, 0.0, 4.0, 0.0])
+    assert kept(at_s, needed, 0.0).tolist() == needed.tolist()
+    assert kept(at_s, needed, 2.0).tolist() == [3, 3, 3, 0, 4, 0]
+    assert kept(at_s, needed, 100.0).tolist() == [3, 3, 3, 3, 4, 4]

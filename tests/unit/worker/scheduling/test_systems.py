@@ -44,6 +44,8 @@ def test_names_are_built_or_planned_but_not_both() -> None:
     plain = {"fcfs", "fcfs-chunked", "fcfs-pp", "round-robin", "swap", "migrate", "load-balance", "oracle"}
     assert set(SYSTEMS) == {
         *plain,
+        "best-fit",
+        "worst-fit",
         "andes",
         "andes-unlimited",
         "lqsf",
@@ -67,8 +69,9 @@ def test_names_are_built_or_planned_but_not_both() -> None:
 def test_only_bounds_have_memory_without_end_and_they_run_nowhere_live() -> None:
     unlimited = [name for name, system in SYSTEMS.items() if system.memory is Memory.UNLIMITED]
     assert unlimited == UNLIMITED
+    told = r"simulator only; live there are: .*load-balance, best-fit, worst-fit, andes, "
     for name in unlimited:
-        with pytest.raises(UnknownSystemError, match=r"simulator only; live there are: .*load-balance, andes, lqsf, "):
+        with pytest.raises(UnknownSystemError, match=told):
             find_live_system(name)
     for name in sorted(set(SYSTEMS) - set(UNLIMITED)):
         assert find_live_system(name) is SYSTEMS[name]
