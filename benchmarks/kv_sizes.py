@@ -1,7 +1,8 @@
 """How many workers a load needs, by the sizes of its KV alone: a replay of packing, in seconds.
 
     python -m benchmarks.kv_sizes --traces DIR [--scenario mell-chat-7b] [--packers pack mell] [--upscale 4] [--seeds 3]
-        [--rooms 0 0.01 0.02 0.04 0.08] [--shrunk 0.1] [--plot FILE]
+        [--rooms 0 0.01 0.02 0.04 0.08] [--shrunk 0.1]
+        [--gbps 1 10 40 200] [--plot FILE]
     python -m benchmarks.kv_sizes --decisions 10000
 
 Each second of a run, requests that have ended are taken out, those that go on have grown by a second's tokens, and
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,11 +34,22 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import machine, print_table
+from services.planner.policy.packing.adaptive import (
+    ALL_KINDS,
+    AskedMove,
+    Budget,
+    MoveKind,
+    divide,
+    link_boundary,
+    prefill_boundary,
+)
+from services.planner.policy.packing.bins import Move, Name
 from services.planner.policy.packing.fits import BestFit, LoadBalance, WorstFit
 from services.planner.policy.packing.mell import Mell
 from services.planner.policy.packing.mell_printed import PrintedMell
 from services.planner.policy.packing.pack import Pack
 from services.planner.policy.packing.packer import Packer, net_moves
+from sim.catalog.instance import CatalogInstance
 from sim.experiment.series import kept
 from sim.scenarios.files import load_scenario
 from sim.workload.workload import F64, Workload
@@ -109,9 +122,21 @@ def lower_bound(sizes: Sequence[int], capacity: int) -> int:
 
 
 def replay(
-    workload: Workload, packer: Packer, token_s: float, until_s: float, shrinks: Shrinking | None = None
+    workload: Workload,
+    packer: Packer,
+    token_s: float,
+    until_s: float,
+    each_second: Callable[[Packer, Sequence[Move], float], None] = lambda *_: None,
 ) -> Replay:
-    """Have a packer keep all requests of a load; see the module."""
+    """Have a packer keep all requests of a load; see the module.
+
+    Args:
+        workload: the requests.
+        packer: has none.
+        token_s: seconds per output token.
+        until_s: the end.
+        each_second: is told the moves of each second; may change capacities.
+    """
     done, sizes, next_arrival, capacity = Replay(num_requests=len(workload)), dict[Any, int](), 0, packer.capacity
     arrival_s, end_s = workload.arrival_s, workload.arrival_s + workload.num_output * token_s
 
@@ -130,10 +155,9 @@ def replay(
             next_arrival += 1
         sizes |= grown | come
         moves = packer.batch(gone, grown, come)
-        if shrinks is not None:
-            shrinks.tick(packer, now_s)
         packer.tick(now_s)
         moves = net_moves([*moves, *packer.bins.take_moves()])
+        each_second(packer, moves, now_s)
         done.num_moves += len(moves)
         done.num_moved_tokens += sum(size for move in moves for size in move.members.values())
         assert not packer.evicted, "there is no end of bins"
@@ -143,6 +167,48 @@ def replay(
             done.bound.append(lower_bound(list(sizes.values()), capacity))
     done.num_unbatched_moves, done.num_restarts = packer.bins.num_moves, packer.num_restarts
     return done
+
+
+@dataclass(slots=True)
+class Divided:
+    """How the moves of a replay would travel, if they were all asked for when the packer made them."""
+
+    instance: CatalogInstance
+    bytes_per_s: float
+    """Of each worker's way out, and of its way in."""
+    kinds: frozenset[MoveKind]
+    num_tokens: Counter[MoveKind] = field(default_factory=Counter)
+    waited_s: list[float] = field(default_factory=list)
+    """Of each move."""
+    _waiting: dict[Name, tuple[Move, float]] = field(default_factory=dict)
+    _links: Budget = field(default_factory=Budget)
+    _prefills: Budget = field(default_factory=Budget)
+
+    def tick(self, packer: Packer, moves: Sequence[Move], now_s: float) -> None:
+        """Divide the moves of a second, and those that wait."""
+        for move in moves:
+            for name in move.members:
+                _, since_s = self._waiting.get(name, (move, now_s))
+                self._waiting[name] = move, since_s
+        self._waiting = {name: each for name, each in self._waiting.items() if packer.where(name) is not None}
+        link = link_boundary(self.bytes_per_s, self.instance.kv_bytes_per_token, TICK_S)
+        asked = [
+            AskedMove(name, move.members[name], (("out", move.source), ("in", move.target)), move.target)
+            for name, (move, _) in self._waiting.items()
+        ]
+        self._links.refill({each: link for move in asked for each in move.links})
+        self._prefills.refill({move.target: self._boundary(packer, move.target) for move in asked})
+        for name, kind in divide(asked, self._links, self._prefills, self.kinds).items():
+            if kind is not MoveKind.LATER:
+                move, since_s = self._waiting.pop(name)
+                self.num_tokens[kind] += move.members[name]
+                self.waited_s.append(now_s - since_s)
+
+    def _boundary(self, packer: Packer, number: int) -> int:
+        """Return what a worker computes beside those that are there now; one that is given back meanwhile, nothing."""
+        held = next((bin_ for bin_ in packer.bins if bin_.number == number), None)
+        contexts = [size for item in held.items.values() for size in item.members.values()] if held else []
+        return prefill_boundary(self.instance.cost, contexts, max(contexts, default=0) // 2, TICK_S) if contexts else 0
 
 
 class Shrinking:
@@ -157,7 +223,7 @@ class Shrinking:
         self._share = share
         self._random = Random(seed)
 
-    def tick(self, packer: Packer, now_s: float) -> None:
+    def tick(self, packer: Packer, _: Sequence[Move], now_s: float) -> None:
         """Change capacities, if it is time."""
         if now_s % 60:
             return
@@ -213,6 +279,36 @@ def print_decisions(names: Sequence[str], num_bins: int, num_operations: int) ->
     print_table(title, ["packer", "median", "P99", "P99.9"], rows)
 
 
+def print_divided(
+    instance: CatalogInstance,
+    workload: Workload,
+    packers: Mapping[str, Callable[[int], Packer]],
+    gbps: Sequence[float],
+    token_s: float,
+) -> None:
+    """Print how the moves of a load would travel over links of these rates."""
+    rows: list[list[str]] = []
+    ways = {"adaptive": ALL_KINDS, "KV only": frozenset({MoveKind.KV}), "tokens only": frozenset({MoveKind.TOKENS})}
+    for name, make in packers.items():
+        divided = [
+            (f"{rate:g}", way, Divided(instance, rate * 1e9 / 8, kinds)) for rate in gbps for way, kinds in ways.items()
+        ]
+
+        def each_second(packer: Packer, moves: Sequence[Move], now_s: float, divided: Any = divided) -> None:
+            for *_, each in divided:
+                each.tick(packer, moves, now_s)
+
+        done = replay(workload, make(instance.kv_tokens), token_s, float(workload.arrival_s[-1]), each_second)
+        for rate, way, each in divided if done.num_moves else ():
+            whole = max(sum(each.num_tokens.values()), 1)
+            at_once = np.mean([waited_s == 0 for waited_s in each.waited_s]) if each.waited_s else 0.0
+            mean_s = np.mean(each.waited_s) if each.waited_s else 0.0
+            share = each.num_tokens[MoveKind.KV] / whole
+            rows.append([name, rate, way, f"{len(each.waited_s)}", f"{share:.0%}", f"{at_once:.1%}", f"{mean_s:.2f}"])
+    header = ["packer", "Gbps", "moves go as", "moved", "tokens as KV", "moves at once", "wait, mean s"]
+    print_table("How moves travel; seed 0", header, rows)
+
+
 def plot(runs: Mapping[str, Replay], rooms: Mapping[float, dict[str, float]], title: str, file: Path) -> None:
     """Draw workers over time, and what room for growth costs and saves."""
     import matplotlib as mpl
@@ -251,6 +347,7 @@ def main() -> None:
     parser.add_argument("--token-s", type=float, default=0.05, help="seconds per output token")
     parser.add_argument("--rooms", type=float, nargs="*", default=[], help="pack with these shares for growth, besides")
     parser.add_argument("--shrunk", type=float, default=0.0, help="share of the workers that hold a fifth less")
+    parser.add_argument("--gbps", type=float, nargs="*", default=[], help="divide moves among links and prefills, too")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw seed 0")
     parser.add_argument("--decisions", type=int, metavar="N", help="only time operations on so many workers")
     args = parser.parse_args()
@@ -269,7 +366,7 @@ def main() -> None:
                 make(capacity),
                 args.token_s,
                 float(workload.arrival_s[-1]),
-                Shrinking(args.shrunk, seed) if args.shrunk else None,
+                Shrinking(args.shrunk, seed).tick,
             )
             for seed, workload in enumerate(workloads)
         ]
@@ -279,6 +376,8 @@ def main() -> None:
     header = ["packer", *next(iter(means.values()))]
     rows = [[name, *(_shown(value) for value in each.values())] for name, each in means.items()]
     print_table(f"{scenario.title}; seeds 0 to {args.seeds - 1}", header, rows)
+    if args.gbps:
+        print_divided(scenario.instance(), workloads[0], packers, args.gbps, args.token_s)
     if args.plot:
         first = {name: each[0] for name, each in runs.items() if name in PACKERS}
         plot(first, {room: means[f"pack {room:.1%}"] for room in args.rooms}, scenario.name, args.plot)

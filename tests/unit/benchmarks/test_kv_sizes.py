@@ -69,6 +69,6 @@ def test_workers_that_hold_less_are_others_every_minute(name: str) -> None:
     for number in range(8):
         packer.place(number, 700)
     for second in (60, 61, 120):
-        shrinking.tick(packer, second)
+        shrinking.tick(packer, [], second)
         shrunk = [bin_.number for bin_ in packer.bins if bin_.capacity == 800]
         assert len(shrunk) == len(packer.bins) // 2
