@@ -49,6 +49,7 @@ from services.planner.policy.packing.mell import Mell
 from services.planner.policy.packing.mell_printed import PrintedMell
 from services.planner.policy.packing.pack import Pack
 from services.planner.policy.packing.packer import Packer, net_moves
+from shared.cost import prefill_pairs
 from sim.catalog.instance import CatalogInstance
 from sim.experiment.series import kept
 from sim.scenarios.files import load_scenario
@@ -208,7 +209,12 @@ class Divided:
         """Return what a worker computes beside those that are there now; one that is given back meanwhile, nothing."""
         held = next((bin_ for bin_ in packer.bins if bin_.number == number), None)
         contexts = [size for item in held.items.values() for size in item.members.values()] if held else []
-        return prefill_boundary(self.instance.cost, contexts, max(contexts, default=0) // 2, TICK_S) if contexts else 0
+        rows, kv, prefix = len(contexts), sum(contexts), max(contexts, default=0) // 2
+
+        def step_s(chunk: int) -> float:
+            return self.instance.cost.step_s(rows + chunk, kv, prefill_pairs(prefix, chunk))
+
+        return prefill_boundary(step_s, TICK_S) if contexts else 0
 
 
 class Shrinking:

@@ -9,8 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
+from typing import Final
 
 DEFAULT_SYSTEM = "sluice"
+ROOM_FOR_GROWTH: Final = 0.05
+"""Share of a worker's KV memory that stays free where a request is put so as to pack."""
 
 
 class Memory(StrEnum):
@@ -34,6 +37,7 @@ class Migrates(StrEnum):
     NEVER = "never"  # beside drains
     WHEN_SHORT = "when-short"  # from workers that run short of KV memory to those with most of it
     TO_BALANCE = "to-balance"  # from the fullest worker to the emptiest, always
+    TO_PACK = "to-pack"  # so that few workers are in use
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,8 @@ SYSTEMS: dict[str, System] = {
         # Baselines of Mell: a request goes to the fullest, or the emptiest, worker in use that has room, and stays.
         System("best-fit", scheduler="chunked", placement="best-fit"),
         System("worst-fit", scheduler="chunked", placement="worst-fit"),
+        # And the same where requests move, so that the fewest workers are in use.
+        System("pack", scheduler="chunked", placement="pack", migrates=Migrates.TO_PACK),
         # The same scheduler, so that memory is all that differs from `fcfs-chunked` and `swap`. With memory for
         # everybody it stalls no decode and keeps nobody waiting but for computing; prefill first would reach its first
         # tokens a little earlier by making all others wait, which is a trade and no bound.
@@ -135,7 +141,6 @@ SYSTEMS: dict[str, System] = {
 PLANNED_SYSTEMS: tuple[str, ...] = (
     "mell",
     "mell-printed",
-    "pack",
     "gradient",
 )
 """Named in the design, not built yet; asking for one is refused by name."""

@@ -1,9 +1,9 @@
-"""Has running requests change their worker with their KV: asks who runs where much is in use, and has others fetch one.
+"""Has running requests change their worker with their KV: asks who runs where some should leave, and has others fetch.
 
-    view ─► find_pairs ─► ListRunning to the source ─► choose ─► Fetch to the target, which answers when it is over
+    view ─► a rule ─► ListRunning to the source ─► choose ─► Fetch to the target, which answers when it is over
 
 Not a plan: nothing is written down. A worker is in one move at a time, and afterwards reports have to show it.
-Source: see `policy/load_balance.py`; how requests travel: `shared/messages/fetch.py`.
+Rules: `policy/load_balance.py`, `policy/packing/consolidation.py`; how requests travel: `shared/messages/fetch.py`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-from services.planner.policy.load_balance import Pair, choose, find_pairs, usage
+from services.planner.policy.moves import MoveRule, Wanted, WantedMove
 from services.planner.policy.patience import Backoff, PatienceParams
 from shared.ids import RequestId, WorkerId
-from shared.messages.fetch import FETCH_LIMIT_S, Fetch, Fetched, FetchOutcome, FetchReason, ListRunning, RunningList
+from shared.messages.fetch import FETCH_LIMIT_S, Fetch, Fetched, FetchOutcome, ListRunning, RunningList
 from shared.messages.report import ClusterView, WorkerReport
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
 from shared.subjects import Subjects
-from shared.systems import Migrates
 from shared.transport.bus import Bus, BusError
 from shared.wire import WireError, decode, encode
 
@@ -30,12 +29,12 @@ LIST_LIMIT_S = 1.0
 
 
 class Balancer:
-    """Moves between pairs of workers, one request of each at a time.
+    """Moves requests between workers, each of which is in one move at a time.
 
     Args:
         bus: connected.
         subjects: of the cluster.
-        migrates: when.
+        rule: says from whom something should leave.
         patience: with pairs between which nothing could move.
         pause_s: after a move, until the workers are looked at again: reports have to show it.
         look: returns the newest view; None: there is none that is young enough.
@@ -47,7 +46,7 @@ class Balancer:
         self,
         bus: Bus,
         subjects: Subjects,
-        migrates: Migrates,
+        rule: MoveRule,
         patience: PatienceParams,
         *,
         pause_s: float,
@@ -59,7 +58,7 @@ class Balancer:
         """Of all moves since the start."""
         self._bus = bus
         self._subjects = subjects
-        self._migrates = migrates
+        self._rule = rule
         self._patience = patience
         self._pause_s = pause_s
         self._look = look
@@ -72,32 +71,49 @@ class Balancer:
     async def run(self) -> None:
         """Begin what is worth it, again and again, until cancelled."""
         while True:
-            view = self._look()
-            for pair in () if view is None else find_pairs(view, self._migrates, self._avoided(view)):
-                names = {pair.source.worker_id, pair.target.worker_id}
+            view, now_s = self._look(), asyncio.get_running_loop().time()
+            for wanted in () if view is None else self._rule(view, self._avoided(view), now_s):
+                names = {report.worker_id for report in (wanted.source, *wanted.targets)}
                 if not self._busy & names:
                     self._busy |= names
-                    self._tasks.start(self._move(pair), name=f"move-{pair.source.worker_id}")
+                    self._tasks.start(self._move(wanted, names), name=f"move-{wanted.source.worker_id}")
             await asyncio.sleep(self._pause_s)
 
-    async def _move(self, pair: Pair) -> None:
-        source, target = pair.source, pair.target
+    async def _move(self, wanted: Wanted, names: set[WorkerId]) -> None:
+        """Have carried out what is wanted; whoever takes part is in no other move until it is over."""
+        source = wanted.source.worker_id
         try:
-            part = choose(pair, (await self._running(pair)).requests)
-            for request_id, attempt in () if part is None else part.choices:
-                outcome = await self._fetch(pair, request_id, attempt)
-                if outcome is FetchOutcome.MOVED:
-                    await self._announce("request_moved", f"{request_id} goes from {_told(source)} to {_told(target)}")
-                self.outcomes[outcome] += 1
-                self._note(pair, has_failed=outcome not in {FetchOutcome.MOVED, FetchOutcome.GONE})
-                if outcome is not FetchOutcome.MOVED:
-                    break  # the others would go without it
-            await asyncio.sleep(self._pause_s)
+            moves = wanted.choose((await self._running(wanted)).requests)
+            more = {move.target.worker_id for move in moves} - names
+            if self._busy & more:
+                return
+            self._busy |= more
+            names |= more
+            for move in moves:
+                if not await self._carry_out(wanted, move):
+                    break
+            if moves or wanted.targets:
+                await asyncio.sleep(self._pause_s)
         except (BusError, WireError) as error:
-            self._note(pair, has_failed=True)
-            _log.warning("not_moved", source=source.worker_id, target=target.worker_id, error=str(error))
+            for target in names - {source}:
+                self._note(source, target, has_failed=True)
+            _log.warning("not_moved", source=source, targets=sorted(names - {source}), error=str(error))
         finally:
-            self._busy -= {source.worker_id, target.worker_id}
+            self._busy -= names
+
+    async def _carry_out(self, wanted: Wanted, move: WantedMove) -> bool:
+        """Have all choices of a request fetched; return whether all have gone."""
+        source, target = wanted.source.worker_id, move.target.worker_id
+        for request_id, attempt in move.part.choices:
+            outcome = await self._fetch(wanted, move.target, request_id, attempt)
+            if outcome is FetchOutcome.MOVED:
+                told = f"{request_id} goes from {source} to {target}: {wanted.tell(move)}"
+                await self._announce("request_moved", told)
+            self.outcomes[outcome] += 1
+            self._note(source, target, has_failed=outcome not in {FetchOutcome.MOVED, FetchOutcome.GONE})
+            if outcome is not FetchOutcome.MOVED:
+                return outcome is FetchOutcome.GONE  # the others would go without it
+        return True
 
     def _avoided(self, view: ClusterView) -> set[tuple[WorkerId, WorkerId]]:
         """Return the pairs that are left alone for now; those of workers that are gone are forgotten."""
@@ -105,30 +121,26 @@ class Balancer:
         self._failures = {pair: each for pair, each in self._failures.items() if here.issuperset(pair)}
         return {pair for pair, each in self._failures.items() if each.left_s(now_s)}
 
-    def _note(self, pair: Pair, *, has_failed: bool) -> None:
+    def _note(self, source: WorkerId, target: WorkerId, *, has_failed: bool) -> None:
         """Remember that nothing could move between two, or that it could."""
-        names, now_s = (pair.source.worker_id, pair.target.worker_id), asyncio.get_running_loop().time()
+        now_s = asyncio.get_running_loop().time()
         if has_failed:
-            self._failures.setdefault(names, Backoff(self._patience)).failed(now_s)
+            self._failures.setdefault((source, target), Backoff(self._patience)).failed(now_s)
         else:
-            self._failures.pop(names, None)
+            self._failures.pop((source, target), None)
 
-    async def _fetch(self, pair: Pair, request_id: RequestId, attempt: int) -> FetchOutcome:
+    async def _fetch(self, wanted: Wanted, target: WorkerReport, request_id: RequestId, attempt: int) -> FetchOutcome:
         """Have a choice fetched; return what came of it."""
         fetch = Fetch(
             request_id=request_id,
             attempt=attempt,
-            source=pair.source.worker_id,
-            source_address=pair.source.stage_address,
-            reason=FetchReason.BALANCE,
+            source=wanted.source.worker_id,
+            source_address=wanted.source.stage_address,
+            reason=wanted.reason,
         )
-        subject = self._subjects.fetch(pair.target.worker_id)
+        subject = self._subjects.fetch(target.worker_id)
         return decode(await self._bus.request(subject, encode(fetch), timeout_s=FETCH_LIMIT_S), Fetched).outcome
 
-    async def _running(self, pair: Pair) -> RunningList:
-        subject, asked = self._subjects.fetch(pair.source.worker_id), ListRunning(most_blocks=pair.most_blocks)
+    async def _running(self, wanted: Wanted) -> RunningList:
+        subject, asked = self._subjects.fetch(wanted.source.worker_id), ListRunning(most_blocks=wanted.most_blocks)
         return decode(await self._bus.request(subject, encode(asked), timeout_s=LIST_LIMIT_S), RunningList)
-
-
-def _told(report: WorkerReport) -> str:
-    return f"{report.worker_id} ({usage(report):.0%} of its KV memory used or asked for)"

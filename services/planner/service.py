@@ -21,7 +21,9 @@ from services.planner.metrics import PlannerMetrics
 from services.planner.orders import Orders
 from services.planner.policy.decisions import Decider
 from services.planner.policy.levers.ladder import Decision, Lever
+from services.planner.policy.load_balance import balance
 from services.planner.policy.observe import find_loss
+from services.planner.policy.packing.consolidation import Consolidation
 from services.planner.policy.plans.intent import Intent, PlanOutcome
 from services.planner.policy.scale_signal import ScaleWish
 from services.planner.rebalancing import Rebalancer
@@ -132,7 +134,7 @@ class Planner:
             balancer = Balancer(
                 self._bus,
                 self._subjects,
-                migrates,
+                Consolidation() if migrates is Migrates.TO_PACK else balance(migrates),
                 self._settings.patience(),
                 pause_s=self._settings.balance_pause_s,
                 look=lambda: None if self.superseded else self.fresh_view,

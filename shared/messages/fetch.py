@@ -41,6 +41,8 @@ class FetchReason(StrEnum):
     """Its worker is about to stop."""
     BALANCE = "balance"
     """Another one has more room."""
+    PACK = "pack"
+    """Fewer workers would do, or its own is about to run short of KV memory."""
     RECOVERY = "recovery"
     """Its dispatcher has given up its worker, which may live: cut off from the broker, or with a step that hangs. It is
     asked for the KV alone, since whatever it goes on with is nobody's."""

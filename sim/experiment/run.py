@@ -19,6 +19,7 @@ import numpy as np
 from services.dispatcher.session.request import FailureCode, NewRequest, RequestFailedError
 from shared.api_keys import Tier
 from shared.ids import RequestId
+from shared.messages.fetch import FETCH_LIMIT_S
 from shared.messages.request import MAX_PROMPT_TOKENS, pack_token_ids
 from shared.types import ReaderTarget, SamplingParams
 from sim.cluster import SimCluster
@@ -103,10 +104,19 @@ async def _run(built: ExperimentCluster, workload: Workload, on_progress: Callab
             feeding.cancel()
             await asyncio.gather(sampling, feeding, return_exceptions=True)
         facts = sampler.facts()
-        await asyncio.sleep(SETTLE_S)
+        await _settle(cluster)
         cluster.check_idle()
         num_steps = sum(worker.service.engine.totals.num_steps for worker in cluster.workers)
     return RunResult(recorder.records(), facts, sampler.samples(), num_steps)
+
+
+async def _settle(cluster: SimCluster) -> None:
+    """Return when what belongs to requests should be gone; a worker learns late that what it fetches has ended."""
+    await asyncio.sleep(SETTLE_S)
+    migrations = [worker.service.migration for worker in cluster.workers if worker.service.migration is not None]
+    async with asyncio.timeout(FETCH_LIMIT_S):
+        while any(each.fetching.num_under_way for each in migrations):
+            await asyncio.sleep(SETTLE_S)
 
 
 async def feed(cluster: SimCluster, workload: Workload, recorder: Recorder) -> None:

@@ -59,6 +59,20 @@ def test_requests_change_their_instance_in_experiments_of_systems_that_say_so() 
 
 
 @pytest.mark.slow
+def test_packing_needs_fewer_instances_than_the_fits_and_fewer_give_way() -> None:
+    """Ten small instances, of which a few are enough, and answers that triple what their prompts hold."""
+    few = {"model": "llama-2-13b", "gpu": "a100-40", "instances": 10, "lengths": "1000x2000"}
+    scenario = validated({**AMPLE, **few, "arrivals": {"kind": "poisson", "rate_per_s": 0.8}}, "few")
+    facts = {name: run_system(scenario, name, 0).facts for name in ("fcfs-chunked", "worst-fit", "best-fit", "pack")}
+    busy_s = {name: found.busy_gpu_seconds or 0.0 for name, found in facts.items()}
+    gave_way = {name: found.preemptions or 0 for name, found in facts.items()}
+    assert facts["fcfs-chunked"].busy_gpus_peak == 10
+    assert busy_s["pack"] < min(busy_s["worst-fit"], busy_s["best-fit"]) < 0.8 * busy_s["fcfs-chunked"], busy_s
+    assert gave_way["pack"] < min(gave_way["worst-fit"], gave_way["best-fit"]), gave_way
+    assert facts["pack"].migrations
+
+
+@pytest.mark.slow
 def test_systems_that_schedule_alike_are_as_fast_where_memory_suffices() -> None:
     """Equal schedulers, equal requests: only where they were placed could make a difference."""
     scenario = validated(AMPLE, "ample")

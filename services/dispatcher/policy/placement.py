@@ -25,6 +25,7 @@ from typing import Protocol
 
 from shared.hot import hot_dataclass
 from shared.ids import WorkerId
+from shared.systems import ROOM_FOR_GROWTH
 
 WAITING_WEIGHT = 0.5
 """Of a second of prompts that wait, against all of a worker's KV memory. Higher spreads bursts more evenly, and lets
@@ -127,6 +128,19 @@ def place_worst_fit(
     return place_unused(workers, num_tokens, refused) if best is None else _fitted(best, "emptiest")
 
 
+def place_pack(
+    workers: Sequence[PlacementLoad], num_tokens: int, refused: Collection[WorkerId] = (), num_known: int = 0
+) -> Placed | None:
+    """Choose the fullest worker in use that has room for what is known of the request, and room for growth besides."""
+    fitting = [
+        worker
+        for worker in _fit(workers, num_tokens, refused, num_known)
+        if _free_tokens(worker) - num_known >= ROOM_FOR_GROWTH * worker.num_blocks * worker.block_size
+    ]
+    best = min(fitting, key=lambda worker: (_free_tokens(worker), worker.worker_id), default=None)
+    return place_unused(workers, num_tokens, refused) if best is None else _fitted(best, "fullest")
+
+
 def place_unused(
     workers: Sequence[PlacementLoad], num_tokens: int, refused: Collection[WorkerId] = ()
 ) -> Placed | None:
@@ -175,5 +189,6 @@ PLACEMENTS: dict[str, Placement] = {
     "least-loaded": place_least_loaded,
     "best-fit": place_best_fit,
     "worst-fit": place_worst_fit,
+    "pack": place_pack,
 }
 """By the name that a system gives (`shared.systems`)."""

@@ -17,9 +17,9 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from services.planner.policy.observe import can_work, giving_way
-from shared.ids import WorkerId
-from shared.messages.fetch import RunningPart
+from services.planner.policy.moves import Avoided, MoveRule, WantedMove, takes_part
+from services.planner.policy.observe import giving_way
+from shared.messages.fetch import FetchReason, RunningPart
 from shared.messages.report import ClusterView, WorkerReport, WorkerStatus
 from shared.systems import Migrates
 
@@ -38,11 +38,24 @@ class Pair:
     target: WorkerReport
     most_blocks: int
     """KV blocks of a request that may go: with more the target would be the fuller one."""
+    reason: FetchReason = FetchReason.BALANCE
+
+    @property
+    def targets(self) -> Sequence[WorkerReport]:
+        """See `Wanted`."""
+        return (self.target,)
+
+    def choose(self, running: Sequence[RunningPart]) -> Sequence[WantedMove]:
+        """Return one that may go: best effort first, then who has the least KV."""
+        part = choose(self, running)
+        return () if part is None else (WantedMove(part, self.target),)
+
+    def tell(self, move: WantedMove) -> str:
+        """See `Wanted`."""
+        return f"{_told(self.source)}, {_told(move.target)}"
 
 
-def find_pairs(
-    view: ClusterView, migrates: Migrates, avoided: Set[tuple[WorkerId, WorkerId]] = frozenset()
-) -> tuple[Pair, ...]:
+def find_pairs(view: ClusterView, migrates: Migrates, avoided: Avoided = frozenset()) -> tuple[Pair, ...]:
     """Return between whom requests should move, each worker once at most, the widest gap first.
 
     Args:
@@ -54,9 +67,14 @@ def find_pairs(
         return ()
     pairs: list[Pair] = []
     for digest in sorted({s.report.model_digest for s in view.workers if s.report.model_digest}):
-        takes_part = [s for s in view.workers if s.report.model_digest == digest and _takes_part(s)]
-        pairs += _pairs_of(takes_part, migrates, avoided)
+        statuses = [s for s in view.workers if s.report.model_digest == digest and takes_part(s)]
+        pairs += _pairs_of(statuses, migrates, avoided)
     return tuple(sorted(pairs, key=lambda pair: (usage(pair.target) - usage(pair.source), pair.source.worker_id)))
+
+
+def balance(migrates: Migrates) -> MoveRule:
+    """Return the rule by which requests move then."""
+    return lambda view, avoided, _: find_pairs(view, migrates, avoided)
 
 
 def choose(pair: Pair, running: Sequence[RunningPart]) -> RunningPart | None:
@@ -71,9 +89,7 @@ def usage(report: WorkerReport) -> float:
     return (report.num_used_blocks + demanded) / report.num_blocks
 
 
-def _pairs_of(
-    statuses: Sequence[WorkerStatus], migrates: Migrates, avoided: Set[tuple[WorkerId, WorkerId]]
-) -> list[Pair]:
+def _pairs_of(statuses: Sequence[WorkerStatus], migrates: Migrates, avoided: Avoided) -> list[Pair]:
     """Return the pairs among workers of one model."""
     by_usage = sorted(statuses, key=lambda status: (-usage(status.report), status.report.worker_id))
     sources = [s for s in by_usage if migrates is Migrates.TO_BALANCE or _is_short(s)]
@@ -112,10 +128,8 @@ def _pair(source: WorkerReport, target: WorkerReport) -> Pair:
     return Pair(source, target, max(int(most_blocks), 1))
 
 
-def _takes_part(status: WorkerStatus) -> bool:
-    report = status.report
-    can_move = bool(report.stage_address) and not report.group and not report.held
-    return can_work(status) and can_move and report.num_blocks > 0
+def _told(report: WorkerReport) -> str:
+    return f"{report.worker_id} has {usage(report):.0%} of its KV memory used or asked for"
 
 
 def _is_short(status: WorkerStatus) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from services.planner.balancing import Balancer
+from services.planner.policy.load_balance import balance
 from services.planner.policy.patience import PatienceParams
 from shared.ids import RequestId, WorkerId
 from shared.messages.fetch import Fetch, Fetched, FetchOutcome, ListRunning, RunningList, RunningPart
@@ -80,7 +81,7 @@ async def balanced(*requests: RunningPart) -> AsyncIterator[tuple[Cluster, Balan
     balancer = Balancer(
         bus,
         Subjects(),
-        Migrates.TO_BALANCE,
+        balance(Migrates.TO_BALANCE),
         PATIENCE,
         pause_s=PAUSE_S,
         look=cluster.view,
@@ -100,10 +101,10 @@ async def test_all_choices_of_a_request_go_to_one_worker_one_after_the_other() -
         assert [key for _, *key in cluster.asked] == [["r", 1], ["r-1", 2], ["r-2", 3]]
         assert balancer.outcomes == {FetchOutcome.MOVED: 3}
         usage = [
-            f"{name} ({share} of its KV memory used or asked for)"
+            f"{name} has {share} of its KV memory used or asked for"
             for name, share in (("full", "90%"), ("empty", "10%"))
         ]
-        assert cluster.told[0] == ("request_moved", f"r goes from {usage[0]} to {usage[1]}")
+        assert cluster.told[0] == ("request_moved", f"r goes from full to empty: {', '.join(usage)}")
         assert len(cluster.told) == 3
 
 

@@ -13,12 +13,11 @@ takes more than a tick, is the project's own.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from services.planner.policy.packing.bins import Name
-from shared.cost import CostModel, prefill_pairs
 
 Link = Hashable
 
@@ -106,28 +105,19 @@ def link_boundary(bytes_per_s: float, kv_bytes_per_token: int, tick_s: float) ->
     return int(bytes_per_s * tick_s / kv_bytes_per_token)
 
 
-def prefill_boundary(
-    cost: CostModel, contexts: Sequence[int], prefix: int, tick_s: float, slowdown: float = 0.05
-) -> int:
+def prefill_boundary(step_s: Callable[[int], float], tick_s: float, slowdown: float = 0.05) -> int:
     """Return the tokens of prompts that a worker computes in a tick while its steps take so much longer at most.
 
     Args:
-        cost: of a step.
-        contexts: of the requests that decode there, tokens.
-        prefix: tokens before such a chunk, on average.
+        step_s: how long a step takes that computes so many besides; more never take less.
         tick_s: the tick.
         slowdown: share of a step.
     """
-    rows, kv = len(contexts), sum(contexts)
-    limit_s = (1 + slowdown) * cost.step_s(rows, kv, 0)
-
-    def fits(chunk: int) -> bool:
-        return cost.step_s(rows + chunk, kv, prefill_pairs(prefix, chunk)) <= limit_s
-
+    limit_s = (1 + slowdown) * step_s(0)
     low, high = 0, 1
-    while fits(high):
+    while step_s(high) <= limit_s:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = (middle, high) if step_s(middle) <= limit_s else (low, middle)
     return int(low * tick_s / limit_s)

@@ -118,10 +118,13 @@ def test_with_both_kinds_whoever_could_go_as_kv_alone_goes_and_maybe_more(seed: 
 def test_boundaries_are_what_a_link_carries_and_what_decodes_hardly_notice() -> None:
     """Gbit/s of a link over KV of half a MiB per token; a chunk that makes steps 5 % longer, and one token more."""
     assert link_boundary(25e9 / 8, 2**19, 1.0) == 5960
-    cost, contexts = load_profile("llama-2-7b-tp1-a100").cost, [4_000, 2_500]
-    limit_s = 1.05 * cost.step_s(2, 6_500, 0)
-    for tick_s in (limit_s, 100 * limit_s):
-        chunk = prefill_boundary(cost, contexts, 2_000, tick_s) * limit_s / tick_s
-        assert cost.step_s(2 + int(chunk), 6_500, prefill_pairs(2_000, int(chunk))) <= limit_s
-        assert cost.step_s(3 + int(chunk), 6_500, prefill_pairs(2_000, int(chunk) + 1)) > limit_s
-    assert prefill_boundary(cost, contexts, 2_000, 1.0, slowdown=0.0) == 0
+    cost = load_profile("llama-2-7b-tp1-a100").cost
+
+    def step_s(chunk: int) -> float:
+        return cost.step_s(2 + chunk, 6_500, prefill_pairs(2_000, chunk))
+
+    limit_s = 1.05 * step_s(0)
+    chunk = prefill_boundary(step_s, limit_s)
+    assert step_s(chunk) <= limit_s < step_s(chunk + 1)
+    assert prefill_boundary(step_s, 100.5 * limit_s) == int(100.5 * chunk)
+    assert prefill_boundary(step_s, 1.0, slowdown=0.0) == 0

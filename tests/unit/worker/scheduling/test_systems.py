@@ -46,6 +46,7 @@ def test_names_are_built_or_planned_but_not_both() -> None:
         *plain,
         "best-fit",
         "worst-fit",
+        "pack",
         "andes",
         "andes-unlimited",
         "lqsf",
@@ -69,7 +70,7 @@ def test_names_are_built_or_planned_but_not_both() -> None:
 def test_only_bounds_have_memory_without_end_and_they_run_nowhere_live() -> None:
     unlimited = [name for name, system in SYSTEMS.items() if system.memory is Memory.UNLIMITED]
     assert unlimited == UNLIMITED
-    told = r"simulator only; live there are: .*load-balance, best-fit, worst-fit, andes, "
+    told = r"simulator only; live there are: .*load-balance, best-fit, worst-fit, pack, andes, "
     for name in unlimited:
         with pytest.raises(UnknownSystemError, match=told):
             find_live_system(name)

@@ -1,0 +1,68 @@
+"""What a planner that has running requests change their worker wants, whatever its rule: from whom, and who to whom.
+
+    view ─► a rule ─► Wanted: "from this worker"     who runs there? ─► Wanted.choose ─► moves, in their order
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.planner.policy.observe import can_work
+from shared.ids import WorkerId
+from shared.messages.fetch import FetchReason, RunningPart
+from shared.messages.report import ClusterView, WorkerReport, WorkerStatus
+
+Avoided = Set[tuple[WorkerId, WorkerId]]
+"""Sources and targets between which nothing can move now."""
+
+
+@dataclass(frozen=True, slots=True)
+class WantedMove:
+    """One request goes there."""
+
+    part: RunningPart
+    target: WorkerReport
+
+
+class Wanted(Protocol):
+    """Something that should leave a worker."""
+
+    @property
+    def source(self) -> WorkerReport:
+        """That worker."""
+
+    @property
+    def reason(self) -> FetchReason:
+        """Why, in a word."""
+
+    @property
+    def most_blocks(self) -> int:
+        """KV blocks of a request that may go; larger ones need not be told."""
+
+    @property
+    def targets(self) -> Sequence[WorkerReport]:
+        """Who takes part, as far as is known before it is known who runs at the source."""
+
+    def choose(self, running: Sequence[RunningPart]) -> Sequence[WantedMove]:
+        """Return who should go where, one after the other; nothing: nobody."""
+
+    def tell(self, move: WantedMove) -> str:
+        """Say of a move why it is made, in words."""
+
+
+class MoveRule(Protocol):
+    """Says from whom something should leave."""
+
+    def __call__(self, view: ClusterView, avoided: Avoided, now_s: float) -> Sequence[Wanted]:
+        """Return it, the most urgent first."""
+
+
+def takes_part(status: WorkerStatus) -> bool:
+    """Return whether requests can leave a worker, or come to it, with their KV."""
+    report = status.report
+    can_move = bool(report.stage_address) and not report.group and not report.held
+    return can_work(status) and can_move and report.num_blocks > 0

@@ -1,0 +1,187 @@
+"""Packs running requests onto fewer workers: who overflows gives one away, and one of the emptiest is emptied.
+
+    a worker whose memory runs out before a move could end    gives one request to the fullest worker with room for it,
+                                                              or to one that is not in use
+    every few seconds one of the four emptiest in use         gives all of them to others in use, if all find room there
+
+What is packed are KV blocks, with what requests grow by: until the move is over, or for half a minute if a worker is
+emptied, so that it does not come back at once. A target's steps may not become longer than a limit; what it gets is
+taken to make them longer by as much as it did where it ran, which is more than it will be.
+
+Dispatchers place by `pack`, so that the emptiest get nothing while others have room. Nothing is emptied while somebody
+lacks memory.
+
+Pure, but for when it looked last. Source: the project's own (`pack.py`, whose planning it uses).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from services.planner.policy.moves import Avoided, Wanted, WantedMove, takes_part
+from services.planner.policy.packing.bins import Bin, Item
+from services.planner.policy.packing.pack import EMPTY_PERIOD_S, NUM_EMPTIEST, Elsewhere
+from shared.messages.fetch import MAX_RUNNING, FetchReason, RunningPart
+from shared.messages.report import ClusterView, WorkerReport, WorkerStatus
+from shared.systems import ROOM_FOR_GROWTH
+
+MOVE_HORIZON_S: Final = 3.0
+"""Until a move that begins now is over, with the reports that led to it."""
+REST_S: Final = 10.0
+"""For which a request that is given away finds room where it goes, as all who are there grow."""
+EMPTY_HORIZON_S: Final = 30.0
+"""For which requests of a worker that is emptied find room, as they grow, where they go."""
+STEP_LIMIT_S: Final = 0.1
+"""Longest step of a worker that gets the requests of one that is emptied: ten tokens per second for each reader."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relief:
+    """A worker gives away one request before its memory runs out."""
+
+    source: WorkerReport
+    others: Sequence[WorkerReport]
+    """That may take it."""
+    reason: FetchReason = FetchReason.PACK
+    most_blocks: int = 10**9
+    targets: Sequence[WorkerReport] = ()
+
+    def choose(self, running: Sequence[RunningPart]) -> Sequence[WantedMove]:
+        """Return the smallest request without which there is room for growth again, else the largest."""
+        enough = lacking_blocks(self.source) + _room(self.source)
+        by_size = sorted(running, key=lambda part: (part.num_blocks, part.choices))
+        part = next((each for each in by_size if each.num_blocks >= enough), by_size[-1] if by_size else None)
+        if part is None or len(by_size) < 2:
+            return ()  # a request that is alone has all the room there is
+        needed = part.num_blocks + grown_blocks(self.source, len(part.choices), REST_S)
+        fitting = [
+            other for other in self.others if other.num_blocks - _later_blocks(other, REST_S) - _room(other) >= needed
+        ]
+        in_use = [other for other in fitting if num_sequences(other)]
+        by_free = sorted(in_use or fitting, key=lambda other: (free_blocks(other), other.worker_id))
+        return (WantedMove(part, by_free[0]),) if by_free else ()
+
+    def tell(self, move: WantedMove) -> str:
+        """See `Wanted`."""
+        lacking = lacking_blocks(self.source)
+        return f"{self.source.worker_id} will lack {lacking} KV blocks; {move.target.worker_id} has room"
+
+
+@dataclass(frozen=True, slots=True)
+class Emptying:
+    """A worker gives away all of its requests, so that it is not in use any more."""
+
+    source: WorkerReport
+    others: Sequence[WorkerReport]
+    """In use."""
+    reason: FetchReason = FetchReason.PACK
+    most_blocks: int = 10**9
+    targets: Sequence[WorkerReport] = ()
+
+    def choose(self, running: Sequence[RunningPart]) -> Sequence[WantedMove]:
+        """Return where each goes; nothing if not all who are there can go, and find room."""
+        if sum(len(part.choices) for part in running) < num_sequences(self.source):
+            return ()  # somebody waits, or computes a prompt
+        items = [Item({number: 0}, self._size(part)) for number, part in enumerate(running)]
+        part_of = {id(item): part for item, part in zip(items, running, strict=True)}
+        bins = [
+            Bin(number, number, other.num_blocks, used=_later_blocks(other, EMPTY_HORIZON_S))
+            for number, other in enumerate(self.others)
+        ]
+        plan = Elsewhere(sorted((bin_.free, bin_.number, bin_) for bin_ in bins), room=0).plan(items)
+        moves = [WantedMove(part_of[id(item)], self.others[bin_.number]) for item, bin_ in plan or ()]
+        return moves if all(self._is_fast(moves, move.target) for move in moves) else ()
+
+    def tell(self, move: WantedMove) -> str:
+        """See `Wanted`."""
+        return f"{self.source.worker_id} is emptied; {move.target.worker_id} has room"
+
+    def _size(self, part: RunningPart) -> int:
+        return part.num_blocks + grown_blocks(self.source, len(part.choices), EMPTY_HORIZON_S)
+
+    def _is_fast(self, moves: Sequence[WantedMove], target: WorkerReport) -> bool:
+        num_blocks = sum(move.part.num_blocks for move in moves if move.target is target)
+        share = num_blocks / max(self.source.num_used_blocks, 1)
+        return target.step_time_s + share * self.source.step_time_s <= STEP_LIMIT_S
+
+
+class Consolidation:
+    """The rule; see the module. Remembers when it looked at which of the emptiest."""
+
+    def __init__(self) -> None:
+        self._not_before_s = float("-inf")
+        self._num_looks = 0
+
+    def __call__(self, view: ClusterView, avoided: Avoided, now_s: float) -> Sequence[Wanted]:
+        """Return who should give one request away, and now and then who should be emptied."""
+        wanted: list[Wanted] = []
+        is_due = now_s >= self._not_before_s
+        if is_due:
+            self._not_before_s = now_s + EMPTY_PERIOD_S / NUM_EMPTIEST
+            self._num_looks += 1
+        for digest in sorted({s.report.model_digest for s in view.workers if s.report.model_digest}):
+            statuses = [s for s in view.workers if s.report.model_digest == digest and takes_part(s)]
+            reports = [status.report for status in statuses]
+            for source in reports:
+                if lacking_blocks(source) > 0:
+                    wanted.append(Relief(source, _others(source, reports, avoided)))
+            if is_due and not any(_is_short(status) for status in statuses):
+                wanted += self._emptying([report for report in reports if num_sequences(report)], avoided)
+        return wanted
+
+    def _emptying(self, in_use: Sequence[WorkerReport], avoided: Avoided) -> Sequence[Wanted]:
+        by_used = sorted(in_use, key=lambda report: (report.num_used_blocks, report.worker_id))
+        if len(by_used) < 2:
+            return ()
+        source = by_used[self._num_looks % min(NUM_EMPTIEST, len(by_used) - 1)]
+        others = _others(source, in_use, avoided)
+        room = sum(max(each.num_blocks - _later_blocks(each, EMPTY_HORIZON_S), 0) for each in others)
+        is_told = num_sequences(source) <= MAX_RUNNING
+        return (Emptying(source, others),) if is_told and source.num_used_blocks <= room else ()
+
+
+def _is_short(status: WorkerStatus) -> bool:
+    report = status.report
+    return status.throttled or report.num_queued_for_memory > 0 or lacking_blocks(report) > 0
+
+
+def num_sequences(report: WorkerReport) -> int:
+    """Return how many sequences are at a worker, in whatever state."""
+    return report.num_running + report.num_waiting + report.num_preempted
+
+
+def grown_blocks(report: WorkerReport, count: int, horizon_s: float) -> int:
+    """Return by how many blocks so many of a worker's sequences grow in a time, at the pace of those that run there."""
+    if not report.num_running or not report.block_size:
+        return count
+    tokens = report.tokens_per_s / report.num_running * horizon_s
+    return count * (1 + int(tokens / report.block_size))
+
+
+def free_blocks(report: WorkerReport) -> int:
+    """Return the blocks that nobody holds or asks for."""
+    asked = max(report.num_demanded_blocks, report.num_uncomputed_blocks)
+    return report.num_blocks - report.num_used_blocks - asked
+
+
+def lacking_blocks(report: WorkerReport) -> int:
+    """Return how many blocks a worker will lack before a move could be over; 0 or less: none."""
+    return _later_blocks(report, MOVE_HORIZON_S) - report.num_blocks
+
+
+def _later_blocks(report: WorkerReport, horizon_s: float) -> int:
+    return report.num_blocks - free_blocks(report) + grown_blocks(report, report.num_running, horizon_s)
+
+
+def _room(report: WorkerReport) -> int:
+    return int(ROOM_FOR_GROWTH * report.num_blocks)
+
+
+def _others(source: WorkerReport, reports: Sequence[WorkerReport], avoided: Avoided) -> list[WorkerReport]:
+    return [
+        each
+        for each in reports
+        if each.worker_id != source.worker_id and (source.worker_id, each.worker_id) not in avoided
+    ]

@@ -1,0 +1,186 @@
+"""Who gives which requests to whom so that few workers are in use."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import pytest
+
+from services.planner.policy.moves import Wanted, WantedMove
+from services.planner.policy.packing.consolidation import (
+    EMPTY_HORIZON_S,
+    MOVE_HORIZON_S,
+    STEP_LIMIT_S,
+    Consolidation,
+    Emptying,
+    Relief,
+    free_blocks,
+    grown_blocks,
+    lacking_blocks,
+)
+from services.planner.policy.packing.pack import EMPTY_PERIOD_S, NUM_EMPTIEST
+from shared.ids import RequestId, WorkerId
+from shared.messages.fetch import FetchReason, RunningPart
+from shared.messages.report import ClusterView, WorkerReport, WorkerStatus
+from shared.systems import ROOM_FOR_GROWTH
+from tests.support.statuses import make_report, make_status, make_view
+
+NUM_BLOCKS = 1000
+ROOM = int(ROOM_FOR_GROWTH * NUM_BLOCKS)
+COMMON: dict[str, Any] = {
+    "num_blocks": NUM_BLOCKS,
+    "block_size": 16,
+    "model_digest": "m",
+    "stage_address": "a",
+    "step_time_s": 0.03,
+}
+
+
+def busy(name: str, used: int, rows: int = 2, **fields: Any) -> WorkerStatus:
+    """A worker whose rows grow by a block per second each, unless it says otherwise."""
+    pace = {"num_used_blocks": used, "num_running": rows, "tokens_per_s": 16.0 * rows}
+    return make_status(name, **(COMMON | pace | fields))
+
+
+def unused(name: str) -> WorkerStatus:
+    return make_status(name, **COMMON)
+
+
+def part(name: str, num_blocks: int, num_choices: int = 1) -> RunningPart:
+    choices = tuple((RequestId(f"{name}-{number}"), 1) for number in range(num_choices))
+    return RunningPart(choices=choices, num_tokens=16 * num_blocks, num_blocks=num_blocks)
+
+
+def wanted_of(view: ClusterView, now_s: float = 0.0, *avoided: tuple[str, str]) -> Sequence[Wanted]:
+    named = {(WorkerId(source), WorkerId(target)) for source, target in avoided}
+    return Consolidation()(view, named, now_s)
+
+
+def told(moves: Sequence[WantedMove]) -> list[tuple[str, str]]:
+    return [(move.part.choices[0][0].rpartition("-")[0], move.target.worker_id) for move in moves]
+
+
+def only_relief(*statuses: WorkerStatus) -> Relief:
+    (found,) = [each for each in wanted_of(make_view(*statuses)) if isinstance(each, Relief)]
+    return found
+
+
+def test_a_worker_will_lack_memory_when_what_runs_outgrows_it_before_a_move_could_end() -> None:
+    """Two rows of a block per second: in 3 s each needs four blocks, rounded up."""
+    assert MOVE_HORIZON_S == 3.0
+    report = busy("w", 995).report
+    assert grown_blocks(report, 2, MOVE_HORIZON_S) == 8
+    assert lacking_blocks(report) == 3
+    assert lacking_blocks(busy("w", 992).report) == 0
+    assert lacking_blocks(busy("w", 900, num_demanded_blocks=95).report) == 3
+    assert lacking_blocks(busy("w", 900, num_uncomputed_blocks=95).report) == 3
+
+
+def test_it_gives_the_smallest_request_that_leaves_it_room_to_the_fullest_worker_in_use_that_has_room() -> None:
+    relief = only_relief(busy("full", 999), busy("a", 500), busy("b", 700), busy("c", 930), unused("u"))
+    running = [part("large", 500), part("tiny", 20), part("fits", 100)]
+    assert relief.source.worker_id == "full"
+    assert relief.reason is FetchReason.PACK
+    (move,) = relief.choose(running)
+    assert told([move]) == [("fits", "b")]
+    assert relief.tell(move) == "full will lack 7 KV blocks; b has room"
+
+
+def test_where_nobody_in_use_has_room_it_gives_to_one_that_is_not_in_use() -> None:
+    relief = only_relief(busy("full", 999), busy("a", 900), unused("u1"), unused("u0"))
+    assert told(relief.choose([part("fits", 100), part("other", 899)])) == [("fits", "u0")]
+
+
+def test_if_no_request_is_large_enough_the_largest_goes_and_one_that_is_alone_stays() -> None:
+    relief = only_relief(busy("full", 999, rows=30), busy("a", 100))
+    assert told(relief.choose([part("x", 20), part("y", 30)])) == [("y", "a")]
+    assert relief.choose([part("alone", 999)]) == ()
+    assert relief.choose([]) == ()
+    nowhere = only_relief(busy("full", 999), busy("a", 960))
+    assert nowhere.choose([part("x", 100), part("y", 900)]) == ()
+
+
+def test_a_pair_that_rests_and_workers_of_other_models_take_no_part() -> None:
+    view = make_view(busy("full", 999), busy("a", 500), busy("b", 400), busy("other", 600, model_digest="n"))
+    (relief,) = wanted_of(view, 0.0, ("full", "a"))
+    assert told(relief.choose([part("x", 100), part("y", 899)])) == [("x", "b")]
+
+
+def test_one_of_the_emptiest_is_emptied_if_all_of_it_finds_room_as_it_grows() -> None:
+    """Each row grows by 31 blocks in half a minute. b has 1000 - 700 - 62 = 238 left then, c 1000 - 600 - 62 = 338."""
+    assert EMPTY_HORIZON_S == 30.0
+    rule, view = Consolidation(), make_view(busy("a", 300), busy("b", 700), busy("c", 600), unused("u"))
+    sources = [rule(view, set(), EMPTY_PERIOD_S * number)[0].source.worker_id for number in range(4)]
+    assert set(sources) == {"a", "c"}, "of three in use the two emptiest, by turns"
+    emptying = Emptying(view.workers[0].report, [view.workers[1].report, view.workers[2].report])
+    moves = emptying.choose([part("x", 200), part("y", 100)])
+    assert told(moves) == [("x", "b"), ("y", "c")]
+    assert emptying.tell(moves[0]) == "a is emptied; b has room"
+    assert told(emptying.choose([part("x", 207), part("y", 93)])) == [("x", "b"), ("y", "c")]
+    assert told(emptying.choose([part("x", 208), part("y", 92)])) == [("x", "c"), ("y", "b")], "239 as it grows"
+    assert not emptying.choose([part("x", 308), part("y", 92)]), "339"
+
+
+def test_nothing_goes_unless_all_who_are_there_can_go() -> None:
+    source, target = busy("a", 100, rows=3).report, busy("b", 100).report
+    emptying = Emptying(source, [target])
+    assert emptying.choose([part("x", 50), part("y", 50)]) == (), "a third one computes its prompt"
+    assert len(emptying.choose([part("x", 50), part("y", 50, num_choices=2)])) == 2
+
+
+def test_nobody_gets_so_much_that_its_steps_may_become_too_long() -> None:
+    source = busy("a", 100, step_time_s=0.05).report
+    for step_time_s, fits in ((0.049, True), (0.051, False)):
+        target = busy("b", 100, step_time_s=step_time_s).report
+        assert bool(Emptying(source, [target]).choose([part("x", 40), part("y", 60)])) == fits
+    assert STEP_LIMIT_S == 0.1
+
+
+@pytest.mark.parametrize(
+    "short",
+    [busy("s", 999), busy("s", 500, num_queued_for_memory=1), make_status("s", throttled=True, **COMMON)],
+)
+def test_nothing_is_emptied_while_somebody_lacks_memory(short: WorkerStatus) -> None:
+    view = make_view(busy("a", 100), busy("b", 100), short)
+    assert not [each for each in wanted_of(view) if isinstance(each, Emptying)]
+
+
+def test_nothing_is_emptied_where_one_is_in_use_or_the_others_have_less_room_than_it_holds() -> None:
+    assert wanted_of(make_view(busy("a", 100), unused("b"))) == []
+    assert wanted_of(make_view(busy("a", 600), busy("b", 600))) == []
+    assert wanted_of(make_view(busy("a", 100), busy("b", 100, stage_address=""))) == []
+
+
+def test_the_emptiest_are_looked_at_by_turns() -> None:
+    rule = Consolidation()
+    view = make_view(*(busy(f"w{number}", 10 * number) for number in range(1, 9)))
+    pause_s = EMPTY_PERIOD_S / NUM_EMPTIEST
+    sources = [each.source.worker_id for number in range(8) for each in rule(view, set(), number * pause_s)]
+    assert Counter(sources) == dict.fromkeys(("w1", "w2", "w3", "w4"), 2)
+    assert rule(view, set(), 7 * pause_s + 0.5) == [], "not yet"
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_moves_that_empty_a_worker_leave_everybody_room_for_half_a_minute(seed: int) -> None:
+    random = Random(seed)
+    rows = [random.randrange(1, 6) for _ in range(random.randrange(2, 7))]
+    reports = [busy(f"w{number}", random.randrange(50, 900), count).report for number, count in enumerate(rows)]
+    source, *others = reports
+    cuts = sorted(random.sample(range(1, source.num_used_blocks), rows[0] - 1))
+    sizes = [after - before for before, after in zip([0, *cuts], [*cuts, source.num_used_blocks], strict=True)]
+    moves = Emptying(source, others).choose([part(str(number), size) for number, size in enumerate(sizes)])
+    assert len(moves) in {0, rows[0]}
+    coming: Counter[str] = Counter()
+    for move in moves:
+        coming[move.target.worker_id] += move.part.num_blocks + grown_blocks(source, 1, EMPTY_HORIZON_S)
+    for other in others:
+        grown = grown_blocks(other, other.num_running, EMPTY_HORIZON_S)
+        assert not coming[other.worker_id] or coming[other.worker_id] + grown <= free_blocks(other)
+
+
+def test_a_worker_that_says_nothing_of_its_pace_grows_by_a_block_for_each_row() -> None:
+    report: WorkerReport = make_report("w", num_blocks=100, num_running=3)
+    assert grown_blocks(report, 3, 10.0) == 3
