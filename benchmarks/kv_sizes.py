@@ -57,6 +57,8 @@ from sim.workload.workload import F64, Workload
 
 TICK_S = 1.0
 """The series below are by the second."""
+PLOTTED_TICKS = 10
+"""From one point of a curve to the next."""
 HOLDS_S = (60, 300)
 WARM_UP_S = 300.0
 """Until there are about as many requests as there will be."""
@@ -325,10 +327,10 @@ def plot(runs: Mapping[str, Replay], rooms: Mapping[float, dict[str, float]], ti
         figure = Figure(figsize=(11, 3.6), layout="constrained")
         over_time, over_room = figure.subplots(1, 2)
         total = next(iter(runs.values())).total
-        minutes = (WARM_UP_S + TICK_S * np.arange(len(total))) / 60
+        minutes = (WARM_UP_S + TICK_S * np.arange(0, len(total), PLOTTED_TICKS)) / 60
         for name, run in runs.items():
-            over_time.plot(minutes, run.num_bins, label=name, lw=0.8)
-        over_time.plot(minutes, total, label="sum of KV", color="black", lw=0.8, ls=":")
+            over_time.plot(minutes, run.num_bins[::PLOTTED_TICKS], label=name, lw=0.8)
+        over_time.plot(minutes, total[::PLOTTED_TICKS], label="sum of KV", color="black", lw=0.8, ls=":")
         over_time.set(xlabel="minutes", ylabel="workers", title=title)
         over_time.legend(fontsize=7, ncols=2)
         shares = [100 * room for room in rooms]
