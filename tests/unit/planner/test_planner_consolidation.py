@@ -105,7 +105,7 @@ def test_if_no_request_is_large_enough_the_largest_goes_and_one_that_is_alone_st
 
 def test_a_pair_that_rests_and_workers_of_other_models_take_no_part() -> None:
     view = make_view(busy("full", 999), busy("a", 500), busy("b", 400), busy("other", 600, model_digest="n"))
-    (relief,) = wanted_of(view, 0.0, ("full", "a"))
+    relief = next(each for each in wanted_of(view, 0.0, ("full", "a")) if isinstance(each, Relief))
     assert told(relief.choose([part("x", 100), part("y", 899)])) == [("x", "b")]
 
 
@@ -141,11 +141,20 @@ def test_nobody_gets_so_much_that_its_steps_may_become_too_long() -> None:
 
 @pytest.mark.parametrize(
     "short",
-    [busy("s", 999), busy("s", 500, num_queued_for_memory=1), make_status("s", throttled=True, **COMMON)],
+    [
+        busy("s", 995),
+        busy("s", 50, num_queued_for_memory=1),
+        busy("s", 50, throttled=True),
+    ],
 )
-def test_nothing_is_emptied_while_somebody_lacks_memory(short: WorkerStatus) -> None:
-    view = make_view(busy("a", 100), busy("b", 100), short)
-    assert not [each for each in wanted_of(view) if isinstance(each, Emptying)]
+def test_who_lacks_memory_is_not_emptied_and_gets_nothing_and_others_are_emptied_all_the_same(
+    short: WorkerStatus,
+) -> None:
+    view, rule = make_view(busy("a", 100), busy("b", 200), short), Consolidation()
+    for number in range(4):
+        wanted = rule(view, set(), number * EMPTY_PERIOD_S)
+        (emptying,) = [each for each in wanted if isinstance(each, Emptying)]
+        assert (emptying.source.worker_id, [each.worker_id for each in emptying.others]) == ("a", ["b"])
 
 
 def test_nothing_is_emptied_where_one_is_in_use_or_the_others_have_less_room_than_it_holds() -> None:

@@ -8,8 +8,8 @@ What is packed are KV blocks, with what requests grow by: until the move is over
 emptied, so that it does not come back at once. A target's steps may not become longer than a limit; what it gets is
 taken to make them longer by as much as it did where it ran, which is more than it will be.
 
-Dispatchers place by `pack`, so that the emptiest get nothing while others have room. Nothing is emptied while somebody
-lacks memory.
+Dispatchers place by `pack`, so that the emptiest get nothing while others have room. Who lacks memory is not emptied,
+and gets nothing.
 
 Pure, but for when it looked last. Source: the project's own (`pack.py`, whose planning it uses).
 """
@@ -127,8 +127,9 @@ class Consolidation:
             for source in reports:
                 if lacking_blocks(source) > 0:
                     wanted.append(Relief(source, _others(source, reports, avoided)))
-            if is_due and not any(_is_short(status) for status in statuses):
-                wanted += self._emptying([report for report in reports if num_sequences(report)], avoided)
+            if is_due:
+                calm = [s.report for s in statuses if num_sequences(s.report) and not _is_short(s)]
+                wanted += self._emptying(calm, avoided)
         return wanted
 
     def _emptying(self, in_use: Sequence[WorkerReport], avoided: Avoided) -> Sequence[Wanted]:
