@@ -17,6 +17,7 @@ FOLDERS = {
     "client": "client/sluice_client",
     "dispatcher": "services/dispatcher",
     "monitor": "services/monitor",
+    "packing": "services/planner/policy/packing",
     "planner": "services/planner",
     "worker": "services/worker",
     "engine": "services/worker/engine sequences blocks scheduling contract",
