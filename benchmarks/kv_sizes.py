@@ -56,9 +56,7 @@ from sim.scenarios.files import load_scenario
 from sim.workload.workload import F64, Workload
 
 TICK_S = 1.0
-"""The series below are by the second."""
-PLOTTED_TICKS = 10
-"""From one point of a curve to the next."""
+PLOTTED_TICKS = 10  # from one point of a curve to the next
 HOLDS_S = (60, 300)
 WARM_UP_S = 300.0
 """Until there are about as many requests as there will be."""
@@ -308,11 +306,10 @@ def print_divided(
 
         done = replay(workload, make(instance.kv_tokens), token_s, float(workload.arrival_s[-1]), each_second)
         for rate, way, each in divided if done.num_moves else ():
-            whole = max(sum(each.num_tokens.values()), 1)
-            at_once = np.mean([waited_s == 0 for waited_s in each.waited_s]) if each.waited_s else 0.0
-            mean_s = np.mean(each.waited_s) if each.waited_s else 0.0
-            share = each.num_tokens[MoveKind.KV] / whole
-            rows.append([name, rate, way, f"{len(each.waited_s)}", f"{share:.0%}", f"{at_once:.1%}", f"{mean_s:.2f}"])
+            share = each.num_tokens[MoveKind.KV] / max(sum(each.num_tokens.values()), 1)
+            wait_s = np.array(each.waited_s or [0.0])
+            told = (f"{len(each.waited_s)}", f"{share:.0%}", f"{(wait_s == 0).mean():.1%}", f"{wait_s.mean():.2f}")
+            rows.append([name, rate, way, *told])
     header = ["packer", "Gbps", "moves go as", "moved", "tokens as KV", "moves at once", "wait, mean s"]
     print_table("How moves travel; seed 0", header, rows)
 
