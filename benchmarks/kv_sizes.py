@@ -37,13 +37,13 @@ from benchmarks.harness import machine, print_table
 from services.planner.policy.packing.adaptive import (
     ALL_KINDS,
     AskedMove,
-    Budget,
     MoveKind,
+    TickBudget,
     divide,
     link_boundary,
     prefill_boundary,
 )
-from services.planner.policy.packing.bins import Move, Name
+from services.planner.policy.packing.bins import BinMove, Name
 from services.planner.policy.packing.fits import BestFit, LoadBalance, WorstFit
 from services.planner.policy.packing.mell import Mell
 from services.planner.policy.packing.mell_printed import PrintedMell
@@ -127,7 +127,7 @@ def replay(
     packer: Packer,
     token_s: float,
     until_s: float,
-    each_second: Callable[[Packer, Sequence[Move], float], None] = lambda *_: None,
+    each_second: Callable[[Packer, Sequence[BinMove], float], None] = lambda *_: None,
 ) -> Replay:
     """Have a packer keep all requests of a load; see the module.
 
@@ -181,11 +181,11 @@ class Divided:
     num_tokens: Counter[MoveKind] = field(default_factory=Counter)
     waited_s: list[float] = field(default_factory=list)
     """Of each move."""
-    _waiting: dict[Name, tuple[Move, float]] = field(default_factory=dict)
-    _links: Budget = field(default_factory=Budget)
-    _prefills: Budget = field(default_factory=Budget)
+    _waiting: dict[Name, tuple[BinMove, float]] = field(default_factory=dict)
+    _links: TickBudget = field(default_factory=TickBudget)
+    _prefills: TickBudget = field(default_factory=TickBudget)
 
-    def tick(self, packer: Packer, moves: Sequence[Move], now_s: float) -> None:
+    def tick(self, packer: Packer, moves: Sequence[BinMove], now_s: float) -> None:
         """Divide the moves of a second, and those that wait."""
         for move in moves:
             for name in move.members:
@@ -229,7 +229,7 @@ class Shrinking:
         self._share = share
         self._random = Random(seed)
 
-    def tick(self, packer: Packer, _: Sequence[Move], now_s: float) -> None:
+    def tick(self, packer: Packer, _: Sequence[BinMove], now_s: float) -> None:
         """Change capacities, if it is time."""
         if now_s % 60:
             return
@@ -300,7 +300,7 @@ def print_divided(
             (f"{rate:g}", way, Divided(instance, rate * 1e9 / 8, kinds)) for rate in gbps for way, kinds in ways.items()
         ]
 
-        def each_second(packer: Packer, moves: Sequence[Move], now_s: float, divided: Any = divided) -> None:
+        def each_second(packer: Packer, moves: Sequence[BinMove], now_s: float, divided: Any = divided) -> None:
             for *_, each in divided:
                 each.tick(packer, moves, now_s)
 

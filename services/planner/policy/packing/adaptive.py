@@ -47,7 +47,7 @@ class AskedMove:
     """Its worker has no room for it any more."""
 
 
-class Budget:
+class TickBudget:
     """What is left of boundaries in this tick, in tokens; what is exceeded is taken from the next ticks."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Budget:
 
 
 def divide(
-    moves: Iterable[AskedMove], links: Budget, prefills: Budget, kinds: frozenset[MoveKind] = ALL_KINDS
+    moves: Iterable[AskedMove], links: TickBudget, prefills: TickBudget, kinds: frozenset[MoveKind] = ALL_KINDS
 ) -> dict[Name, MoveKind]:
     """Return how each request moves in this tick, and take that from what is left.
 

@@ -56,7 +56,7 @@ class Bin:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class BinMove:
     """An item goes from one bin to another."""
 
     members: dict[Name, int]
@@ -88,7 +88,7 @@ class Bins:
         self.capacity = capacity
         self.num_moves = 0
         """Times that a request was moved, ever."""
-        self._moves: list[Move] = []
+        self._moves: list[BinMove] = []
         """In their order, until somebody takes them."""
         self._index = index
         self._max_bins = max_bins
@@ -138,7 +138,7 @@ class Bins:
         self._index.update(bin_)
         source, item.came_from = item.came_from, None
         if source is not None and source != bin_.number:
-            self.note(Move(dict(item.members), source, bin_.number))
+            self.note(BinMove(dict(item.members), source, bin_.number))
 
     def lift(self, item: Item) -> Bin:
         """Take an item out of its bin so as to put it elsewhere; return that bin."""
@@ -178,12 +178,12 @@ class Bins:
         bin_.capacity = capacity
         self._index.update(bin_)
 
-    def note(self, move: Move) -> None:
+    def note(self, move: BinMove) -> None:
         """Write a move down."""
         self._moves.append(move)
         self.num_moves += len(move.members)
 
-    def take_moves(self) -> list[Move]:
+    def take_moves(self) -> list[BinMove]:
         """Return all moves since the last call."""
         moves, self._moves = self._moves, []
         return moves

@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from services.planner.policy.packing.bins import Bin, Item, Move, Name
+from services.planner.policy.packing.bins import Bin, BinMove, Item, Name
 from services.planner.policy.packing.classes import ClassIndex, SizeClass, item_class, size_class
 from services.planner.policy.packing.packer import Packer
 
@@ -227,5 +227,5 @@ class ClassPacker(Packer):
         self._extend(opened, item.members)
         target = opened.bin
         if target is not None and target is not source:
-            self.bins.note(Move(dict(item.members), source.number, target.number))
+            self.bins.note(BinMove(dict(item.members), source.number, target.number))
         self._departed(SizeClass.T, source)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence, Set
 
-from services.planner.policy.packing.bins import Bins, Index, Item, Move, Name
+from services.planner.policy.packing.bins import BinMove, Bins, Index, Item, Name
 
 
 class Packer(ABC):
@@ -31,7 +31,7 @@ class Packer(ABC):
         item = self._items.get(name)
         return None if item is None or item.bin is None else item.bin.number
 
-    def batch(self, removed: Iterable[Name], resized: Mapping[Name, int], placed: Mapping[Name, int]) -> list[Move]:
+    def batch(self, removed: Iterable[Name], resized: Mapping[Name, int], placed: Mapping[Name, int]) -> list[BinMove]:
         """Carry out many operations as one: who ends goes first, then who grows, then who comes.
 
         Returns:
@@ -73,7 +73,7 @@ class Packer(ABC):
             self.evicted.append(name)
 
 
-def net_moves(moves: Sequence[Move], without: Set[Name] = frozenset()) -> list[Move]:
+def net_moves(moves: Sequence[BinMove], without: Set[Name] = frozenset()) -> list[BinMove]:
     """Return what is left of moves one after the other: A to B to C is A to C, A to B to A is none.
 
     Args:
@@ -91,7 +91,7 @@ def net_moves(moves: Sequence[Move], without: Set[Name] = frozenset()) -> list[M
             last.pop(name, None)
             last[name] = (size, move.target)
     return [
-        Move({name: size}, first[name], target)
+        BinMove({name: size}, first[name], target)
         for name, (size, target) in last.items()
         if first[name] != target and name not in without
     ]

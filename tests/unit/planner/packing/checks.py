@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from services.planner.policy.packing.bins import Bin, Item, Move, Name
+from services.planner.policy.packing.bins import Bin, BinMove, Item, Name
 from services.planner.policy.packing.class_packer import ClassPacker
 from services.planner.policy.packing.mell import Mell
 from services.planner.policy.packing.mell_printed import PrintedMell
@@ -105,7 +105,7 @@ def check_index(packer: ClassPacker) -> None:
     assert sorted((size, number, id(item)) for size, number, _, item in index.companions) == companions
 
 
-def replayed(moves: Iterable[Move], before: Mapping[Name, int]) -> dict[Name, int]:
+def replayed(moves: Iterable[BinMove], before: Mapping[Name, int]) -> dict[Name, int]:
     """Carry out moves, each of which has to start where its requests are; who has just come is not known before."""
     places = dict(before)
     for move in moves:

@@ -11,8 +11,8 @@ import pytest
 from services.planner.policy.packing.adaptive import (
     ALL_KINDS,
     AskedMove,
-    Budget,
     MoveKind,
+    TickBudget,
     divide,
     link_boundary,
     prefill_boundary,
@@ -23,8 +23,8 @@ from shared.cost import load_profile, prefill_pairs
 KV_ONLY = frozenset({MoveKind.KV})
 
 
-def budget(**boundaries: int) -> Budget:
-    made = Budget()
+def budget(**boundaries: int) -> TickBudget:
+    made = TickBudget()
     made.refill({int(name[1:]) if name[0] == "w" else name: tokens for name, tokens in boundaries.items()})
     return made
 
@@ -70,7 +70,7 @@ def test_what_is_larger_than_a_boundary_takes_the_ticks_that_it_needs() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_over_time_nobody_carries_or_computes_more_than_its_boundaries_and_one_move(seed: int) -> None:
-    random, links, prefills = Random(seed), Budget(), Budget()
+    random, links, prefills = Random(seed), TickBudget(), TickBudget()
     carried: dict[Hashable, int] = {
         (way, each): random.randrange(20, 100) for way in ("out", "in") for each in range(4)
     }
@@ -103,7 +103,7 @@ def test_with_both_kinds_whoever_could_go_as_kv_alone_goes_and_maybe_more(seed: 
     bounds = {link: 120 for move in moves for link in move.links}
 
     def kinds_of(kinds: frozenset[MoveKind]) -> dict[Name, MoveKind]:
-        links, prefills = Budget(), Budget()
+        links, prefills = TickBudget(), TickBudget()
         links.refill(bounds)
         prefills.refill(dict.fromkeys(range(4), 50))
         return divide(moves, links, prefills, kinds)

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from services.planner.policy.packing.bins import Move, Name
+from services.planner.policy.packing.bins import BinMove, Name
 from services.planner.policy.packing.class_packer import ClassPacker
 from services.planner.policy.packing.mell import Mell
 from services.planner.policy.packing.packer import net_moves
@@ -26,8 +26,8 @@ from tests.unit.planner.packing.checks import (
 from tests.unit.planner.packing.traces import draw_growth, draw_size
 
 
-def move(name: Name, source: int, target: int, size: int = 5) -> Move:
-    return Move({name: size}, source, target)
+def move(name: Name, source: int, target: int, size: int = 5) -> BinMove:
+    return BinMove({name: size}, source, target)
 
 
 def test_moves_one_after_the_other_are_one_and_there_and_back_is_none() -> None:
@@ -44,7 +44,7 @@ def test_a_net_move_has_the_last_size_and_the_place_of_the_last_move() -> None:
 
 
 def test_what_has_moved_as_one_is_netted_one_by_one() -> None:
-    moves = [Move({"a": 1, "b": 2}, 0, 1), Move({"b": 2, "c": 3}, 1, 0), move("c", 0, 2, 3)]
+    moves = [BinMove({"a": 1, "b": 2}, 0, 1), BinMove({"b": 2, "c": 3}, 1, 0), move("c", 0, 2, 3)]
     assert net_moves(moves) == [move("a", 0, 1, 1), move("c", 1, 2, 3)]
 
 
@@ -74,11 +74,11 @@ def draw_ticks(seed: int, capacity: int, count: int, most: int = 40) -> list[Tic
     return ticks
 
 
-def carry_out(packer: ClassPacker, tick: Tick) -> list[Move]:
+def carry_out(packer: ClassPacker, tick: Tick) -> list[BinMove]:
     return packer.batch(tick.removed, tick.resized, tick.placed)
 
 
-def carry_out_one_by_one(packer: ClassPacker, tick: Tick, random: Random | None = None) -> list[Move]:
+def carry_out_one_by_one(packer: ClassPacker, tick: Tick, random: Random | None = None) -> list[BinMove]:
     """Return all moves; the operations are in the order of a batch, or in any order."""
     operations: list[Callable[[], None]] = [partial(packer.remove, name) for name in tick.removed]
     operations += [partial(packer.resize, name, size) for name, size in tick.resized.items()]
@@ -90,7 +90,7 @@ def carry_out_one_by_one(packer: ClassPacker, tick: Tick, random: Random | None 
     return packer.bins.take_moves()
 
 
-def num_moved(moves: list[Move]) -> int:
+def num_moved(moves: list[BinMove]) -> int:
     """Return how many requests move, or how often."""
     return sum(len(each.members) for each in moves)
 

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from services.planner.policy.packing.bins import Move, Name
+from services.planner.policy.packing.bins import BinMove, Name
 from services.planner.policy.packing.class_packer import ClassPacker
 from services.planner.policy.packing.mell import Mell
 from services.planner.policy.packing.mell_printed import PrintedMell
@@ -95,14 +95,14 @@ def test_few_requests_are_in_at_most_four_thirds_of_the_fewest_bins_and_a_consta
         assert 3 * (len(trace.packer.bins) - MORE_THAN_FEWEST) <= 4 * fewest
 
 
-def moves_of(form: Callable[..., ClassPacker], name_of: Callable[[int], Name]) -> list[Move]:
+def moves_of(form: Callable[..., ClassPacker], name_of: Callable[[int], Name]) -> list[BinMove]:
     """Return all moves of a trace, with the requests' numbers instead of their names."""
     trace = Trace.of(form, 1000)
     trace.name_of = name_of
     Draw.of(3).steps(trace, 200)
     numbers = {name_of(number): number for number in range(1, trace.num_placed + 1)}
     return [
-        Move({numbers[name]: size for name, size in move.members.items()}, move.source, move.target)
+        BinMove({numbers[name]: size for name, size in move.members.items()}, move.source, move.target)
         for move in trace.moves
     ]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from services.planner.policy.packing.bins import Move, Name
+from services.planner.policy.packing.bins import BinMove, Name
 from services.planner.policy.packing.class_packer import ClassPacker
 from services.planner.policy.packing.mell import Mell
 from tests.unit.planner.packing.checks import (
@@ -40,7 +40,7 @@ class Trace:
     evicted: list[Name] = field(default_factory=list)
     places: dict[Name, int] = field(default_factory=dict)
     """Where each was after the last operation."""
-    moves: list[Move] = field(default_factory=list)
+    moves: list[BinMove] = field(default_factory=list)
     """Of all operations."""
     checks_promises: bool = True
     """Whether the corrected form has to keep what it promises, while all bins have one capacity."""
@@ -98,7 +98,7 @@ class Trace:
         self.moves += moves
         self.places = places
 
-    def _check(self, moves: list[Move], places: dict[Name, int]) -> None:
+    def _check(self, moves: list[BinMove], places: dict[Name, int]) -> None:
         check_bins(self.packer)
         check_requests(self.packer, self.sizes)
         check_index(self.packer)
@@ -106,7 +106,7 @@ class Trace:
         replay = replayed(moves, self.places)
         assert all(replay.get(name, place) == place for name, place in places.items())
 
-    def _check_promises(self, moves: list[Move], most_moves: int | None) -> None:
+    def _check_promises(self, moves: list[BinMove], most_moves: int | None) -> None:
         if any(bin_.capacity != self.capacity for bin_ in self.packer.bins):
             return
         assert most_moves is None or len(moves) <= most_moves
