@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from services.dispatcher.policy.admission import AdmissionInput, decide_admission
 from services.dispatcher.policy.placement import (
     PLACEMENTS,
+    Placement,
     PlacementLoad,
     place_best_fit,
     place_least_loaded,
+    place_pack,
     place_worst_fit,
 )
 from services.dispatcher.session.request import FailureCode
@@ -71,24 +73,36 @@ def test_the_chosen_worker_can_take_the_request_and_no_other_one_that_can_is_les
     assert place_least_loaded(loads[::-1], num_tokens, refused) == placed
 
 
+FITS = st.sampled_from([place_best_fit, place_worst_fit, place_pack])
+"""The last one leaves 80 of 1 600 tokens free besides."""
+
+
 @settings(deadline=None)
-@given(LOADS, st.integers(1, 1500), st.integers(0, 1500), st.sets(st.sampled_from(["a", "b"])), st.booleans())
+@given(LOADS, st.integers(1, 1500), st.integers(0, 1500), st.sets(st.sampled_from(["a", "b"])), FITS)
 def test_a_fit_is_the_fullest_or_emptiest_worker_in_use_with_room_then_one_that_is_not_in_use_then_the_least_loaded(
-    loads: list[PlacementLoad], num_tokens: int, num_known: int, refused: set[WorkerId], is_best: bool
+    loads: list[PlacementLoad], num_tokens: int, num_known: int, refused: set[WorkerId], place: Placement
 ) -> None:
-    place = place_best_fit if is_best else place_worst_fit
     placed = place(loads, num_tokens, refused, num_known=num_known)
     able = [each for each in loads if place_least_loaded([each], num_tokens, refused)]
     free = {each.worker_id: (100 - each.num_demanded_blocks) * 16 for each in able if each.num_sequences}
-    fitting = {worker_id: room for worker_id, room in free.items() if room >= num_known}
+    fitting = {
+        worker_id: room for worker_id, room in free.items() if room >= num_known + (80 if place is place_pack else 0)
+    }
     unused = [each.worker_id for each in able if not each.num_sequences]
     if fitting:
-        extreme = min(fitting.values()) if is_best else max(fitting.values())
+        extreme = max(fitting.values()) if place is place_worst_fit else min(fitting.values())
         assert some(placed).worker_id == min(name for name, room in fitting.items() if room == extreme)
     elif unused:
         assert some(placed).worker_id == min(unused)
     else:
         assert placed == place_least_loaded(loads, num_tokens, refused)
+
+
+@pytest.mark.parametrize(("num_known", "chosen"), [(880, "a"), (881, "b")])
+def test_packing_leaves_a_twentieth_of_the_memory_free(num_known: int, chosen: str) -> None:
+    loads = [make_load(name, num_sequences=1, num_demanded_blocks=used) for name, used in (("a", 40), ("b", 20))]
+    assert some(place_pack(loads, 1000, num_known=num_known)).worker_id == chosen
+    assert some(place_best_fit(loads, 1000, num_known=num_known)).worker_id == "a"
 
 
 def test_equal_memory_is_decided_by_sequences_and_then_by_name() -> None:

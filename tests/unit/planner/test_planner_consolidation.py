@@ -25,11 +25,9 @@ from services.planner.policy.packing.pack import EMPTY_PERIOD_S, NUM_EMPTIEST
 from shared.ids import RequestId, WorkerId
 from shared.messages.fetch import FetchReason, RunningPart
 from shared.messages.report import ClusterView, WorkerReport, WorkerStatus
-from shared.systems import ROOM_FOR_GROWTH
 from tests.support.statuses import make_report, make_status, make_view
 
 NUM_BLOCKS = 1000
-ROOM = int(ROOM_FOR_GROWTH * NUM_BLOCKS)
 COMMON: dict[str, Any] = {
     "num_blocks": NUM_BLOCKS,
     "block_size": 16,
@@ -97,10 +95,17 @@ def test_where_nobody_in_use_has_room_it_gives_to_one_that_is_not_in_use() -> No
 def test_if_no_request_is_large_enough_the_largest_goes_and_one_that_is_alone_stays() -> None:
     relief = only_relief(busy("full", 999, rows=30), busy("a", 100))
     assert told(relief.choose([part("x", 20), part("y", 30)])) == [("y", "a")]
-    assert relief.choose([part("alone", 999)]) == ()
+    assert relief.choose([part("alone", 100)]) == ()
     assert relief.choose([]) == ()
     nowhere = only_relief(busy("full", 999), busy("a", 960))
     assert nowhere.choose([part("x", 100), part("y", 900)]) == ()
+
+
+@pytest.mark.parametrize(("used", "fits"), [(807, True), (808, False)])
+def test_a_target_keeps_room_for_growth_beside_what_all_there_grow_by_in_ten_seconds(used: int, *, fits: bool) -> None:
+    """Two rows there and one that comes, 11 blocks each, 110 that it has, and 50: 5 % of its memory."""
+    relief = only_relief(busy("full", 999), busy("a", used))
+    assert bool(relief.choose([part("x", 110), part("y", 889)])) == fits
 
 
 def test_a_pair_that_rests_and_workers_of_other_models_take_no_part() -> None:

@@ -38,15 +38,20 @@ STEP_LIMIT_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Relief:
-    """A worker gives away one request before its memory runs out."""
+class _Leaving:
+    """What both have."""
 
     source: WorkerReport
     others: Sequence[WorkerReport]
-    """That may take it."""
+    """Who may take something."""
     reason: FetchReason = FetchReason.PACK
     most_blocks: int = 10**9
     targets: Sequence[WorkerReport] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Relief(_Leaving):
+    """A worker gives away one request before its memory runs out."""
 
     def choose(self, running: Sequence[RunningPart]) -> Sequence[WantedMove]:
         """Return the smallest request without which there is room for growth again, else the largest."""
@@ -59,9 +64,8 @@ class Relief:
         fitting = [
             other for other in self.others if other.num_blocks - _later_blocks(other, REST_S) - _room(other) >= needed
         ]
-        in_use = [other for other in fitting if num_sequences(other)]
-        by_free = sorted(in_use or fitting, key=lambda other: (free_blocks(other), other.worker_id))
-        return (WantedMove(part, by_free[0]),) if by_free else ()
+        fullest = min(fitting, key=lambda other: (free_blocks(other), other.worker_id), default=None)
+        return () if fullest is None else (WantedMove(part, fullest),)
 
     def tell(self, move: WantedMove) -> str:
         """See `Wanted`."""
@@ -70,15 +74,8 @@ class Relief:
 
 
 @dataclass(frozen=True, slots=True)
-class Emptying:
+class Emptying(_Leaving):
     """A worker gives away all of its requests, so that it is not in use any more."""
-
-    source: WorkerReport
-    others: Sequence[WorkerReport]
-    """In use."""
-    reason: FetchReason = FetchReason.PACK
-    most_blocks: int = 10**9
-    targets: Sequence[WorkerReport] = ()
 
     def choose(self, running: Sequence[RunningPart]) -> Sequence[WantedMove]:
         """Return where each goes; nothing if not all who are there can go, and find room."""

@@ -19,8 +19,9 @@ from typing import Any, Final
 from services.planner.policy.packing.bins import Bin, Item
 from services.planner.policy.packing.fits import FitPacker
 
-ROOM_FOR_GROWTH: Final = 0.02
-"""Share of a bin that stays free when something is put into it."""
+ROOM_IF_INSTANT: Final = 0.02
+"""Share of a bin that stays free when something is put into it, where moves take no time; the system `pack` leaves
+`shared.systems.ROOM_FOR_GROWTH`."""
 EMPTY_PERIOD_S: Final = 5.0
 """Between two looks at the emptiest bins."""
 NUM_EMPTIEST: Final = 4
@@ -39,7 +40,7 @@ class Pack(FitPacker):
         how: as any packer.
     """
 
-    def __init__(self, capacity: int, *, room_for_growth: float = ROOM_FOR_GROWTH, **how: Any) -> None:
+    def __init__(self, capacity: int, *, room_for_growth: float = ROOM_IF_INSTANT, **how: Any) -> None:
         super().__init__(capacity, **how)
         self._room = int(room_for_growth * capacity)
         self._not_before_s = float("-inf")
