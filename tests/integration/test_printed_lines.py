@@ -37,7 +37,10 @@ NOT_TYPED: Final = (
         "a container engine: tests/compose; a pid file",
     ),
     (r"docs/gpu.md: .*", "needs a GPU, or a machine without a network"),
-    (r"docs/design/(tools|simulation|dispatcher|elastic-memory|groups)\.md: python -m .*", "for developers, minutes"),
+    (
+        r"docs/design/(tools|simulation|dispatcher|elastic-memory|groups|packing)\.md: python -m .*",
+        "for developers, minutes",
+    ),
     (r"docs/decisions/.*: python -m (benchmarks|shared)\..*", "for developers, minutes"),
     (r"client/README\.md: (js|python vectors|pytest|node).*", "tests of the client run these"),
     (r".*: pip install .*", "the network"),
@@ -234,6 +237,7 @@ def test_a_line_does_what_is_said(place: Place, text: str) -> None:
 @pytest.mark.parametrize("line", [line for line in LINES if line.kind == "python"], ids=lambda line: line.place)
 def test_an_example_in_python_prints_an_answer(place: Place, line: Line) -> None:
     code = line.text.replace("http://127.0.0.1:8000", place.env["URL"])
+    place.wait_until_ready()
     for _ in rounds("an answer is more than a few tokens long", 3):  # one in twenty of the model's is not
         done = place.type(f"python -c {shlex.quote(code)}")
         assert done.returncode == 0, done.stderr
@@ -258,6 +262,7 @@ def type_what_up_prints(place: Place, text: str, table: dict[str, str]) -> None:
 
 def test_what_up_prints_is_typed(place: Place) -> None:
     text = place.env["PRINTED"]
+    place.wait_until_ready()
     type_what_up_prints(place, text, printed_table(text))
 
 

@@ -14,6 +14,7 @@ from typing import Final
 
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 from tests.support.fake_services import DRIVER, write_fake_services
+from tests.support.processes import wait_until
 
 ROOT: Final = Path(__file__).parents[2]
 LIMIT_S: Final = 90.0
@@ -73,6 +74,10 @@ class Place:
             timeout=LIMIT_S,
             check=False,
         )
+
+    def wait_until_ready(self) -> None:
+        """Return when the cluster at `URL` takes requests: lines before may have ended workers of it."""
+        wait_until(lambda: self.type("curl -sf $URL/ready").returncode == 0, "the cluster is ready", LIMIT_S)
 
 
 def printed_table(text: str) -> dict[str, str]:
