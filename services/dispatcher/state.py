@@ -88,6 +88,8 @@ class _Known:
     num_steps: int = -1
     stepped_s: float = 0.0
     """When its step counter last moved."""
+    open_worker: WorkerId | None = None
+    """That this one has named when it refused a request because it was closing."""
     recent: deque[_Change] = field(default_factory=lambda: deque(maxlen=_MAX_RECENT))
     """Since the report, in order."""
 
@@ -206,6 +208,27 @@ class ClusterState:
         change = _Change(now_s, -1, -num_tokens, 0, num_grown, counted.at_s, counted.is_flex)
         self._note(counted.worker_id, change)
 
+    def note_closing(self, worker_id: WorkerId, open_worker: WorkerId | None) -> None:
+        """A worker has refused a request because it is closing, and names another; the next view knows better."""
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            worker.open_worker, (real_time, every) = open_worker, worker.loads
+            worker.loads = replace(real_time, is_closing=True), replace(every, is_closing=True)
+            self._loads.clear()
+
+    def is_closing(self, worker_id: WorkerId) -> bool:
+        """Return whether a worker takes a request only if nobody else has room."""
+        worker = self._workers.get(worker_id)
+        return worker is not None and worker.loads[False].is_closing
+
+    def open_instead_of(self, worker_id: WorkerId) -> WorkerId | None:
+        """Return the worker that a closing one has named, if that takes requests as far as is known here."""
+        worker = self._workers.get(worker_id)
+        named = None if worker is None else self._workers.get(worker.open_worker or worker_id)
+        if named is None or not named.loads[False].ready or named.loads[False].is_closing:
+            return None
+        return named.status.report.worker_id
+
     def _note(self, worker_id: WorkerId, change: _Change) -> None:
         worker = self._workers.get(worker_id)
         if worker is not None:
@@ -278,6 +301,7 @@ def _loads(status: WorkerStatus, *, ready: bool) -> tuple[PlacementLoad, Placeme
         num_blocks=report.num_blocks,
         block_size=report.block_size,
         max_request_tokens=_max_request_tokens(status),
+        is_closing=bool(report.migration.closing),
     )
     real_time = replace(
         every,

@@ -2,7 +2,9 @@
 
     view ─► a rule ─► ListRunning to the source ─► choose ─► Fetch to the target, which answers when it is over
 
-Not a plan: nothing is written down. A worker is in one move at a time, and afterwards reports have to show it.
+Not a plan: nothing is written down. A worker is in one move at a time, and afterwards reports have to show it; but one
+that takes gives what is urgent. Who is to be emptied is closing meanwhile (`Close`); if that takes a request that found
+no room elsewhere, it keeps what has not left.
 Rules: `policy/load_balance.py`, `policy/packing/consolidation.py`; how requests travel: `shared/messages/fetch.py`.
 """
 
@@ -10,12 +12,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from services.planner.policy.moves import MoveRule, Wanted, WantedMove
 from services.planner.policy.patience import Backoff, PatienceParams
 from shared.ids import RequestId, WorkerId
-from shared.messages.fetch import FETCH_LIMIT_S, Fetch, Fetched, FetchOutcome, ListRunning, RunningList
+from shared.messages.fetch import FETCH_LIMIT_S, Close, Closed, Fetch, Fetched, FetchOutcome, ListRunning, RunningList
 from shared.messages.report import ClusterView, WorkerReport
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
@@ -25,11 +27,13 @@ from shared.wire import WireError, decode, encode
 
 _log = get_logger()
 LIST_LIMIT_S = 1.0
-"""For a worker to say who runs there."""
+"""For a worker to say who runs there, or to close."""
+CLOSE_S = FETCH_LIMIT_S + 2 * LIST_LIMIT_S
+"""For which a worker is closing if it is not said again: until the next request has left, or could not."""
 
 
 class Balancer:
-    """Moves requests between workers, each of which is in one move at a time.
+    """Moves requests between workers, each of which gives in one move at a time, and takes in one.
 
     Args:
         bus: connected.
@@ -64,7 +68,8 @@ class Balancer:
         self._look = look
         self._tasks = tasks
         self._announce = announce
-        self._busy: set[WorkerId] = set()
+        self._giving: set[WorkerId] = set()
+        self._taking: set[WorkerId] = set()
         self._failures: dict[tuple[WorkerId, WorkerId], Backoff] = {}
         """Of pairs between which nothing could move."""
 
@@ -72,34 +77,59 @@ class Balancer:
         """Begin what is worth it, again and again, until cancelled."""
         while True:
             view, now_s = self._look(), asyncio.get_running_loop().time()
-            for wanted in () if view is None else self._rule(view, self._avoided(view), now_s):
-                names = {report.worker_id for report in (wanted.source, *wanted.targets)}
-                if not self._busy & names:
-                    self._busy |= names
-                    self._tasks.start(self._move(wanted, names), name=f"move-{wanted.source.worker_id}")
+            for wanted in () if view is None else self._rule(view, self._avoided(view), self._busy, now_s):
+                source, targets = wanted.source.worker_id, {report.worker_id for report in wanted.targets}
+                can_give = source not in (self._giving if wanted.is_urgent else self._busy)
+                if can_give and not self._busy & targets:
+                    self._giving.add(source)
+                    self._taking |= targets
+                    self._tasks.start(self._move(wanted, targets), name=f"move-{source}")
             await asyncio.sleep(self._pause_s)
 
-    async def _move(self, wanted: Wanted, names: set[WorkerId]) -> None:
-        """Have carried out what is wanted; whoever takes part is in no other move until it is over."""
+    @property
+    def _busy(self) -> set[WorkerId]:
+        """Who is in a move."""
+        return self._giving | self._taking
+
+    async def _move(self, wanted: Wanted, targets: set[WorkerId]) -> None:
+        """Have carried out what is wanted; whoever takes part is in no other move until it is over, see the module."""
         source = wanted.source.worker_id
         try:
             moves = wanted.choose((await self._running(wanted)).requests)
-            more = {move.target.worker_id for move in moves} - names
+            more = {move.target.worker_id for move in moves} - targets
             if self._busy & more:
                 return
-            self._busy |= more
-            names |= more
-            for move in moves:
-                if not await self._carry_out(wanted, move):
-                    break
+            self._taking |= more
+            targets |= more
+            await self._carry_out_all(wanted, moves)
             if moves or wanted.targets:
                 await asyncio.sleep(self._pause_s)
         except (BusError, WireError) as error:
-            for target in names - {source}:
+            for target in targets:
                 self._note(source, target, has_failed=True)
-            _log.warning("not_moved", source=source, targets=sorted(names - {source}), error=str(error))
+            _log.warning("not_moved", source=source, targets=sorted(targets), error=str(error))
         finally:
-            self._busy -= names
+            self._giving.discard(source)
+            self._taking -= targets
+
+    async def _carry_out_all(self, wanted: Wanted, moves: Sequence[WantedMove]) -> None:
+        """Have requests fetched one after the other, until one cannot go, or their worker is not to be emptied now."""
+        named, is_closing = wanted.open_worker, False
+        for move in moves:
+            if named is not None:
+                close = Close(begins=move is moves[0], for_s=CLOSE_S, open_worker=named, why=wanted.tell(move))
+                is_closing = await self._close(wanted, close)
+                if not is_closing:
+                    break
+            if not await self._carry_out(wanted, move):
+                break
+        if is_closing and named is not None:
+            await self._close(wanted, Close(for_s=0.0, open_worker=named))
+
+    async def _close(self, wanted: Wanted, close: Close) -> bool:
+        """Have the source refuse new requests, or take them again; return whether it refuses them now."""
+        subject = self._subjects.fetch(wanted.source.worker_id)
+        return decode(await self._bus.request(subject, encode(close), timeout_s=LIST_LIMIT_S), Closed).is_closing
 
     async def _carry_out(self, wanted: Wanted, move: WantedMove) -> bool:
         """Have all choices of a request fetched; return whether all have gone."""

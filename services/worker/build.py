@@ -226,6 +226,7 @@ def _endpoints(
             wake=loop.wake,
             busy=str if agent is None else agent.keeper.why_no_migration,
             is_open=lambda: intake.is_open,
+            closing=intake.closing,
             now=parts.now,
             tasks=parts.tasks,
         )

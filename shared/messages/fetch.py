@@ -1,6 +1,8 @@
 """Live migration: a worker fetches a request that another one runs, with its KV. Request-reply, msgpack.
 
-A planner that wants one to leave asks its worker first which could (`ListRunning`).
+A planner that wants one to leave asks its worker first which could (`ListRunning`). A worker that all are to leave is
+closing meanwhile (`Close`): who is placed there is refused, with the name of another worker, unless nobody else has
+room.
 
     dispatcher                     target                                   source, which runs it
        ├── Fetch ───────────────────►├── connects, asks for its KV ───────────►│ goes on meanwhile
@@ -87,6 +89,28 @@ class RunningList(ControlMessage):
 
     kind: Literal["running_list"] = "running_list"
     requests: Annotated[tuple[RunningPart, ...], Field(max_length=MAX_RUNNING)] = ()
+
+
+class Close(ControlMessage):
+    """Take no new requests for a while: those that run are to leave. Who has a worker closed says so again in time."""
+
+    kind: Literal["close"] = "close"
+    begins: bool = False
+    """If not: it goes on, unless the worker has been opened meanwhile."""
+    for_s: Annotated[float, Field(ge=0, le=600)]
+    """0: it is over."""
+    open_worker: WorkerId
+    """One that takes requests."""
+    why: Annotated[str, Field(max_length=256)] = ""
+    """In words."""
+
+
+class Closed(ControlMessage):
+    """Answer to `Close`."""
+
+    kind: Literal["closed"] = "closed"
+    is_closing: bool
+    """It takes no new requests now. If not: it is open, because that was over, or somebody found no room elsewhere."""
 
 
 class FetchOutcome(StrEnum):

@@ -167,8 +167,10 @@ _Total = Annotated[int, Field(ge=0, le=2**53)]
 
 
 class MigrationPart(MessagePart):
-    """Running requests that have changed their worker, since the start of this process."""
+    """Running requests that change their worker, and, since the start of this process, that have."""
 
+    closing: Annotated[str, Field(max_length=256)] = ""
+    """Why it takes no new requests now, in words: those that run are to leave. Empty: it does."""
     num_fetching: _Count = 0
     """That come here now."""
     num_left_total: _Total = 0

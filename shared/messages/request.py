@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from shared.api_keys import Tier
-from shared.ids import DispatcherId, Incarnation, RequestId, StreamId
+from shared.ids import DispatcherId, Incarnation, RequestId, StreamId, WorkerId
 from shared.messages.base import ControlMessage
 from shared.types import MAX_PREEMPTIONS, LatencyLimits, ReaderTarget, SamplingParams
 
@@ -75,6 +75,8 @@ class Submit(ControlMessage):
     cache_salt: Annotated[str, Field(max_length=64)] = ""
     """Requests share cached KV only under the same salt; the dispatcher derives it from the caller's key."""
 
+    reopens: bool = False
+    """Nobody else has room for it: a worker that is closing takes it, and is closing no more."""
     uploaded: Annotated[tuple[int, int] | None, Field()] = None
     """Bytes of prompt and of generated ids, in this order, that came before as `Upload`s; None: they are in here."""
 
@@ -112,6 +114,7 @@ class RefusalReason(StrEnum):
 
     FULL = "full"  # no row or no queue place now; try another worker, or later
     DRAINING = "draining"  # shutting down; try another worker
+    CLOSING = "closing"  # its requests are to leave; try the worker that it names, or any other, or say `reopens`
     STAGE = "stage"  # it computes for another worker's group; try another one
     TOO_LONG = "too_long"  # prompt + max_tokens can never fit this worker's KV memory or context
     INVALID = "invalid"  # malformed (ids outside the vocabulary, a bad length); do not retry
@@ -141,6 +144,8 @@ class Refused(ControlMessage):
     reason: RefusalReason
     detail: str = ""
     """One sentence for logs; never shown to a client."""
+    open_worker: WorkerId | None = None
+    """With CLOSING: one that takes requests."""
     newest_attempt: Annotated[int, Field(ge=0)] = 0
     """With DUPLICATE: the last attempt of the request that this worker has taken."""
 

@@ -15,6 +15,7 @@ import pytest
 from services.worker.serving import admin, intake
 from services.worker.serving.reporter import MIN_SHORTAGE_GAP_S
 from shared.ids import RequestId, WorkerId
+from shared.messages.fetch import Close
 from shared.messages.report import WorkerPhase
 from shared.messages.request import RefusalReason, Refused, Upload, Uploaded, pack_token_ids
 from shared.subjects import Subjects
@@ -143,6 +144,37 @@ async def test_parts_of_a_long_prompt_are_taken_while_the_worker_takes_requests(
         assert stream.tokens == lone.undisturbed(replace(stream, submit=whole))
         await lone.worker.service.drain(1.0)
         assert await upload("late", 0, b"1234") == 0
+
+
+async def test_a_worker_that_is_closing_names_another_until_somebody_finds_no_room_elsewhere() -> None:
+    async with one_worker() as lone:
+        closing = lone.worker.service.intake.closing
+        close = Close(begins=True, for_s=10.0, open_worker=WorkerId("w1"), why="it is emptied")
+        make = lone.dispatcher.make
+        running = await lone.accepted(make([300], 50))
+        assert closing.answer(close).is_closing
+        refused = await lone.refused(make([300], 5))
+        assert (refused.reason, refused.open_worker) == (RefusalReason.CLOSING, "w1")
+        await ended([running])
+        assert closing.why == "it is emptied"
+        await ended([await lone.accepted(make([300], 5).model_copy(update={"reopens": True}))])
+        assert not closing.answer(close.model_copy(update={"begins": False})).is_closing, "it was opened meanwhile"
+        await ended([await lone.accepted(make([300], 5))])
+
+
+async def test_a_worker_is_closing_no_longer_than_it_is_told_to() -> None:
+    async with one_worker() as lone:
+        closing = lone.worker.service.intake.closing
+        close = Close(begins=True, for_s=10.0, open_worker=WorkerId("w1"))
+        for goes_on in (close, close.model_copy(update={"begins": False})):
+            assert closing.answer(goes_on).is_closing
+            await asyncio.sleep(9.0)
+            assert (await lone.refused(lone.dispatcher.make([300], 5))).reason is RefusalReason.CLOSING
+        await asyncio.sleep(1.1)
+        await ended([await lone.accepted(lone.dispatcher.make([300], 5))])
+        assert closing.answer(close).is_closing
+        assert not closing.answer(close.model_copy(update={"for_s": 0.0})).is_closing
+        assert not closing.why
 
 
 async def test_a_request_is_as_old_as_its_submission_says() -> None:

@@ -78,6 +78,8 @@ class FakeWorker:
         self.refuse: RefusalReason | None = None
         self.judge: Callable[[Submit], RefusalReason | None] | None = None
         """Asked about each submission, if `refuse` forbids none."""
+        self.open_worker: WorkerId | None = None
+        """That it names with each refusal."""
         self.cached_tokens: int | None = None
         """Said with the first token of each answer."""
         self.has_logprobs = True
@@ -136,7 +138,7 @@ class FakeWorker:
             await self._stopping.wait()
         refusal = self.refuse or (self.judge(submit) if self.judge is not None else None)
         if refusal is not None:
-            return encode(Refused(request_id=submit.request_id, reason=refusal))
+            return encode(Refused(request_id=submit.request_id, reason=refusal, open_worker=self.open_worker))
         running = self.running[submit.request_id, submit.attempt] = Running(submit, submit.generated_ids().tolist())
         if self.script is not None:
             self._tasks.start(self._stream(running), name=f"stream-{submit.request_id}")

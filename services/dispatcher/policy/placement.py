@@ -59,6 +59,9 @@ class PlacementLoad:
     """Most tokens of prompt and output together that ever fit one request there; 0 if unknown."""
     is_crowded: bool = False
     """Nobody may come to wait there."""
+    is_closing: bool = False
+    """Its requests are to leave: it comes after all others that have room, or, for a rule that asks for none, that take
+    requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,79 +102,77 @@ def place_least_loaded(
 
     Ties: fewer sequences, then the smaller id, so that one input has one answer.
     """
-    best: tuple[float, int, WorkerId] | None = None
+    best: tuple[bool, float, int, WorkerId] | None = None
     for worker in workers:
         if worker.worker_id in refused or not _can_take(worker, num_tokens):
             continue
-        key = (_load(worker), worker.num_sequences, worker.worker_id)
+        key = (worker.is_closing, _load(worker), worker.num_sequences, worker.worker_id)
         best = key if best is None or key < best else best
     if best is None:
         return None
-    return Placed(best[2], f"least loaded: {best[0]:.0%} of its KV memory asked for, {best[1]} sequences")
+    return Placed(best[3], f"least loaded: {best[1]:.0%} of its KV memory asked for, {best[2]} sequences")
 
 
 def place_best_fit(
     workers: Sequence[PlacementLoad], num_tokens: int, refused: Collection[WorkerId] = (), num_known: int = 0
 ) -> Placed | None:
     """Choose the fullest worker in use that has room for what is known of the request; see `_fit`."""
-    fitting = _fit(workers, num_tokens, refused, num_known)
-    best = min(fitting, key=lambda worker: (_free_tokens(worker), worker.worker_id), default=None)
-    return place_unused(workers, num_tokens, refused) if best is None else _fitted(best, "fullest")
+    return _fit(workers, num_tokens, refused, num_known)
 
 
 def place_worst_fit(
     workers: Sequence[PlacementLoad], num_tokens: int, refused: Collection[WorkerId] = (), num_known: int = 0
 ) -> Placed | None:
     """Choose the emptiest worker in use that has room for what is known of the request; see `_fit`."""
-    fitting = _fit(workers, num_tokens, refused, num_known)
-    best = min(fitting, key=lambda worker: (-_free_tokens(worker), worker.worker_id), default=None)
-    return place_unused(workers, num_tokens, refused) if best is None else _fitted(best, "emptiest")
+    return _fit(workers, num_tokens, refused, num_known, which="emptiest")
 
 
 def place_pack(
     workers: Sequence[PlacementLoad], num_tokens: int, refused: Collection[WorkerId] = (), num_known: int = 0
 ) -> Placed | None:
     """Choose the fullest worker in use that has room for what is known of the request, and room for growth besides."""
-    fitting = [
-        worker
-        for worker in _fit(workers, num_tokens, refused, num_known)
-        if _free_tokens(worker) - num_known >= ROOM_FOR_GROWTH * worker.num_blocks * worker.block_size
-    ]
-    best = min(fitting, key=lambda worker: (_free_tokens(worker), worker.worker_id), default=None)
-    return place_unused(workers, num_tokens, refused) if best is None else _fitted(best, "fullest")
-
-
-def place_unused(
-    workers: Sequence[PlacementLoad], num_tokens: int, refused: Collection[WorkerId] = ()
-) -> Placed | None:
-    """Choose the first worker that has nothing to do; the least loaded one if all have."""
-    unused = [each for each in workers if not each.num_sequences and _can_take(each, num_tokens)]
-    first = min((each.worker_id for each in unused if each.worker_id not in refused), default=None)
-    if first is None:
-        return place_least_loaded(workers, num_tokens, refused)
-    return Placed(first, "nobody who is in use has room, and this one is not")
+    return _fit(workers, num_tokens, refused, num_known, growth=ROOM_FOR_GROWTH)
 
 
 def _fit(
-    workers: Sequence[PlacementLoad], num_tokens: int, refused: Collection[WorkerId], num_known: int
-) -> list[PlacementLoad]:
-    """Return the workers that have something to do, and memory for what is known of a request besides."""
-    return [
-        worker
-        for worker in workers
-        if worker.num_sequences
-        and worker.worker_id not in refused
-        and _can_take(worker, num_tokens)
-        and _free_tokens(worker) >= num_known
-    ]
+    workers: Sequence[PlacementLoad],
+    num_tokens: int,
+    refused: Collection[WorkerId],
+    num_known: int,
+    *,
+    which: str = "fullest",
+    growth: float = 0.0,
+) -> Placed | None:
+    """Choose among the workers that have something to do, and memory for what is known of a request.
+
+    If there is none: the first that has nothing to do, else one that is closing and has room, else the least loaded.
+
+    Args:
+        workers: as `Placement` has them; so the next three.
+        num_tokens: likewise.
+        refused: likewise.
+        num_known: likewise.
+        which: "fullest" or "emptiest".
+        growth: share of a worker's memory that has to be left then.
+    """
+    able = [each for each in workers if each.worker_id not in refused and _can_take(each, num_tokens)]
+    sign = 1 if which == "fullest" else -1
+    best = min(
+        (each for each in able if each.num_sequences and _free_tokens(each, growth) >= num_known),
+        key=lambda worker: (worker.is_closing, sign * _free_tokens(worker), worker.worker_id),
+        default=None,
+    )
+    if best is None or best.is_closing:
+        first = min((each.worker_id for each in able if not each.num_sequences and not each.is_closing), default=None)
+        if first is not None:
+            return Placed(first, "nobody who is in use has room, and this one is not")
+    if best is None:
+        return place_least_loaded(workers, num_tokens, refused)
+    return Placed(best.worker_id, f"{which} in use with room: {_free_tokens(best)} tokens of KV memory are free")
 
 
-def _fitted(worker: PlacementLoad, which: str) -> Placed:
-    return Placed(worker.worker_id, f"{which} in use with room: {_free_tokens(worker)} tokens of KV memory are free")
-
-
-def _free_tokens(worker: PlacementLoad) -> int:
-    return (worker.num_blocks - worker.num_demanded_blocks) * worker.block_size
+def _free_tokens(worker: PlacementLoad, growth: float = 0.0) -> int:
+    return int((worker.num_blocks * (1 - growth) - worker.num_demanded_blocks) * worker.block_size)
 
 
 def _load(worker: PlacementLoad) -> float:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from services.dispatcher.limits.lines import WorkerLines
 from services.dispatcher.limits.waiting_room import Claimant, RoomLimits, WaitingRooms
 from services.dispatcher.policy.placement import Placement
-from services.dispatcher.session.calls import Silence, SubmitAnswer, SubmitOutcome, WorkerCalls
+from services.dispatcher.session.calls import SubmitAnswer, SubmitOutcome, WorkerCalls
 from services.dispatcher.session.leases import WorkerPresence
 from services.dispatcher.session.owners import Owners
+from services.dispatcher.session.poison import Poison
 from services.dispatcher.session.request import FailureCode, RequestFailedError
 from services.dispatcher.session.session import Session
 from services.dispatcher.session.submission import next_submit
@@ -22,10 +23,7 @@ from services.dispatcher.state import ClusterState
 from shared.api_keys import Tier
 from shared.ids import WorkerId
 from shared.messages.owner import Owner
-from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
-
-_log = get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +53,7 @@ class Placing:
         tasks: TaskOwner,
     ) -> None:
         self.waiting, self._lines = WaitingRooms(self._has_place, limits.queues), WorkerLines(cluster)
-        self.num_poison = 0
-        """Sessions that ended because they were blamed for their workers' deaths."""
+        self.poison = Poison(calls, leases)
         self._calls = calls
         self._cluster = cluster
         self._leases = leases
@@ -194,9 +191,13 @@ class Placing:
             refused.add(worker_id)
         while self._calls.connected and not session.ended.is_set():
             found = self.find(claimant_of(session), refused)
-            if found is None or await self._submit(session, found):
-                return found is not None
-            refused.add(found)
+            if found is None:
+                return False
+            was_closing = self._cluster.is_closing(found)
+            if await self._submit(session, found):
+                return True
+            if was_closing or not self._cluster.is_closing(found):  # who is closing is asked once more, as the last
+                refused.add(found)
         return False
 
     async def _submit_fork(self, session: Session, parent: Session, refused: set[WorkerId]) -> bool:
@@ -210,7 +211,10 @@ class Placing:
         return await self._submit(session, worker_id, shares_prompt=True)
 
     async def _submit(self, session: Session, worker_id: WorkerId, *, shares_prompt: bool = False) -> bool:
-        """Begin the next attempt on this worker; return whether it has the session, which may have ended meanwhile.
+        """Begin the next attempt on this worker, or on the one that it names because it is closing.
+
+        Returns:
+            Whether one has the session, which may have ended meanwhile.
 
         Raises:
             RequestFailedError: no worker can ever take it.
@@ -218,8 +222,11 @@ class Placing:
         if session.ended.is_set():  # whoever released it has found nothing to withdraw
             return False
         outcome = await self._attempt(session, worker_id, shares_prompt=shares_prompt)
-        if outcome is SubmitOutcome.UNKNOWN and await self._has_killed(session, worker_id):
+        if outcome is SubmitOutcome.UNKNOWN and await self.poison.has_killed(session, worker_id):
             raise RequestFailedError(FailureCode.REQUEST_FAILED)
+        if outcome is SubmitOutcome.CLOSING:
+            named = self._cluster.open_instead_of(worker_id)
+            return named is not None and await self._submit(session, named)
         if outcome is SubmitOutcome.OLD:  # another dispatcher, or this name's life before, has been there
             outcome = await self._attempt(session, worker_id, shares_prompt=shares_prompt)
         if session.admitted_s is not None:  # what began somewhere goes on wherever it can
@@ -230,26 +237,9 @@ class Placing:
             raise RequestFailedError(FailureCode.INTERNAL)
         return outcome is SubmitOutcome.ACCEPTED
 
-    async def _has_killed(self, session: Session, worker_id: WorkerId) -> bool:
-        """Return whether taking this session has now been the end of so many workers that it is to blame.
-
-        A worker that neither answers a submission nor is there any more has died of it, or with it. One that hangs, or
-        is cut off, says nothing about the session.
-        """
-        if await self._calls.renew(worker_id, self._leases.question()) is not Silence.NOBODY:
-            return False
-        if not session.history.blame():
-            return False
-        self.convict(session)
-        return True
-
-    def convict(self, session: Session) -> None:
-        """Count a session that ends because of the deaths of its workers, and say so."""
-        self.num_poison += 1
-        _log.error("poison_request", rid=session.request.request_id, deaths=session.history.num_blames)
-
     async def _attempt(self, session: Session, worker_id: WorkerId, *, shares_prompt: bool = False) -> SubmitOutcome:
-        submit = next_submit(session, self._leases.sender, self._now())
+        reopens = self._cluster.is_closing(worker_id)  # this was known when it was chosen: nobody else has room
+        submit = next_submit(session, self._leases.sender, self._now(), reopens=reopens)
         request, num_output = session.request, len(session.tokens)
         num_prompt = 0 if shares_prompt else request.num_prompt_tokens
         counted = self._cluster.submitted(worker_id, num_prompt, num_output, self._now(), request.tier)
@@ -262,6 +252,8 @@ class Placing:
             session.answer()
         history = session.history
         history.learn_number(answer.newest_attempt)
+        if answer.outcome is SubmitOutcome.CLOSING:
+            self._cluster.note_closing(worker_id, answer.open_worker)
         may_run = answer.outcome in {SubmitOutcome.ACCEPTED, SubmitOutcome.UNKNOWN}
         if session.attempt != submit.attempt:  # it was given up meanwhile
             if may_run:

@@ -55,7 +55,7 @@ class Recovery:
     @property
     def num_poison(self) -> int:
         """Sessions that ended because they were blamed for their workers' deaths."""
-        return self._placing.num_poison
+        return self._placing.poison.num_convicted
 
     def lost(self, session: Session, loss: Loss, toward: WorkerId | None = None) -> None:
         """A running session's worker no longer runs it; `toward` has its KV, and is asked first."""
@@ -70,7 +70,7 @@ class Recovery:
         session.fence()
         if is_guilty:
             self._leases.drop(worker_id, request_id, before.number)
-            self._placing.convict(session)
+            self._placing.poison.convict(session)
             session.fail(FailureCode.REQUEST_FAILED)
             return
         self._tasks.start(self._recover(session, before, loss, toward), name=f"recover-{request_id}")

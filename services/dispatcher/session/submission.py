@@ -10,13 +10,14 @@ from shared.messages.request import Submit, pack_token_ids
 from shared.qoe import displayed
 
 
-def next_submit(session: Session, sender: Sender, now_s: float) -> Submit:
+def next_submit(session: Session, sender: Sender, now_s: float, *, reopens: bool) -> Submit:
     """Return the submission of the next attempt, which goes on after the tokens so far; `begin` makes it count.
 
     Args:
         session: takes the attempt's number.
         sender: this process.
         now_s: the event loop's clock.
+        reopens: see `Submit.reopens`.
     """
     request, history = session.request, session.history
     age_s = max(0.0, now_s - request.arrival_s)
@@ -39,6 +40,7 @@ def next_submit(session: Session, sender: Sender, now_s: float) -> Submit:
         remaining_s=max(0.001, request.limit_s - age_s),
         fork_of=None if session.parent is None else session.parent.request.request_id,
         cache_salt=request.cache_salt,
+        reopens=reopens,
     )
 
 

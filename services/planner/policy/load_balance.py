@@ -19,6 +19,7 @@ from typing import Final, TypeVar
 
 from services.planner.policy.moves import Avoided, MoveRule, WantedMove, takes_part
 from services.planner.policy.observe import giving_way
+from shared.ids import WorkerId
 from shared.messages.fetch import FetchReason, RunningPart
 from shared.messages.report import ClusterView, WorkerReport, WorkerStatus
 from shared.systems import Migrates
@@ -39,6 +40,8 @@ class Pair:
     most_blocks: int
     """KV blocks of a request that may go: with more the target would be the fuller one."""
     reason: FetchReason = FetchReason.BALANCE
+    is_urgent: bool = False
+    open_worker: WorkerId | None = None
 
     @property
     def targets(self) -> Sequence[WorkerReport]:
@@ -74,7 +77,7 @@ def find_pairs(view: ClusterView, migrates: Migrates, avoided: Avoided = frozens
 
 def balance(migrates: Migrates) -> MoveRule:
     """Return the rule by which requests move then."""
-    return lambda view, avoided, _: find_pairs(view, migrates, avoided)
+    return lambda view, avoided, _busy, _now_s: find_pairs(view, migrates, avoided)
 
 
 def choose(pair: Pair, running: Sequence[RunningPart]) -> RunningPart | None:

@@ -2,6 +2,8 @@
 
     view ─► a rule ─► Wanted: "from this worker"     who runs there? ─► Wanted.choose ─► moves, in their order
 
+A worker gives in one move at a time, and takes in one. One that only takes gives nothing meanwhile, unless it has to.
+
 Pure.
 """
 
@@ -44,6 +46,14 @@ class Wanted(Protocol):
         """KV blocks of a request that may go; larger ones need not be told."""
 
     @property
+    def is_urgent(self) -> bool:
+        """Whether it begins while others still come there."""
+
+    @property
+    def open_worker(self) -> WorkerId | None:
+        """Who takes requests while all leave the source, which gets no new ones then; None: it does."""
+
+    @property
     def targets(self) -> Sequence[WorkerReport]:
         """Who takes part, as far as is known before it is known who runs at the source."""
 
@@ -57,8 +67,15 @@ class Wanted(Protocol):
 class MoveRule(Protocol):
     """Says from whom something should leave."""
 
-    def __call__(self, view: ClusterView, avoided: Avoided, now_s: float) -> Sequence[Wanted]:
-        """Return it, the most urgent first."""
+    def __call__(self, view: ClusterView, avoided: Avoided, busy: Set[WorkerId], now_s: float) -> Sequence[Wanted]:
+        """Return it, the most urgent first.
+
+        Args:
+            view: of the cluster.
+            avoided: see `Avoided`.
+            busy: who is in a move, and takes part in no other one but to give what is urgent.
+            now_s: the event loop's clock.
+        """
 
 
 def takes_part(status: WorkerStatus) -> bool:

@@ -14,14 +14,15 @@ from services.worker.engine.engine import Engine
 from services.worker.migration.departures import Departures
 from services.worker.migration.fetching import KvFetching
 from services.worker.migration.kv_link import KvNetwork
-from shared.messages.fetch import Fetch, ListRunning
+from services.worker.serving.closing import Closing
+from shared.messages.fetch import Close, Fetch, ListRunning
 from shared.messages.report import FetchCount, MigrationPart
 from shared.process.tasks import TaskOwner
 from shared.transport.bus import Message
 from shared.wire import decode_union, encode
 
-_ASKED: Final[TypeAdapter[Fetch | ListRunning]] = TypeAdapter(
-    Annotated[Fetch | ListRunning, Field(discriminator="kind")]
+_ASKED: Final[TypeAdapter[Fetch | ListRunning | Close]] = TypeAdapter(
+    Annotated[Fetch | ListRunning | Close, Field(discriminator="kind")]
 )
 
 
@@ -34,6 +35,7 @@ class Migration:
         wake: lets its step loop look at the engine again.
         busy: returns why no request leaves or comes now, empty: some may.
         is_open: whether this worker takes requests.
+        closing: whether it refuses new ones for a while.
         now: the worker's clock, seconds.
         tasks: owns what is under way.
     """
@@ -46,6 +48,7 @@ class Migration:
         wake: Callable[[], None],
         busy: Callable[[], str],
         is_open: Callable[[], bool],
+        closing: Closing,
         now: Callable[[], float],
         tasks: TaskOwner,
     ) -> None:
@@ -61,22 +64,26 @@ class Migration:
         )
         self._coming = engine.sharing.coming
         self._network = network
+        self._closing = closing
 
     def start(self) -> None:
         """Let others fetch from here from now on."""
         self._network.serve(self.departures)
 
     async def answer(self, message: Message) -> bytes:
-        """Answer a `Fetch` with `Fetched`, when it is over, and a `ListRunning` with a `RunningList`."""
+        """Answer `Fetch` with `Fetched`, once it is over, `ListRunning` with `RunningList`, `Close` with `Closed`."""
         asked = decode_union(message.data, _ASKED)
         if isinstance(asked, ListRunning):
             return encode(self.departures.running(asked))
+        if isinstance(asked, Close):
+            return encode(self._closing.answer(asked))
         return encode(await self.fetching.fetch(asked))
 
     def look(self) -> MigrationPart:
         """Return what the worker reports of it."""
         fetching, coming = self.fetching, self._coming
         return MigrationPart(
+            closing=self._closing.why,
             num_fetching=fetching.num_under_way,
             num_left_total=self.departures.num_left,
             fetches_total=tuple(

@@ -16,6 +16,7 @@ from services.worker.engine.best_effort import may_be_sent_back, num_waiting_rea
 from services.worker.engine.engine import Engine
 from services.worker.engine.stats import most_parked, most_waiting
 from services.worker.sequences.config import AddRefusal, NewSequence
+from services.worker.serving.closing import Closing
 from services.worker.serving.emitter import Emitter
 from services.worker.serving.leases import Leases
 from services.worker.serving.uploads import Uploads
@@ -55,6 +56,7 @@ class Intake:
         self._leases = leases
         self._now = now
         self._wake = wake
+        self.closing = Closing(now)
         self._open = False
         self._is_aside = False
         self._uploads = Uploads()
@@ -92,19 +94,30 @@ class Intake:
         """Why nothing is taken now; None if something is."""
         if not self._open:
             return RefusalReason.DRAINING
-        return RefusalReason.STAGE if self._is_aside else None
+        if self._is_aside:
+            return RefusalReason.STAGE
+        return RefusalReason.CLOSING if self.closing.why else None
 
     async def submit(self, message: Message) -> bytes:
         """Answer a `Submit` with `Accepted` or `Refused`, and a part of a long one with `Uploaded`."""
         asked = decode_union(message.data, _QUESTIONS)
         if isinstance(asked, Upload):
-            num_bytes = self._uploads.add(asked, self._now()) if self._closed is None else 0
+            is_refused = self._closed not in {None, RefusalReason.CLOSING}  # what it opens with comes after
+            num_bytes = 0 if is_refused else self._uploads.add(asked, self._now())
             return encode(Uploaded(request_id=asked.request_id, num_bytes=num_bytes))
+        if asked.reopens:
+            self.closing.reopen()
         return encode(self._admit(asked))
 
     def _admit(self, submit: Submit) -> Accepted | Refused:
         def refuse(reason: RefusalReason, detail: str = "", newest_attempt: int = 0) -> Refused:
-            return Refused(request_id=submit.request_id, reason=reason, detail=detail, newest_attempt=newest_attempt)
+            return Refused(
+                request_id=submit.request_id,
+                reason=reason,
+                detail=detail,
+                open_worker=self.closing.open_worker if reason is RefusalReason.CLOSING else None,
+                newest_attempt=newest_attempt,
+            )
 
         closed = self._closed
         if closed is not None:

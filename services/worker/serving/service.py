@@ -41,6 +41,7 @@ class WorkerService:
         self.agent = endpoints.agent
         self.migration = endpoints.migration
         self.executor = machine.executor
+        self.intake = endpoints.intake
         self.leases = endpoints.leases
         self.emitter = emitter
         self._info = info
@@ -64,7 +65,7 @@ class WorkerService:
         self._served = await self._bus.serve(self._info, self._endpoints.all())
         if self._endpoints.migration is not None:
             self._endpoints.migration.start()
-        self._endpoints.intake.open()
+        self.intake.open()
         self._reporter.serve(self._facts, lambda: take_stats(self.engine, loop.pace))
 
     async def drain(self, limit_s: float) -> None:
@@ -81,7 +82,7 @@ class WorkerService:
                     while self.agent.keeper.is_needed:
                         await asyncio.sleep(IDLE_POLL_S)
         limit_s -= asyncio.get_running_loop().time() - began_s
-        self._endpoints.intake.close()
+        self.intake.close()
         self._reporter.enter(WorkerPhase.DRAINING)
         try:
             async with asyncio.timeout(limit_s):
@@ -96,7 +97,7 @@ class WorkerService:
 
     async def stop(self) -> None:
         """Leave the bus and release the executor. Sequences that still run are lost: the dispatcher sees the phase."""
-        self._endpoints.intake.close()
+        self.intake.close()
         if self._served is not None:
             await self._served.close()
         if self._endpoints.migration is not None:

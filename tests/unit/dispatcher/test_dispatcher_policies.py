@@ -48,6 +48,7 @@ LOADS = st.lists(
         ready=st.booleans(),
         num_sequences=st.integers(0, 12),
         num_demanded_blocks=st.integers(0, 200),
+        is_closing=st.sampled_from([False, False, True]),
     ),
     max_size=4,
     unique_by=lambda load: load.worker_id,
@@ -69,7 +70,9 @@ def test_the_chosen_worker_can_take_the_request_and_no_other_one_that_can_is_les
         assert not able
         return
     chosen = next(load for load in able if load.worker_id == placed.worker_id)
-    assert chosen.num_demanded_blocks == min(load.num_demanded_blocks for load in able)
+    before = [load for load in able if not load.is_closing] or able
+    assert chosen.num_demanded_blocks == min(load.num_demanded_blocks for load in before)
+    assert chosen in before
     assert place_least_loaded(loads[::-1], num_tokens, refused) == placed
 
 
@@ -79,16 +82,16 @@ FITS = st.sampled_from([place_best_fit, place_worst_fit, place_pack])
 
 @settings(deadline=None)
 @given(LOADS, st.integers(1, 1500), st.integers(0, 1500), st.sets(st.sampled_from(["a", "b"])), FITS)
-def test_a_fit_is_the_fullest_or_emptiest_worker_in_use_with_room_then_one_that_is_not_in_use_then_the_least_loaded(
+def test_a_fit_is_the_fullest_or_emptiest_worker_in_use_with_room_then_unused_then_closing_then_the_least_loaded(
     loads: list[PlacementLoad], num_tokens: int, num_known: int, refused: set[WorkerId], place: Placement
 ) -> None:
     placed = place(loads, num_tokens, refused, num_known=num_known)
     able = [each for each in loads if place_least_loaded([each], num_tokens, refused)]
     free = {each.worker_id: (100 - each.num_demanded_blocks) * 16 for each in able if each.num_sequences}
-    fitting = {
-        worker_id: room for worker_id, room in free.items() if room >= num_known + (80 if place is place_pack else 0)
-    }
-    unused = [each.worker_id for each in able if not each.num_sequences]
+    fits = {name: room for name, room in free.items() if room >= num_known + (80 if place is place_pack else 0)}
+    closing = {each.worker_id for each in able if each.is_closing}
+    unused = [each.worker_id for each in able if not each.num_sequences and not each.is_closing]
+    fitting = {name: room for name, room in fits.items() if name not in closing} or ({} if unused else fits)
     if fitting:
         extreme = max(fitting.values()) if place is place_worst_fit else min(fitting.values())
         assert some(placed).worker_id == min(name for name, room in fitting.items() if room == extreme)

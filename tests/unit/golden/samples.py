@@ -87,6 +87,7 @@ _SUBMIT = Submit(
     remaining_s=30.0,
     fork_of=RequestId("r-0122"),
     cache_salt="tenant-7",
+    reopens=True,
     uploaded=(16, 8),
 )
 

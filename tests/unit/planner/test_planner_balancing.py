@@ -3,28 +3,46 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence, Set
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+from pydantic import Field, TypeAdapter
 
-from services.planner.balancing import Balancer
+from services.planner.balancing import CLOSE_S, Balancer
 from services.planner.policy.load_balance import balance
+from services.planner.policy.moves import Avoided, MoveRule, Wanted, WantedMove
 from services.planner.policy.patience import PatienceParams
 from shared.ids import RequestId, WorkerId
-from shared.messages.fetch import Fetch, Fetched, FetchOutcome, ListRunning, RunningList, RunningPart
-from shared.messages.report import ClusterView
+from shared.messages.fetch import (
+    Close,
+    Closed,
+    Fetch,
+    Fetched,
+    FetchOutcome,
+    FetchReason,
+    ListRunning,
+    RunningList,
+    RunningPart,
+)
+from shared.messages.report import ClusterView, WorkerReport
 from shared.process.tasks import TaskOwner
 from shared.subjects import Subjects
 from shared.systems import Migrates
 from shared.transport.bus import Endpoint, Message, ServiceInfo
 from shared.transport.memory_bus import MemoryBroker
-from shared.wire import decode, encode
-from tests.support.statuses import make_status, make_view
+from shared.wire import decode_union, encode
+from tests.support.statuses import make_report, make_status, make_view
 
 pytestmark = pytest.mark.virtual_time
+ASKED: TypeAdapter[Fetch | ListRunning | Close] = TypeAdapter(
+    Annotated[Fetch | ListRunning | Close, Field(discriminator="kind")]
+)
+EVENLY, OTHER = balance(Migrates.TO_BALANCE), WorkerId("empty")
 PAUSE_S = 0.5
 PATIENCE = PatienceParams(retry_s=2.0, max_retry_s=16.0)
 
@@ -39,13 +57,22 @@ class Cluster:
         """Events."""
         self.outcome = FetchOutcome.MOVED
         self.is_full = True
+        self.num_listed = {"full": 0, "empty": 0}
+        """How often each was asked who runs there."""
+        self.closed: list[Close] = []
+        self.opens_after = 10**9
+        """So often it says that it is closing."""
+        self.holds = False
+        """Whether fetches last until `is_held` is set."""
+        self.is_held = asyncio.Event()
         self._bus = broker.connect("workers")
         self._requests = requests
 
     async def start(self) -> None:
-        handlers = {"full": self._list, "empty": self._fetch}
-        subjects = {name: Subjects().fetch(WorkerId(name)) for name in handlers}
-        endpoints = [Endpoint(f"fetch-{name}", subjects[name], answer) for name, answer in handlers.items()]
+        names = ("full", "empty")
+        endpoints = [
+            Endpoint(f"fetch-{name}", Subjects().fetch(WorkerId(name)), partial(self._answer, name)) for name in names
+        ]
         await self._bus.serve(ServiceInfo("workers", "0.1.0", "two workers", {}, "both"), endpoints)
 
     async def hear(self, name: str, reason: str) -> None:
@@ -56,14 +83,19 @@ class Cluster:
         common: dict[str, Any] = {"num_blocks": 100, "model_digest": "m", "stage_address": "a"}
         return make_view(*(make_status(name, num_used_blocks=blocks, **common) for name, blocks in used.items()))
 
-    async def _list(self, message: Message) -> bytes:
-        assert decode(message.data, ListRunning).most_blocks == 40
-        return encode(RunningList(requests=tuple(self._requests)))
-
-    async def _fetch(self, message: Message) -> bytes:
-        fetch = decode(message.data, Fetch)
-        assert (fetch.source, fetch.source_address) == ("full", "a")
-        self.asked.append((asyncio.get_running_loop().time(), fetch.request_id, fetch.attempt))
+    async def _answer(self, name: str, message: Message) -> bytes:
+        asked = decode_union(message.data, ASKED)
+        if isinstance(asked, Close):
+            self.closed.append(asked)
+            return encode(Closed(is_closing=bool(asked.for_s) and len(self.closed) <= self.opens_after))
+        if isinstance(asked, ListRunning):
+            assert asked.most_blocks == 40
+            self.num_listed[name] += 1
+            return encode(RunningList(requests=tuple(self._requests) if name == "full" else ()))
+        assert (name, asked.source, asked.source_address) == ("empty", "full", "a")
+        self.asked.append((asyncio.get_running_loop().time(), asked.request_id, asked.attempt))
+        if self.holds:
+            await self.is_held.wait()
         return encode(Fetched(outcome=self.outcome))
 
 
@@ -73,7 +105,7 @@ def request(*names: str, num_blocks: int = 5) -> RunningPart:
 
 
 @asynccontextmanager
-async def balanced(*requests: RunningPart) -> AsyncIterator[tuple[Cluster, Balancer]]:
+async def balanced(*requests: RunningPart, rule: MoveRule = EVENLY) -> AsyncIterator[tuple[Cluster, Balancer]]:
     broker, tasks = MemoryBroker(), TaskOwner(lambda name, error: pytest.fail(f"{name}: {error!r}"))
     cluster = Cluster(broker, requests)
     await cluster.start()
@@ -81,7 +113,7 @@ async def balanced(*requests: RunningPart) -> AsyncIterator[tuple[Cluster, Balan
     balancer = Balancer(
         bus,
         Subjects(),
-        balance(Migrates.TO_BALANCE),
+        rule,
         PATIENCE,
         pause_s=PAUSE_S,
         look=cluster.view,
@@ -136,3 +168,81 @@ async def test_nobody_is_asked_while_all_have_alike() -> None:
         cluster.is_full = False
         await asyncio.sleep(5.0)
         assert not cluster.asked
+
+
+@dataclass
+class Emptied:
+    """All that a worker has is to leave."""
+
+    source: WorkerReport
+    target: WorkerReport
+    num_requests: int = 3
+    is_urgent: bool = False
+    open_worker: WorkerId | None = OTHER
+    reason: FetchReason = FetchReason.PACK
+    most_blocks: int = 40
+    targets: Sequence[WorkerReport] = ()
+
+    def choose(self, running: Sequence[RunningPart]) -> Sequence[WantedMove]:
+        return [WantedMove(part, self.target) for part in running[: self.num_requests]]
+
+    def tell(self, move: WantedMove) -> str:
+        return f"{move.part.choices[0][0]} goes"
+
+
+class Once:
+    """A rule: what `wants` names of a view's two workers, each once."""
+
+    def __init__(self, *wants: Callable[[WorkerReport, WorkerReport], Wanted]) -> None:
+        self.wants = list(wants)
+
+    def __call__(self, view: ClusterView, avoided: Avoided, busy: Set[WorkerId], now_s: float) -> Sequence[Wanted]:
+        full, empty = (status.report for status in view.workers)
+        return [self.wants.pop(0)(full, empty)] if self.wants else []
+
+
+async def test_a_worker_that_is_emptied_is_closing_until_all_have_left() -> None:
+    async with balanced(*(request(f"r{number}") for number in range(3)), rule=Once(Emptied)) as (cluster, _):
+        await asyncio.sleep(0.4)
+        assert [key for _, *key in cluster.asked] == [["r0", 1], ["r1", 1], ["r2", 1]]
+        told = [(close.begins, close.for_s, close.open_worker, close.why) for close in cluster.closed]
+        assert told == [
+            *((number == 0, CLOSE_S, "empty", f"r{number} goes") for number in range(3)),
+            (False, 0.0, "empty", ""),
+        ]
+
+
+async def test_who_is_opened_meanwhile_keeps_the_rest() -> None:
+    async with balanced(*(request(f"r{number}") for number in range(3)), rule=Once(Emptied)) as (cluster, _):
+        cluster.opens_after = 2
+        await asyncio.sleep(0.4)
+        assert [key for _, *key in cluster.asked] == [["r0", 1], ["r1", 1]]
+        assert [close.for_s for close in cluster.closed] == [CLOSE_S] * 3
+
+
+async def test_if_one_cannot_go_the_worker_is_opened_and_where_nobody_can_it_is_not_closed() -> None:
+    nobody = partial(Emptied, num_requests=0)
+    async with balanced(request("r"), request("s"), rule=Once(nobody, Emptied)) as (cluster, _):
+        cluster.outcome = FetchOutcome.FULL
+        await asyncio.sleep(0.4)
+        assert not cluster.closed
+        await asyncio.sleep(PAUSE_S)
+        assert [key for _, *key in cluster.asked] == [["r", 1]]
+        assert [close.for_s for close in cluster.closed] == [CLOSE_S, 0.0]
+
+
+@pytest.mark.parametrize("is_urgent", [True, False])
+async def test_who_takes_gives_only_what_is_urgent_and_takes_nothing_more(is_urgent: bool) -> None:
+    """The second one would go from the worker to which the first one goes."""
+
+    def back(full: WorkerReport, empty: WorkerReport) -> Wanted:
+        return Emptied(empty, make_report("third"), is_urgent=is_urgent, open_worker=None)
+
+    async with balanced(request("r"), rule=Once(Emptied, Emptied, back)) as (cluster, balancer):
+        cluster.holds = True
+        await asyncio.sleep(5.0)
+        assert len(cluster.asked) == 1
+        assert cluster.num_listed == {"full": 1, "empty": int(is_urgent)}
+        cluster.is_held.set()
+        await asyncio.sleep(5.0)
+        assert balancer.outcomes == {FetchOutcome.MOVED: 1}

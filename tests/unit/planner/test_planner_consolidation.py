@@ -24,7 +24,7 @@ from services.planner.policy.packing.consolidation import (
 from services.planner.policy.packing.pack import EMPTY_PERIOD_S, NUM_EMPTIEST
 from shared.ids import RequestId, WorkerId
 from shared.messages.fetch import FetchReason, RunningPart
-from shared.messages.report import ClusterView, WorkerReport, WorkerStatus
+from shared.messages.report import ClusterView, MigrationPart, WorkerReport, WorkerStatus
 from tests.support.statuses import make_report, make_status, make_view
 
 NUM_BLOCKS = 1000
@@ -54,7 +54,7 @@ def part(name: str, num_blocks: int, num_choices: int = 1) -> RunningPart:
 
 def wanted_of(view: ClusterView, now_s: float = 0.0, *avoided: tuple[str, str]) -> Sequence[Wanted]:
     named = {(WorkerId(source), WorkerId(target)) for source, target in avoided}
-    return Consolidation()(view, named, now_s)
+    return Consolidation()(view, named, set(), now_s)
 
 
 def told(moves: Sequence[WantedMove]) -> list[tuple[str, str]]:
@@ -118,7 +118,7 @@ def test_one_of_the_emptiest_is_emptied_if_all_of_it_finds_room_as_it_grows() ->
     """Each row grows by 31 blocks in half a minute. b has 1000 - 700 - 62 = 238 left then, c 1000 - 600 - 62 = 338."""
     assert EMPTY_HORIZON_S == 30.0
     rule, view = Consolidation(), make_view(busy("a", 300), busy("b", 700), busy("c", 600), unused("u"))
-    sources = [rule(view, set(), EMPTY_PERIOD_S * number)[0].source.worker_id for number in range(4)]
+    sources = [rule(view, set(), set(), EMPTY_PERIOD_S * number)[0].source.worker_id for number in range(4)]
     assert set(sources) == {"a", "c"}, "of three in use the two emptiest, by turns"
     emptying = Emptying(view.workers[0].report, [view.workers[1].report, view.workers[2].report])
     moves = emptying.choose([part("x", 200), part("y", 100)])
@@ -157,9 +157,27 @@ def test_who_lacks_memory_is_not_emptied_and_gets_nothing_and_others_are_emptied
 ) -> None:
     view, rule = make_view(busy("a", 100), busy("b", 200), short), Consolidation()
     for number in range(4):
-        wanted = rule(view, set(), number * EMPTY_PERIOD_S)
+        wanted = rule(view, set(), set(), number * EMPTY_PERIOD_S)
         (emptying,) = [each for each in wanted if isinstance(each, Emptying)]
         assert (emptying.source.worker_id, [each.worker_id for each in emptying.others]) == ("a", ["b"])
+
+
+def test_who_is_in_a_move_or_closing_gets_nothing_and_is_not_emptied_but_gives_if_it_has_to() -> None:
+    taking, closing = busy("a", 999), busy("b", 300, migration=MigrationPart(closing="it is emptied"))
+    view = make_view(taking, closing, busy("c", 400), busy("d", 500))
+    relief, emptying = Consolidation()(view, set(), {WorkerId("a")}, 0.0)
+    assert isinstance(relief, Relief)
+    assert (relief.source.worker_id, relief.is_urgent, relief.open_worker) == ("a", True, None)
+    assert [other.worker_id for other in relief.others] == ["c", "d"]
+    assert isinstance(emptying, Emptying)
+    assert (emptying.source.worker_id, emptying.is_urgent, emptying.open_worker) == ("c", False, "d")
+    assert [other.worker_id for other in emptying.others] == ["d"]
+
+
+def test_requests_that_a_worker_refuses_while_it_is_emptied_go_where_most_room_is() -> None:
+    view = make_view(busy("a", 100), busy("b", 300), busy("c", 200), busy("d", 250))
+    (emptying,) = wanted_of(view)
+    assert {emptying.source.worker_id: emptying.open_worker} in ({"a": "c"}, {"c": "a"}, {"d": "a"})
 
 
 def test_nothing_is_emptied_where_one_is_in_use_or_the_others_have_less_room_than_it_holds() -> None:
@@ -172,9 +190,9 @@ def test_the_emptiest_are_looked_at_by_turns() -> None:
     rule = Consolidation()
     view = make_view(*(busy(f"w{number}", 10 * number) for number in range(1, 9)))
     pause_s = EMPTY_PERIOD_S / NUM_EMPTIEST
-    sources = [each.source.worker_id for number in range(8) for each in rule(view, set(), number * pause_s)]
+    sources = [each.source.worker_id for number in range(8) for each in rule(view, set(), set(), number * pause_s)]
     assert Counter(sources) == dict.fromkeys(("w1", "w2", "w3", "w4"), 2)
-    assert rule(view, set(), 7 * pause_s + 0.5) == [], "not yet"
+    assert rule(view, set(), set(), 7 * pause_s + 0.5) == [], "not yet"
 
 
 @pytest.mark.parametrize("seed", range(100))

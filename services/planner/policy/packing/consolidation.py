@@ -16,13 +16,14 @@ Pure, but for when it looked last. Source: the project's own (`pack.py`, whose p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Final
 
 from services.planner.policy.moves import Avoided, Wanted, WantedMove, takes_part
 from services.planner.policy.packing.bins import Bin, Item
 from services.planner.policy.packing.pack import EMPTY_PERIOD_S, NUM_EMPTIEST, Elsewhere
+from shared.ids import WorkerId
 from shared.messages.fetch import MAX_RUNNING, FetchReason, RunningPart
 from shared.messages.report import ClusterView, WorkerReport, WorkerStatus
 from shared.systems import ROOM_FOR_GROWTH
@@ -47,6 +48,8 @@ class _Leaving:
     reason: FetchReason = FetchReason.PACK
     most_blocks: int = 10**9
     targets: Sequence[WorkerReport] = ()
+    is_urgent: bool = False
+    open_worker: WorkerId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,7 @@ class Consolidation:
         self._not_before_s = float("-inf")
         self._num_looks = 0
 
-    def __call__(self, view: ClusterView, avoided: Avoided, now_s: float) -> Sequence[Wanted]:
+    def __call__(self, view: ClusterView, avoided: Avoided, busy: Set[WorkerId], now_s: float) -> Sequence[Wanted]:
         """Return who should give one request away, and now and then who should be emptied."""
         wanted: list[Wanted] = []
         is_due = now_s >= self._not_before_s
@@ -120,12 +123,14 @@ class Consolidation:
             self._num_looks += 1
         for digest in sorted({s.report.model_digest for s in view.workers if s.report.model_digest}):
             statuses = [s for s in view.workers if s.report.model_digest == digest and takes_part(s)]
-            reports = [status.report for status in statuses]
-            for source in reports:
-                if lacking_blocks(source) > 0:
-                    wanted.append(Relief(source, _others(source, reports, avoided)))
+            free = [s for s in statuses if s.report.worker_id not in busy and not s.report.migration.closing]
+            reports = [status.report for status in free]
+            for status in statuses:
+                if lacking_blocks(status.report) > 0:
+                    others = _others(status.report, reports, avoided)
+                    wanted.append(Relief(status.report, others, is_urgent=True))
             if is_due:
-                calm = [s.report for s in statuses if num_sequences(s.report) and not _is_short(s)]
+                calm = [s.report for s in free if num_sequences(s.report) and not _is_short(s)]
                 wanted += self._emptying(calm, avoided)
         return wanted
 
@@ -137,7 +142,10 @@ class Consolidation:
         others = _others(source, in_use, avoided)
         room = sum(max(each.num_blocks - _later_blocks(each, EMPTY_HORIZON_S), 0) for each in others)
         is_told = num_sequences(source) <= MAX_RUNNING
-        return (Emptying(source, others),) if is_told and source.num_used_blocks <= room else ()
+        if not is_told or source.num_used_blocks > room:
+            return ()
+        emptiest = max(others, key=lambda report: (free_blocks(report), report.worker_id))
+        return (Emptying(source, others, open_worker=emptiest.worker_id),)
 
 
 def _is_short(status: WorkerStatus) -> bool:

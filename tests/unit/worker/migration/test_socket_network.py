@@ -17,6 +17,7 @@ from services.worker.memory.kv_cache import KVCache
 from services.worker.migration.migration import Migration
 from services.worker.migration.socket_network import SocketKvNetwork
 from services.worker.peers.connect import Peers
+from services.worker.serving.closing import Closing
 from shared.ids import RequestId, StreamId, WorkerId
 from shared.messages.fetch import Fetch, Fetched, FetchOutcome, FetchReason
 from shared.process.tasks import TaskOwner
@@ -54,6 +55,7 @@ class Worker:
             wake=self.step,
             busy=lambda: self.is_busy,
             is_open=lambda: True,
+            closing=Closing(asyncio.get_running_loop().time),
             now=asyncio.get_running_loop().time,
             tasks=self.tasks,
         )
