@@ -77,7 +77,7 @@ class Balancer:
         """Begin what is worth it, again and again, until cancelled."""
         while True:
             view, now_s = self._look(), asyncio.get_running_loop().time()
-            for wanted in () if view is None else self._rule(view, self._avoided(view), self._busy, now_s):
+            for wanted in () if view is None else self._rule(view, self._avoided(view), now_s):
                 source, targets = wanted.source.worker_id, {report.worker_id for report in wanted.targets}
                 can_give = source not in (self._giving if wanted.is_urgent else self._busy)
                 if can_give and not self._busy & targets:
@@ -95,12 +95,10 @@ class Balancer:
         """Have carried out what is wanted; whoever takes part is in no other move until it is over, see the module."""
         source = wanted.source.worker_id
         try:
-            moves = wanted.choose((await self._running(wanted)).requests)
-            more = {move.target.worker_id for move in moves} - targets
-            if self._busy & more:
-                return
-            self._taking |= more
-            targets |= more
+            running = (await self._running(wanted)).requests
+            moves = wanted.choose(running, self._busy - targets)
+            targets |= {move.target.worker_id for move in moves}
+            self._taking |= targets
             await self._carry_out_all(wanted, moves)
             if moves or wanted.targets:
                 await asyncio.sleep(self._pause_s)

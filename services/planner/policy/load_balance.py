@@ -48,7 +48,7 @@ class Pair:
         """See `Wanted`."""
         return (self.target,)
 
-    def choose(self, running: Sequence[RunningPart]) -> Sequence[WantedMove]:
+    def choose(self, running: Sequence[RunningPart], busy: Set[WorkerId] = frozenset()) -> Sequence[WantedMove]:
         """Return one that may go: best effort first, then who has the least KV."""
         part = choose(self, running)
         return () if part is None else (WantedMove(part, self.target),)
@@ -77,7 +77,7 @@ def find_pairs(view: ClusterView, migrates: Migrates, avoided: Avoided = frozens
 
 def balance(migrates: Migrates) -> MoveRule:
     """Return the rule by which requests move then."""
-    return lambda view, avoided, _busy, _now_s: find_pairs(view, migrates, avoided)
+    return lambda view, avoided, _: find_pairs(view, migrates, avoided)
 
 
 def choose(pair: Pair, running: Sequence[RunningPart]) -> RunningPart | None:

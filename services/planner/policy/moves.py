@@ -57,8 +57,13 @@ class Wanted(Protocol):
     def targets(self) -> Sequence[WorkerReport]:
         """Who takes part, as far as is known before it is known who runs at the source."""
 
-    def choose(self, running: Sequence[RunningPart]) -> Sequence[WantedMove]:
-        """Return who should go where, one after the other; nothing: nobody."""
+    def choose(self, running: Sequence[RunningPart], busy: Set[WorkerId]) -> Sequence[WantedMove]:
+        """Return who should go where, one after the other; nothing: nobody.
+
+        Args:
+            running: who runs at the source, and may leave.
+            busy: who takes nothing more now.
+        """
 
     def tell(self, move: WantedMove) -> str:
         """Say of a move why it is made, in words."""
@@ -67,15 +72,8 @@ class Wanted(Protocol):
 class MoveRule(Protocol):
     """Says from whom something should leave."""
 
-    def __call__(self, view: ClusterView, avoided: Avoided, busy: Set[WorkerId], now_s: float) -> Sequence[Wanted]:
-        """Return it, the most urgent first.
-
-        Args:
-            view: of the cluster.
-            avoided: see `Avoided`.
-            busy: who is in a move, and takes part in no other one but to give what is urgent.
-            now_s: the event loop's clock.
-        """
+    def __call__(self, view: ClusterView, avoided: Avoided, now_s: float) -> Sequence[Wanted]:
+        """Return it, the most urgent first."""
 
 
 def takes_part(status: WorkerStatus) -> bool:

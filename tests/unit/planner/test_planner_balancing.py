@@ -183,7 +183,8 @@ class Emptied:
     most_blocks: int = 40
     targets: Sequence[WorkerReport] = ()
 
-    def choose(self, running: Sequence[RunningPart]) -> Sequence[WantedMove]:
+    def choose(self, running: Sequence[RunningPart], busy: Set[WorkerId]) -> Sequence[WantedMove]:
+        assert self.source.worker_id in busy
         return [WantedMove(part, self.target) for part in running[: self.num_requests]]
 
     def tell(self, move: WantedMove) -> str:
@@ -196,7 +197,7 @@ class Once:
     def __init__(self, *wants: Callable[[WorkerReport, WorkerReport], Wanted]) -> None:
         self.wants = list(wants)
 
-    def __call__(self, view: ClusterView, avoided: Avoided, busy: Set[WorkerId], now_s: float) -> Sequence[Wanted]:
+    def __call__(self, view: ClusterView, avoided: Avoided, now_s: float) -> Sequence[Wanted]:
         full, empty = (status.report for status in view.workers)
         return [self.wants.pop(0)(full, empty)] if self.wants else []
 

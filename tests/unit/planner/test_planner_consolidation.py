@@ -11,8 +11,9 @@ import pytest
 
 from services.planner.policy.moves import Wanted, WantedMove
 from services.planner.policy.packing.consolidation import (
+    DECISION_S,
     EMPTY_HORIZON_S,
-    MOVE_HORIZON_S,
+    MOVE_S,
     STEP_LIMIT_S,
     Consolidation,
     Emptying,
@@ -20,6 +21,8 @@ from services.planner.policy.packing.consolidation import (
     free_blocks,
     grown_blocks,
     lacking_blocks,
+    move_rate,
+    move_s,
 )
 from services.planner.policy.packing.pack import EMPTY_PERIOD_S, NUM_EMPTIEST
 from shared.ids import RequestId, WorkerId
@@ -28,6 +31,7 @@ from shared.messages.report import ClusterView, MigrationPart, WorkerReport, Wor
 from tests.support.statuses import make_report, make_status, make_view
 
 NUM_BLOCKS = 1000
+RATES = ("a", 150e6), ("b", 50e6)
 COMMON: dict[str, Any] = {
     "num_blocks": NUM_BLOCKS,
     "block_size": 16,
@@ -54,7 +58,7 @@ def part(name: str, num_blocks: int, num_choices: int = 1) -> RunningPart:
 
 def wanted_of(view: ClusterView, now_s: float = 0.0, *avoided: tuple[str, str]) -> Sequence[Wanted]:
     named = {(WorkerId(source), WorkerId(target)) for source, target in avoided}
-    return Consolidation()(view, named, set(), now_s)
+    return Consolidation()(view, named, now_s)
 
 
 def told(moves: Sequence[WantedMove]) -> list[tuple[str, str]]:
@@ -68,13 +72,24 @@ def only_relief(*statuses: WorkerStatus) -> Relief:
 
 def test_a_worker_will_lack_memory_when_what_runs_outgrows_it_before_a_move_could_end() -> None:
     """Two rows of a block per second: in 3 s each needs four blocks, rounded up."""
-    assert MOVE_HORIZON_S == 3.0
+    assert DECISION_S + MOVE_S == 3.0
     report = busy("w", 995).report
-    assert grown_blocks(report, 2, MOVE_HORIZON_S) == 8
+    assert grown_blocks(report, 2, 3.0) == 8
     assert lacking_blocks(report) == 3
     assert lacking_blocks(busy("w", 992).report) == 0
     assert lacking_blocks(busy("w", 900, num_demanded_blocks=95).report) == 3
     assert lacking_blocks(busy("w", 900, num_uncomputed_blocks=95).report) == 3
+
+
+def test_how_long_a_move_takes_is_what_moves_took() -> None:
+    """Four requests of 200 blocks of a megabyte."""
+    fast, slow = (busy(name, 800, 4, kv_bytes=10**9, migration=MigrationPart(bytes_per_s=rate)) for name, rate in RATES)
+    none = busy("c", 0, rows=0)
+    assert move_rate([fast.report, slow.report, none.report]) == 100e6
+    assert move_rate([none.report]) == 0.0
+    assert move_s(fast.report, 100e6) == 2.0
+    assert move_s(fast.report, 0.0) == move_s(none.report, 100e6) == MOVE_S
+    assert [lacking_blocks(busy("w", 986, 2, kv_bytes=10**9).report, rate) for rate in (0.0, 1e9, 1e8)] == [-6, -10, 0]
 
 
 def test_it_gives_the_smallest_request_that_leaves_it_room_to_the_fullest_worker_in_use_that_has_room() -> None:
@@ -95,8 +110,9 @@ def test_where_nobody_in_use_has_room_it_gives_to_one_that_is_not_in_use() -> No
 def test_if_no_request_is_large_enough_the_largest_goes_and_one_that_is_alone_stays() -> None:
     relief = only_relief(busy("full", 999, rows=30), busy("a", 100))
     assert told(relief.choose([part("x", 20), part("y", 30)])) == [("y", "a")]
-    assert relief.choose([part("alone", 100)]) == ()
     assert relief.choose([]) == ()
+    alone = only_relief(busy("full", 999, rows=1), busy("a", 100))
+    assert alone.choose([part("alone", 100)]) == ()
     nowhere = only_relief(busy("full", 999), busy("a", 960))
     assert nowhere.choose([part("x", 100), part("y", 900)]) == ()
 
@@ -118,7 +134,7 @@ def test_one_of_the_emptiest_is_emptied_if_all_of_it_finds_room_as_it_grows() ->
     """Each row grows by 31 blocks in half a minute. b has 1000 - 700 - 62 = 238 left then, c 1000 - 600 - 62 = 338."""
     assert EMPTY_HORIZON_S == 30.0
     rule, view = Consolidation(), make_view(busy("a", 300), busy("b", 700), busy("c", 600), unused("u"))
-    sources = [rule(view, set(), set(), EMPTY_PERIOD_S * number)[0].source.worker_id for number in range(4)]
+    sources = [rule(view, set(), EMPTY_PERIOD_S * number)[0].source.worker_id for number in range(4)]
     assert set(sources) == {"a", "c"}, "of three in use the two emptiest, by turns"
     emptying = Emptying(view.workers[0].report, [view.workers[1].report, view.workers[2].report])
     moves = emptying.choose([part("x", 200), part("y", 100)])
@@ -157,21 +173,24 @@ def test_who_lacks_memory_is_not_emptied_and_gets_nothing_and_others_are_emptied
 ) -> None:
     view, rule = make_view(busy("a", 100), busy("b", 200), short), Consolidation()
     for number in range(4):
-        wanted = rule(view, set(), set(), number * EMPTY_PERIOD_S)
+        wanted = rule(view, set(), number * EMPTY_PERIOD_S)
         (emptying,) = [each for each in wanted if isinstance(each, Emptying)]
         assert (emptying.source.worker_id, [each.worker_id for each in emptying.others]) == ("a", ["b"])
 
 
-def test_who_is_in_a_move_or_closing_gets_nothing_and_is_not_emptied_but_gives_if_it_has_to() -> None:
-    taking, closing = busy("a", 999), busy("b", 300, migration=MigrationPart(closing="it is emptied"))
-    view = make_view(taking, closing, busy("c", 400), busy("d", 500))
-    relief, emptying = Consolidation()(view, set(), {WorkerId("a")}, 0.0)
+def test_who_takes_part_in_a_move_or_is_closing_gets_nothing_and_has_to_give_all_the_same() -> None:
+    short, closing = busy("a", 999), busy("b", 300, migration=MigrationPart(closing="it is emptied"))
+    relief, emptying = wanted_of(make_view(short, closing, busy("c", 400), busy("d", 500)))
     assert isinstance(relief, Relief)
     assert (relief.source.worker_id, relief.is_urgent, relief.open_worker) == ("a", True, None)
-    assert [other.worker_id for other in relief.others] == ["c", "d"]
+    running = [part("x", 100), part("y", 899)]
+    taken = [{WorkerId(name) for name in names} for names in ("", "d", "cd")]
+    assert [told(relief.choose(running, names)) for names in taken] == [[("x", "d")], [("x", "c")], []]
     assert isinstance(emptying, Emptying)
     assert (emptying.source.worker_id, emptying.is_urgent, emptying.open_worker) == ("c", False, "d")
-    assert [other.worker_id for other in emptying.others] == ["d"]
+    running = [part("x", 100), part("y", 200)]
+    assert told(emptying.choose(running)) == [("y", "d"), ("x", "d")]
+    assert not emptying.choose(running, {WorkerId("d")})
 
 
 def test_requests_that_a_worker_refuses_while_it_is_emptied_go_where_most_room_is() -> None:
@@ -190,9 +209,9 @@ def test_the_emptiest_are_looked_at_by_turns() -> None:
     rule = Consolidation()
     view = make_view(*(busy(f"w{number}", 10 * number) for number in range(1, 9)))
     pause_s = EMPTY_PERIOD_S / NUM_EMPTIEST
-    sources = [each.source.worker_id for number in range(8) for each in rule(view, set(), set(), number * pause_s)]
+    sources = [each.source.worker_id for number in range(8) for each in rule(view, set(), number * pause_s)]
     assert Counter(sources) == dict.fromkeys(("w1", "w2", "w3", "w4"), 2)
-    assert rule(view, set(), set(), 7 * pause_s + 0.5) == [], "not yet"
+    assert rule(view, set(), 7 * pause_s + 0.5) == [], "not yet"
 
 
 @pytest.mark.parametrize("seed", range(100))

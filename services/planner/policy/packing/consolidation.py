@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Final
 
 from services.planner.policy.moves import Avoided, Wanted, WantedMove, takes_part
@@ -28,8 +29,10 @@ from shared.messages.fetch import MAX_RUNNING, FetchReason, RunningPart
 from shared.messages.report import ClusterView, WorkerReport, WorkerStatus
 from shared.systems import ROOM_FOR_GROWTH
 
-MOVE_HORIZON_S: Final = 3.0
-"""Until a move that begins now is over, with the reports that led to it."""
+DECISION_S: Final = 1.5
+"""From what a worker reports until a move begins because of it."""
+MOVE_S: Final = 1.5
+"""Of a move, as long as no KV has moved."""
 REST_S: Final = 10.0
 """For which a request that is given away finds room where it goes, as all who are there grow."""
 EMPTY_HORIZON_S: Final = 30.0
@@ -51,47 +54,56 @@ class _Leaving:
     is_urgent: bool = False
     open_worker: WorkerId | None = None
 
+    def free_of(self, busy: Set[WorkerId]) -> list[WorkerReport]:
+        """Return the others that may take something now."""
+        return [other for other in self.others if other.worker_id not in busy]
+
 
 @dataclass(frozen=True, slots=True)
 class Relief(_Leaving):
     """A worker gives away one request before its memory runs out."""
 
-    def choose(self, running: Sequence[RunningPart]) -> Sequence[WantedMove]:
+    num_lacking: int = 1
+    """Blocks that it will lack before the move could be over."""
+
+    def choose(self, running: Sequence[RunningPart], busy: Set[WorkerId] = frozenset()) -> Sequence[WantedMove]:
         """Return the smallest request without which there is room for growth again, else the largest."""
-        enough = lacking_blocks(self.source) + _room(self.source)
+        enough = self.num_lacking + _room(self.source)
         by_size = sorted(running, key=lambda part: (part.num_blocks, part.choices))
         part = next((each for each in by_size if each.num_blocks >= enough), by_size[-1] if by_size else None)
-        if part is None or len(by_size) < 2:
+        if part is None or num_sequences(self.source) < 2:
             return ()  # a request that is alone has all the room there is
         needed = part.num_blocks + grown_blocks(self.source, len(part.choices), REST_S)
         fitting = [
-            other for other in self.others if other.num_blocks - _later_blocks(other, REST_S) - _room(other) >= needed
+            other
+            for other in self.free_of(busy)
+            if other.num_blocks - _later_blocks(other, REST_S) - _room(other) >= needed
         ]
         fullest = min(fitting, key=lambda other: (free_blocks(other), other.worker_id), default=None)
         return () if fullest is None else (WantedMove(part, fullest),)
 
     def tell(self, move: WantedMove) -> str:
         """See `Wanted`."""
-        lacking = lacking_blocks(self.source)
-        return f"{self.source.worker_id} will lack {lacking} KV blocks; {move.target.worker_id} has room"
+        return f"{self.source.worker_id} will lack {self.num_lacking} KV blocks; {move.target.worker_id} has room"
 
 
 @dataclass(frozen=True, slots=True)
 class Emptying(_Leaving):
     """A worker gives away all of its requests, so that it is not in use any more."""
 
-    def choose(self, running: Sequence[RunningPart]) -> Sequence[WantedMove]:
+    def choose(self, running: Sequence[RunningPart], busy: Set[WorkerId] = frozenset()) -> Sequence[WantedMove]:
         """Return where each goes; nothing if not all who are there can go, and find room."""
         if sum(len(part.choices) for part in running) < num_sequences(self.source):
             return ()  # somebody waits, or computes a prompt
         items = [Item({number: 0}, self._size(part)) for number, part in enumerate(running)]
         part_of = {id(item): part for item, part in zip(items, running, strict=True)}
+        others = self.free_of(busy)
         bins = [
             Bin(number, number, other.num_blocks, used=_later_blocks(other, EMPTY_HORIZON_S))
-            for number, other in enumerate(self.others)
+            for number, other in enumerate(others)
         ]
         plan = Elsewhere(sorted((bin_.free, bin_.number, bin_) for bin_ in bins), room=0).plan(items)
-        moves = [WantedMove(part_of[id(item)], self.others[bin_.number]) for item, bin_ in plan or ()]
+        moves = [WantedMove(part_of[id(item)], others[bin_.number]) for item, bin_ in plan or ()]
         return moves if all(self._is_fast(moves, move.target) for move in moves) else ()
 
     def tell(self, move: WantedMove) -> str:
@@ -114,7 +126,7 @@ class Consolidation:
         self._not_before_s = float("-inf")
         self._num_looks = 0
 
-    def __call__(self, view: ClusterView, avoided: Avoided, busy: Set[WorkerId], now_s: float) -> Sequence[Wanted]:
+    def __call__(self, view: ClusterView, avoided: Avoided, now_s: float) -> Sequence[Wanted]:
         """Return who should give one request away, and now and then who should be emptied."""
         wanted: list[Wanted] = []
         is_due = now_s >= self._not_before_s
@@ -123,14 +135,15 @@ class Consolidation:
             self._num_looks += 1
         for digest in sorted({s.report.model_digest for s in view.workers if s.report.model_digest}):
             statuses = [s for s in view.workers if s.report.model_digest == digest and takes_part(s)]
-            free = [s for s in statuses if s.report.worker_id not in busy and not s.report.migration.closing]
-            reports = [status.report for status in free]
+            open_ = [status for status in statuses if not status.report.migration.closing]
+            reports, rate = [status.report for status in open_], move_rate([each.report for each in statuses])
             for status in statuses:
-                if lacking_blocks(status.report) > 0:
+                num_lacking = lacking_blocks(status.report, rate)
+                if num_lacking > 0:
                     others = _others(status.report, reports, avoided)
-                    wanted.append(Relief(status.report, others, is_urgent=True))
+                    wanted.append(Relief(status.report, others, is_urgent=True, num_lacking=num_lacking))
             if is_due:
-                calm = [s.report for s in free if num_sequences(s.report) and not _is_short(s)]
+                calm = [s.report for s in open_ if num_sequences(s.report) and not _is_short(s, rate)]
                 wanted += self._emptying(calm, avoided)
         return wanted
 
@@ -148,9 +161,22 @@ class Consolidation:
         return (Emptying(source, others, open_worker=emptiest.worker_id),)
 
 
-def _is_short(status: WorkerStatus) -> bool:
+def _is_short(status: WorkerStatus, rate: float) -> bool:
     report = status.report
-    return status.throttled or report.num_queued_for_memory > 0 or lacking_blocks(report) > 0
+    return status.throttled or report.num_queued_for_memory > 0 or lacking_blocks(report, rate) > 0
+
+
+def move_rate(reports: Sequence[WorkerReport]) -> float:
+    """Return the bytes per second at which KV comes to workers, on average; 0: none has."""
+    rates = [report.migration.bytes_per_s for report in reports if report.migration.bytes_per_s]
+    return fmean(rates) if rates else 0.0
+
+
+def move_s(report: WorkerReport, rate: float) -> float:
+    """Return the seconds in which a request of a worker's average size leaves it, as fast as others moved."""
+    if not rate or not report.num_running:
+        return MOVE_S
+    return report.kv_bytes / report.num_blocks * report.num_used_blocks / report.num_running / rate
 
 
 def num_sequences(report: WorkerReport) -> int:
@@ -172,9 +198,9 @@ def free_blocks(report: WorkerReport) -> int:
     return report.num_blocks - report.num_used_blocks - asked
 
 
-def lacking_blocks(report: WorkerReport) -> int:
-    """Return how many blocks a worker will lack before a move could be over; 0 or less: none."""
-    return _later_blocks(report, MOVE_HORIZON_S) - report.num_blocks
+def lacking_blocks(report: WorkerReport, rate: float = 0.0) -> int:
+    """Return how many blocks a worker will lack before a move could be over, at that rate; 0 or less: none."""
+    return _later_blocks(report, DECISION_S + move_s(report, rate)) - report.num_blocks
 
 
 def _later_blocks(report: WorkerReport, horizon_s: float) -> int:
