@@ -87,6 +87,7 @@ def render(view: ClusterView, age_s: float | None = None) -> str:
         *_left_out(view),
         *_held(view),
         *_leaving(view),
+        *_closing(view),
         *_throttled(view),
         *_gave_way(view),
         *_paused(view),
@@ -156,6 +157,11 @@ def _held(view: ClusterView) -> list[str]:
 def _leaving(view: ClusterView) -> list[str]:
     told = "told to stop; the planner restores its group first"
     return [f"leaving: {each.report.worker_id}: {told}" for each in view.workers if each.report.is_leaving]
+
+
+def _closing(view: ClusterView) -> list[str]:
+    whys = (each.report.migration.closing for each in view.workers)
+    return [f"closing: {why}; it takes no new requests" for why in whys if why]
 
 
 def _tiers(view: ClusterView) -> list[str]:

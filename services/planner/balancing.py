@@ -119,6 +119,8 @@ class Balancer:
                 is_closing = await self._close(wanted, close)
                 if not is_closing:
                     break
+                if close.begins:
+                    await self._announce("worker_closing", f"{close.why}; it takes no new requests")
             if not await self._carry_out(wanted, move):
                 break
         if is_closing and named is not None:

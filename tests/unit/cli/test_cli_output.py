@@ -28,7 +28,7 @@ from cli.http import HttpAnswer
 from cli.model import Model
 from cli.status import render
 from shared.ids import WorkerId
-from shared.messages.report import ClusterView, Liveness, WaitingRequests, WorkerPhase, WorkerReport
+from shared.messages.report import ClusterView, Liveness, MigrationPart, WaitingRequests, WorkerPhase, WorkerReport
 from shared.subjects import Subjects
 from shared.transport.memory_bus import MemoryBroker
 from shared.wire import encode_json
@@ -149,9 +149,11 @@ def test_workers_that_the_monitor_has_no_room_for_are_told_of() -> None:
 
 
 def test_status_says_who_leaves_and_who_stands_still() -> None:
-    told = render(make_view(make_status("w0", is_leaving=True), make_status("w1", held="a plan"), make_status("w2")))
+    closing = make_status("w2", migration=MigrationPart(closing="w2 is emptied; w1 has room"))
+    told = render(make_view(make_status("w0", is_leaving=True), make_status("w1", held="a plan"), closing))
     assert "leaving: w0: told to stop; the planner restores its group first" in told
     assert "held: w1: a plan" in told
+    assert "closing: w2 is emptied; w1 has room; it takes no new requests" in told
     assert (told.count("leaving:"), told.count("held:")) == (1, 1)
 
 

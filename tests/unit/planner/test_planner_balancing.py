@@ -207,6 +207,7 @@ async def test_a_worker_that_is_emptied_is_closing_until_all_have_left() -> None
         await asyncio.sleep(0.4)
         assert [key for _, *key in cluster.asked] == [["r0", 1], ["r1", 1], ["r2", 1]]
         told = [(close.begins, close.for_s, close.open_worker, close.why) for close in cluster.closed]
+        assert [name for name, _ in cluster.told] == ["worker_closing", *["request_moved"] * 3]
         assert told == [
             *((number == 0, CLOSE_S, "empty", f"r{number} goes") for number in range(3)),
             (False, 0.0, "empty", ""),

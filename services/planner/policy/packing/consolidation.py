@@ -29,7 +29,7 @@ from shared.messages.fetch import MAX_RUNNING, FetchReason, RunningPart
 from shared.messages.report import ClusterView, WorkerReport, WorkerStatus
 from shared.systems import ROOM_FOR_GROWTH
 
-DECISION_S: Final = 1.5
+DECISION_S: Final = 3.0
 """From what a worker reports until a move begins because of it."""
 MOVE_S: Final = 1.5
 """Of a move, as long as no KV has moved."""
