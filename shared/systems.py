@@ -14,6 +14,8 @@ from typing import Final
 DEFAULT_SYSTEM = "sluice"
 ROOM_FOR_GROWTH: Final = 0.05
 """Share of a worker's KV memory that stays free where a request is put so as to pack."""
+PACKED_STEP_S: Final = 0.1
+"""Longest step of a worker that gets more so that others get less: ten tokens per second for each of its readers."""
 
 
 class Memory(StrEnum):

@@ -73,7 +73,7 @@ class SimCluster:
         self.network = ModelledNetwork(params.link, kv_exchange=kv_exchange, **limits)
         self.workers: list[SimWorker] = []
         self.failures: list[tuple[str, BaseException]] = []
-        self._monitor = Monitor(MonitorSettings(instance_id="monitor"), self.broker.connect("monitor"), self._fail)
+        self.monitor = Monitor(MonitorSettings(instance_id="monitor"), self.broker.connect("monitor"), self._fail)
         self._planner = Planner(
             PlannerSettings(**{**params.planner, "instance_id": "planner", "system": params.system}),
             self.broker.connect("planner"),
@@ -96,7 +96,7 @@ class SimCluster:
         self.failures.append((name, error))
 
     async def __aenter__(self) -> Self:
-        await self._monitor.start()
+        await self.monitor.start()
         await self._planner.start()
         await self.dispatcher.start()
         for params in self.params.workers:
@@ -115,7 +115,7 @@ class SimCluster:
         for worker in self.workers:
             await worker.stop()
         await self._planner.stop()
-        await self._monitor.stop()
+        await self.monitor.stop()
 
     async def ask(self, request: SimRequest) -> SimAnswer:
         """Send a request and return its whole answer.

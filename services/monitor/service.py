@@ -14,6 +14,7 @@ from functools import partial
 
 from services.monitor.config import MonitorSettings
 from services.monitor.policy.liveness import ROUNDING_S
+from services.monitor.policy.overflows import OverflowCounter
 from services.monitor.policy.sanity import find_absurd_waiting, find_absurdity
 from services.monitor.policy.throttling import ThrottlingDetector, ThrottlingRule
 from services.monitor.state import MonitoredCluster, ReportVerdict
@@ -64,6 +65,7 @@ class Monitor:
         self._subjects = Subjects(settings.cluster)
         self._state = MonitoredCluster(settings.liveness(), settings.max_workers)
         self._detector = ThrottlingDetector(settings.throttling_horizon_s)
+        self._overflows = OverflowCounter()
         self._throttled: list[tuple[WorkerId, str]] = []
         self._epoch = 0
         self._tasks = TaskOwner(on_failure)
@@ -78,7 +80,7 @@ class Monitor:
         """Until then no judgement changes."""
         self._num_views = 0
         self.counters: Counter[str] = Counter()
-        """Reports by what became of them, views written and not written, since the start."""
+        """Reports by what became of them, views written and not written, overflows, since the start."""
 
     async def start(self) -> None:
         """Hear reports and write views from now on."""
@@ -162,6 +164,8 @@ class Monitor:
 
     def _follow(self, report: WorkerReport) -> None:
         """See whether the worker runs short; the planner is told at once if it begins to, or requests begin to wait."""
+        if num_overflows := self._overflows.absorb(report, self._now()):
+            self.counters["overflows"] += num_overflows
         before = self._detector.rule(report.worker_id)
         reason = self._detector.apply(report, self._now(), self._epoch)
         if reason is not None:
@@ -227,6 +231,7 @@ class Monitor:
         for change in changes:
             if change.name == "worker_gone":
                 self._detector.forget(change.worker_id)
+                self._overflows.forget(change.worker_id)
             await self._announce(change.name, change.worker_id, change.reason)
         for worker_id, reason in throttled:
             await self._announce("worker_throttled", worker_id, reason)

@@ -85,6 +85,7 @@ _ROWS: Final = (
     _Row("KV demand peak", ("demand_over_capacity_peak",), _share),
     _Row("queue peak", ("queue_peak",), _count),
     _Row("preemptions", ("preemptions",), _count),
+    _Row("overflows", ("overflows",), _count, if_any=True),
     _Row("pauses", ("pauses",), _count, if_any=True),
     _Row("blocks filled from both ends", ("opened_blocks",), _count, if_any=True),
     _Row("of these met", ("met_blocks",), _count, if_any=True),

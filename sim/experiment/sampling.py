@@ -116,6 +116,7 @@ class ClusterSampler:
             drop_times_s=tuple(self._plans["drop"]),
             restore_times_s=tuple(self._plans["restore"]),
             grouped_ratio=float(np.dot(self._grouped[:-1], elapsed_s) / max(elapsed_s.sum(), PERIOD_S)),
+            overflows=self._cluster.monitor.counters["overflows"],
             migrations=sum(
                 worker.service.migration.departures.num_left
                 for worker in self._cluster.workers

@@ -95,6 +95,9 @@ class SystemFacts:
     restore_times_s: tuple[float, ...] | None = None
     grouped_ratio: float | None = None
     """Share of the instances' time that passed in groups, from the drop until they were whole again."""
+    overflows: int | None = None
+    """Preemptions, and requests that waited for memory at an instance, while another one had room (the monitor's
+    count)."""
     migrations: int | None = None
     """Requests moved between instances."""
     gpus_peak: int | None = None

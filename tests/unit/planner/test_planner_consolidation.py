@@ -14,7 +14,6 @@ from services.planner.policy.packing.consolidation import (
     DECISION_S,
     EMPTY_HORIZON_S,
     MOVE_S,
-    STEP_LIMIT_S,
     Consolidation,
     Emptying,
     Relief,
@@ -28,6 +27,7 @@ from services.planner.policy.packing.pack import EMPTY_PERIOD_S, NUM_EMPTIEST
 from shared.ids import RequestId, WorkerId
 from shared.messages.fetch import FetchReason, RunningPart
 from shared.messages.report import ClusterView, MigrationPart, WorkerReport, WorkerStatus
+from shared.systems import PACKED_STEP_S
 from tests.support.statuses import make_report, make_status, make_view
 
 NUM_BLOCKS = 1000
@@ -71,14 +71,14 @@ def only_relief(*statuses: WorkerStatus) -> Relief:
 
 
 def test_a_worker_will_lack_memory_when_what_runs_outgrows_it_before_a_move_could_end() -> None:
-    """Two rows of a block per second: in 3 s each needs four blocks, rounded up."""
-    assert DECISION_S + MOVE_S == 3.0
+    """Two rows of a block per second: in 4.5 s each needs five blocks, rounded up."""
+    assert DECISION_S + MOVE_S == 4.5
     report = busy("w", 995).report
-    assert grown_blocks(report, 2, 3.0) == 8
-    assert lacking_blocks(report) == 3
-    assert lacking_blocks(busy("w", 992).report) == 0
-    assert lacking_blocks(busy("w", 900, num_demanded_blocks=95).report) == 3
-    assert lacking_blocks(busy("w", 900, num_uncomputed_blocks=95).report) == 3
+    assert grown_blocks(report, 2, DECISION_S + MOVE_S) == 10
+    assert lacking_blocks(report) == 5
+    assert lacking_blocks(busy("w", 990).report) == 0
+    assert lacking_blocks(busy("w", 900, num_demanded_blocks=95).report) == 5
+    assert lacking_blocks(busy("w", 900, num_uncomputed_blocks=95).report) == 5
 
 
 def test_how_long_a_move_takes_is_what_moves_took() -> None:
@@ -89,7 +89,7 @@ def test_how_long_a_move_takes_is_what_moves_took() -> None:
     assert move_rate([none.report]) == 0.0
     assert move_s(fast.report, 100e6) == 2.0
     assert move_s(fast.report, 0.0) == move_s(none.report, 100e6) == MOVE_S
-    assert [lacking_blocks(busy("w", 986, 2, kv_bytes=10**9).report, rate) for rate in (0.0, 1e9, 1e8)] == [-6, -10, 0]
+    assert [lacking_blocks(busy("w", 986, 2, kv_bytes=10**9).report, rate) for rate in (0.0, 1e9, 1e8)] == [-4, -6, 2]
 
 
 def test_it_gives_the_smallest_request_that_leaves_it_room_to_the_fullest_worker_in_use_that_has_room() -> None:
@@ -99,7 +99,7 @@ def test_it_gives_the_smallest_request_that_leaves_it_room_to_the_fullest_worker
     assert relief.reason is FetchReason.PACK
     (move,) = relief.choose(running)
     assert told([move]) == [("fits", "b")]
-    assert relief.tell(move) == "full will lack 7 KV blocks; b has room"
+    assert relief.tell(move) == "full will lack 9 KV blocks; b has room"
 
 
 def test_where_nobody_in_use_has_room_it_gives_to_one_that_is_not_in_use() -> None:
@@ -157,7 +157,7 @@ def test_nobody_gets_so_much_that_its_steps_may_become_too_long() -> None:
     for step_time_s, fits in ((0.049, True), (0.051, False)):
         target = busy("b", 100, step_time_s=step_time_s).report
         assert bool(Emptying(source, [target]).choose([part("x", 40), part("y", 60)])) == fits
-    assert STEP_LIMIT_S == 0.1
+    assert PACKED_STEP_S == 0.1
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from services.planner.policy.packing.pack import EMPTY_PERIOD_S, NUM_EMPTIEST, E
 from shared.ids import WorkerId
 from shared.messages.fetch import MAX_RUNNING, FetchReason, RunningPart
 from shared.messages.report import ClusterView, WorkerReport, WorkerStatus
-from shared.systems import ROOM_FOR_GROWTH
+from shared.systems import PACKED_STEP_S, ROOM_FOR_GROWTH
 
 DECISION_S: Final = 3.0
 """From what a worker reports until a move begins because of it."""
@@ -37,8 +37,6 @@ REST_S: Final = 10.0
 """For which a request that is given away finds room where it goes, as all who are there grow."""
 EMPTY_HORIZON_S: Final = 30.0
 """For which requests of a worker that is emptied find room, as they grow, where they go."""
-STEP_LIMIT_S: Final = 0.1
-"""Longest step of a worker that gets the requests of one that is emptied: ten tokens per second for each reader."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +114,7 @@ class Emptying(_Leaving):
     def _is_fast(self, moves: Sequence[WantedMove], target: WorkerReport) -> bool:
         num_blocks = sum(move.part.num_blocks for move in moves if move.target is target)
         share = num_blocks / max(self.source.num_used_blocks, 1)
-        return target.step_time_s + share * self.source.step_time_s <= STEP_LIMIT_S
+        return target.step_time_s + share * self.source.step_time_s <= PACKED_STEP_S
 
 
 class Consolidation:
