@@ -82,6 +82,12 @@ class RunningPart(MessagePart):
     """Prompt and output so far, of the longest choice."""
     num_blocks: Annotated[int, Field(ge=0)]
     """KV blocks that would be free if it left."""
+    num_held_blocks: Annotated[int, Field(ge=0)]
+    """KV blocks that it holds, also those that others hold: what it needs where none of them is."""
+    prefix: Annotated[str, Field(max_length=64)] = ""
+    """Name of the last block of the longest prefix that other requests here hold too (`SharedPrefix`); empty: none."""
+    num_prefix_blocks: Annotated[int, Field(ge=0)] = 0
+    """Blocks of that prefix, among those it holds."""
 
 
 class RunningList(ControlMessage):

@@ -166,11 +166,21 @@ class FetchCount(MessagePart):
 _Total = Annotated[int, Field(ge=0, le=2**53)]
 
 
+class SharedPrefix(MessagePart):
+    """KV of a prefix that several sequences of a worker hold."""
+
+    name: Annotated[str, Field(max_length=64)]
+    """Of its last block, in hex: it says which tokens the block and all before it hold, and whose (decision 0013)."""
+    num_blocks: Annotated[int, Field(ge=1, le=10**9)]
+
+
 class MigrationPart(MessagePart):
     """Running requests that change their worker, and, since the start of this process, that have."""
 
     closing: Annotated[str, Field(max_length=256)] = ""
     """Why it takes no new requests now, in words: those that run are to leave. Empty: it does."""
+    shared_prefixes: Annotated[tuple[SharedPrefix, ...], Field(max_length=8)] = ()
+    """The longest ones: who has the same prefix needs that much less here."""
     num_fetching: _Count = 0
     """That come here now."""
     num_left_total: _Total = 0

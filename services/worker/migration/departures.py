@@ -29,6 +29,7 @@ from services.worker.migration.kv_messages import (
     pack_names,
     unpack_names,
 )
+from services.worker.migration.shared_prefixes import shared_prefix
 from services.worker.sequences.sequence import SequenceKey
 from services.worker.sequences.table import Hold, Status
 from shared.api_keys import Tier
@@ -109,11 +110,15 @@ class Departures:
     def _part(self, rows: list[int]) -> RunningPart:
         """Return what is said of a request, by the rows of its choices."""
         table = self.engine.table
+        prefix = shared_prefix(self.engine, rows)
         return RunningPart(
             choices=tuple(table.sequence(row).key for row in rows),
             tier=Tier(int(table.tier[rows[0]])),
             num_tokens=int(table.num_known[rows].max()),
             num_blocks=int(self.engine.blocks.freeable(np.array(rows, dtype=np.int32)).sum()),
+            num_held_blocks=self._num_held(rows),
+            prefix=prefix.name if prefix else "",
+            num_prefix_blocks=prefix.num_blocks if prefix else 0,
         )
 
     def forget(self, departure: Departure) -> None:

@@ -14,6 +14,7 @@ from services.worker.engine.engine import Engine
 from services.worker.migration.departures import Departures
 from services.worker.migration.fetching import KvFetching
 from services.worker.migration.kv_link import KvNetwork
+from services.worker.migration.shared_prefixes import shared_prefixes
 from services.worker.serving.closing import Closing
 from shared.messages.fetch import Close, Fetch, ListRunning
 from shared.messages.report import FetchCount, MigrationPart
@@ -63,6 +64,7 @@ class Migration:
             tasks=tasks,
         )
         self._coming = engine.sharing.coming
+        self._engine = engine
         self._network = network
         self._closing = closing
 
@@ -84,6 +86,7 @@ class Migration:
         fetching, coming = self.fetching, self._coming
         return MigrationPart(
             closing=self._closing.why,
+            shared_prefixes=shared_prefixes(self._engine),
             num_fetching=fetching.num_under_way,
             num_left_total=self.departures.num_left,
             fetches_total=tuple(

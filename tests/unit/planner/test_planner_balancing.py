@@ -101,7 +101,7 @@ class Cluster:
 
 def request(*names: str, num_blocks: int = 5) -> RunningPart:
     choices = tuple((RequestId(name), number) for number, name in enumerate(names, start=1))
-    return RunningPart(choices=choices, num_tokens=80, num_blocks=num_blocks)
+    return RunningPart(choices=choices, num_tokens=80, num_blocks=num_blocks, num_held_blocks=num_blocks)
 
 
 @asynccontextmanager

@@ -26,7 +26,7 @@ from services.planner.policy.packing.consolidation import (
 from services.planner.policy.packing.pack import EMPTY_PERIOD_S, NUM_EMPTIEST
 from shared.ids import RequestId, WorkerId
 from shared.messages.fetch import FetchReason, RunningPart
-from shared.messages.report import ClusterView, MigrationPart, WorkerReport, WorkerStatus
+from shared.messages.report import ClusterView, MigrationPart, SharedPrefix, WorkerReport, WorkerStatus
 from shared.systems import PACKED_STEP_S
 from tests.support.statuses import make_report, make_status, make_view
 
@@ -51,9 +51,16 @@ def unused(name: str) -> WorkerStatus:
     return make_status(name, **COMMON)
 
 
-def part(name: str, num_blocks: int, num_choices: int = 1) -> RunningPart:
+def part(name: str, num_blocks: int, num_choices: int = 1, prefix: str = "", num_shared: int = 0) -> RunningPart:
     choices = tuple((RequestId(f"{name}-{number}"), 1) for number in range(num_choices))
-    return RunningPart(choices=choices, num_tokens=16 * num_blocks, num_blocks=num_blocks)
+    return RunningPart(
+        choices=choices,
+        num_tokens=16 * num_blocks,
+        num_blocks=num_blocks,
+        num_held_blocks=num_blocks + num_shared,
+        prefix=prefix,
+        num_prefix_blocks=num_shared,
+    )
 
 
 def wanted_of(view: ClusterView, now_s: float = 0.0, *avoided: tuple[str, str]) -> Sequence[Wanted]:
@@ -143,6 +150,29 @@ def test_one_of_the_emptiest_is_emptied_if_all_of_it_finds_room_as_it_grows() ->
     assert told(emptying.choose([part("x", 207), part("y", 93)])) == [("x", "b"), ("y", "c")]
     assert told(emptying.choose([part("x", 208), part("y", 92)])) == [("x", "c"), ("y", "b")], "239 as it grows"
     assert not emptying.choose([part("x", 308), part("y", 92)]), "339"
+
+
+def knows(*names: str) -> MigrationPart:
+    return MigrationPart(shared_prefixes=tuple(SharedPrefix(name=name, num_blocks=100) for name in names))
+
+
+def test_what_the_target_has_by_name_weighs_nothing_there_and_all_that_it_lacks_does() -> None:
+    """Of 1 000 there are 50 left, 22 by which those grow who are there, and for who comes 60 and 11, and the prefix."""
+    running = [part("x", 60, prefix="p", num_shared=100), part("y", 898)]
+    for used, prefixes, fits in ((757, "", True), (758, "", False), (857, "p", True), (858, "p", False)):
+        relief = only_relief(busy("full", 999), busy("a", used, migration=knows(*prefixes)))
+        assert bool(relief.choose(running)) == fits, (used, prefixes)
+
+
+def test_requests_over_one_prefix_go_together_unless_all_others_have_it() -> None:
+    """100 blocks and 8 of 10, each of which grows by 31: 428 together, 41 each."""
+    source = busy("a", 180, rows=8).report
+    running = [part(str(number), 10, prefix="p", num_shared=100) for number in range(8)]
+    for free, prefixes, num_moves in ((427, "", 0), (428, "", 8), (164, "p", 8), (163, "p", 0)):
+        others = [busy(name, 1000 - 62 - free, migration=knows(*prefixes)).report for name in "bc"]
+        moves = Emptying(source, others).choose(running)
+        assert len(moves) == num_moves, (free, prefixes)
+        assert len({move.target.worker_id for move in moves}) == (2 if prefixes else 1) * bool(moves)
 
 
 def test_nothing_goes_unless_all_who_are_there_can_go() -> None:

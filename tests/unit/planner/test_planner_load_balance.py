@@ -25,7 +25,9 @@ def worker(name: str, used: int, **fields: Any) -> WorkerStatus:
 
 def running(name: str, num_blocks: int, tier: Tier = Tier.DEFAULT) -> RunningPart:
     key = RequestId(name), 1
-    return RunningPart(choices=(key,), tier=tier, num_tokens=16 * num_blocks, num_blocks=num_blocks)
+    return RunningPart(
+        choices=(key,), tier=tier, num_tokens=16 * num_blocks, num_blocks=num_blocks, num_held_blocks=num_blocks
+    )
 
 
 def pairs_of(view: ClusterView, migrates: Migrates = Migrates.TO_BALANCE) -> list[tuple[str, str]]:

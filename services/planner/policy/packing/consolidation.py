@@ -4,9 +4,10 @@
                                                               or to one that is not in use
     every few seconds one of the four emptiest in use         gives all of them to others in use, if all find room there
 
-What is packed are KV blocks, with what requests grow by: until the move is over, or for half a minute if a worker is
-emptied, so that it does not come back at once. A target's steps may not become longer than a limit; what it gets is
-taken to make them longer by as much as it did where it ran, which is more than it will be.
+What is packed are KV blocks, but for those that are at the target by name, with what requests grow by: until the move
+is over, or for half a minute if a worker is emptied, so that it does not come back at once. A target's steps may not
+become longer than a limit; what it gets is taken to make them longer by as much as it did where it ran, which is more
+than it will be.
 
 Dispatchers place by `pack`, so that the emptiest get nothing while others have room. Who lacks memory is not emptied,
 and gets nothing.
@@ -16,7 +17,7 @@ Pure, but for when it looked last. Source: the project's own (`pack.py`, whose p
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Final
@@ -71,11 +72,11 @@ class Relief(_Leaving):
         part = next((each for each in by_size if each.num_blocks >= enough), by_size[-1] if by_size else None)
         if part is None or num_sequences(self.source) < 2:
             return ()  # a request that is alone has all the room there is
-        needed = part.num_blocks + grown_blocks(self.source, len(part.choices), REST_S)
+        growth = grown_blocks(self.source, len(part.choices), REST_S)
         fitting = [
             other
             for other in self.free_of(busy)
-            if other.num_blocks - _later_blocks(other, REST_S) - _room(other) >= needed
+            if other.num_blocks - _later_blocks(other, REST_S) - _room(other) >= needed_blocks(part, other) + growth
         ]
         fullest = min(fitting, key=lambda other: (free_blocks(other), other.worker_id), default=None)
         return () if fullest is None else (WantedMove(part, fullest),)
@@ -93,27 +94,30 @@ class Emptying(_Leaving):
         """Return where each goes; nothing if not all who are there can go, and find room."""
         if sum(len(part.choices) for part in running) < num_sequences(self.source):
             return ()  # somebody waits, or computes a prompt
-        items = [Item({number: 0}, self._size(part)) for number, part in enumerate(running)]
-        part_of = {id(item): part for item, part in zip(items, running, strict=True)}
         others = self.free_of(busy)
+        together = _together(running, others)
+        items = [Item({number: 0}, self._size(parts, others)) for number, parts in enumerate(together)]
+        parts_of = {id(item): parts for item, parts in zip(items, together, strict=True)}
         bins = [
             Bin(number, number, other.num_blocks, used=_later_blocks(other, EMPTY_HORIZON_S))
             for number, other in enumerate(others)
         ]
         plan = Elsewhere(sorted((bin_.free, bin_.number, bin_) for bin_ in bins), room=0).plan(items)
-        moves = [WantedMove(part_of[id(item)], others[bin_.number]) for item, bin_ in plan or ()]
+        moves = [WantedMove(part, others[bin_.number]) for item, bin_ in plan or () for part in parts_of[id(item)]]
         return moves if all(self._is_fast(moves, move.target) for move in moves) else ()
 
     def tell(self, move: WantedMove) -> str:
         """See `Wanted`."""
         return f"{self.source.worker_id} is emptied; {move.target.worker_id} has room"
 
-    def _size(self, part: RunningPart) -> int:
-        return part.num_blocks + grown_blocks(self.source, len(part.choices), EMPTY_HORIZON_S)
+    def _size(self, parts: Sequence[RunningPart], others: Sequence[WorkerReport]) -> int:
+        """Return the most blocks that requests need at one of the others; they share a prefix if they are several."""
+        held = sum(part.num_held_blocks - part.num_prefix_blocks for part in parts)
+        prefix = 0 if _is_everywhere(parts[0].prefix, others) else parts[0].num_prefix_blocks
+        return held + prefix + grown_blocks(self.source, sum(len(part.choices) for part in parts), EMPTY_HORIZON_S)
 
     def _is_fast(self, moves: Sequence[WantedMove], target: WorkerReport) -> bool:
-        num_blocks = sum(move.part.num_blocks for move in moves if move.target is target)
-        share = num_blocks / max(self.source.num_used_blocks, 1)
+        share = _num_tokens(move for move in moves if move.target is target) / max(_num_tokens(moves), 1)
         return target.step_time_s + share * self.source.step_time_s <= PACKED_STEP_S
 
 
@@ -175,6 +179,28 @@ def move_s(report: WorkerReport, rate: float) -> float:
     if not rate or not report.num_running:
         return MOVE_S
     return report.kv_bytes / report.num_blocks * report.num_used_blocks / report.num_running / rate
+
+
+def needed_blocks(part: RunningPart, target: WorkerReport) -> int:
+    """Return how many blocks a request needs at a worker that may have its prefix by name."""
+    return part.num_held_blocks - (part.num_prefix_blocks if _is_everywhere(part.prefix, [target]) else 0)
+
+
+def _is_everywhere(prefix: str, reports: Sequence[WorkerReport]) -> bool:
+    return all(any(each.name == prefix for each in report.migration.shared_prefixes) for report in reports)
+
+
+def _together(running: Sequence[RunningPart], others: Sequence[WorkerReport]) -> list[list[RunningPart]]:
+    """Return the requests that go to one worker because they share a prefix which not all others have."""
+    found: dict[str, list[RunningPart]] = {}
+    for number, part in enumerate(running):
+        is_alone = not part.prefix or _is_everywhere(part.prefix, others)
+        found.setdefault(f"{number}" if is_alone else f"prefix {part.prefix}", []).append(part)
+    return list(found.values())
+
+
+def _num_tokens(moves: Iterable[WantedMove]) -> int:
+    return sum(move.part.num_tokens * len(move.part.choices) for move in moves)
 
 
 def num_sequences(report: WorkerReport) -> int:

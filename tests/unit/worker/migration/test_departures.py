@@ -7,12 +7,15 @@ import asyncio
 import numpy as np
 import pytest
 
+from services.worker.blocks.prefix import following_names, root_name
 from services.worker.engine.engine import Engine
 from services.worker.migration.departures import LEASE_S, MAX_DEPARTURES, Departure, Departures
 from services.worker.migration.kv_messages import GetKv, HasLeft, KvListed, LetGo, ListKv, NotHere, unpack_names
+from services.worker.migration.shared_prefixes import shared_prefixes
 from shared.errors import WireError
 from shared.ids import RequestId, WorkerId
 from shared.messages.fetch import ListRunning
+from shared.messages.report import SharedPrefix
 from shared.types import FinishReason
 from tests.support.engine_builders import new_sequence
 from tests.support.engine_harness import EngineHarness, make_harness
@@ -223,6 +226,29 @@ async def test_only_so_many_are_fetched_at_a_time() -> None:
     assert np.count_nonzero(source.engine.blocks.pins) == 0
 
 
+async def test_what_others_hold_too_is_told_by_name_and_is_not_free_if_one_leaves() -> None:
+    """Prompts of 40 tokens in blocks of 4, of which the first 14 are alike: three blocks. A third one is another's."""
+    source = Source()
+    first, second = (new_sequence(number, num_prompt=40).prompt for number in (1, 2))
+    second[:14] = first[:14]
+    for number, prompt in enumerate((first, second), start=1):
+        source.harness.add(new_sequence(number, prompt=prompt.tolist(), max_tokens=50))
+        while len(source.departures.running(ListRunning()).requests) < 1 + number:
+            source.harness.step()
+    parts = {str(part.choices[0][0]): part for part in source.departures.running(ListRunning()).requests}
+    size, names = source.engine.config.block_size, {parts[name].prefix for name in ("r1", "r2")}
+    assert size == 4
+    assert [parts[name].num_prefix_blocks for name in ("r0", "r1", "r2")] == [0, 3, 3]
+    assert [parts[name].num_held_blocks - parts[name].num_blocks for name in ("r0", "r1", "r2")] == [0, 3, 3]
+    assert names == {following_names(root_name(""), first[:12].astype(np.int32), size)[-1].hex()}
+    assert shared_prefixes(source.engine) == (SharedPrefix(name=names.pop(), num_blocks=3),)
+    source.engine.registry.cancel(RequestId("r2"), 1)
+    source.harness.step()
+    assert shared_prefixes(source.engine) == ()
+    (alone,) = (part for part in source.departures.running(ListRunning()).requests if part.choices[0][0] == "r1")
+    assert (alone.prefix, alone.num_blocks) == ("", alone.num_held_blocks), "what nobody uses any more is free"
+
+
 async def test_the_choices_of_a_request_are_one_that_goes_as_a_whole_or_not_at_all() -> None:
     """What they free together is more than the sum of what each would free: their prompt's blocks."""
     source = Source()
@@ -239,7 +265,8 @@ async def test_the_choices_of_a_request_are_one_that_goes_as_a_whole_or_not_at_a
     rows = [engine.registry.row_of[key] for key in whole.choices]
     alone = sum(int(engine.blocks.freeable(np.array([row], dtype=np.int32))[0]) for row in rows)
     held = len(set(np.concatenate([engine.blocks.block_table[row, : engine.blocks.held[row]] for row in rows])))
-    assert whole.num_blocks == held > alone
+    assert whole.num_blocks == whole.num_held_blocks == held > alone
+    assert not whole.prefix, "who shares it goes along"
     assert len(source.departures.running(ListRunning(most_blocks=held)).requests) == 2
     assert len(source.departures.running(ListRunning(most_blocks=held - 1)).requests) == 1
     assert len(source.departures.running(ListRunning(limit=1)).requests) == 1
