@@ -1,0 +1,47 @@
+"""Packing in simulated clusters: over shared prefixes placement and packer do not undo each other."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from sim.cluster import SimCluster
+from sim.requests import SimRequest
+from tests.support.sim_clusters import ask_all, cluster_of, hear_events, reasons
+
+pytestmark = [pytest.mark.virtual_time, pytest.mark.slow]
+
+NUM_BLOCKS = 1500
+
+
+def over_one_prefix(count: int, seed: int, num_output: int) -> list[SimRequest]:
+    """Prompts of 4 800 tokens that are alike and 40 that are not: 300 blocks, and three more of each."""
+    random = np.random.default_rng(seed)
+    prefix = random.integers(300, 900, 4800)
+    prompts = [np.concatenate([prefix, random.integers(300, 900, 40)]) for _ in range(count)]
+    return [SimRequest(f"p{seed}-{number}", prompt, num_output, seed) for number, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize(("num_output", "most"), [(2000, 1), (3000, 2)])
+@pytest.mark.parametrize("seed", range(2))
+async def test_eight_requests_over_one_long_prefix_move_once_and_if_they_outgrow_their_worker_half_of_them_back(
+    seed: int, num_output: int, most: int
+) -> None:
+    """Each grows by 125 or by 188 blocks: together they fit one worker, or outgrow it after half a minute.
+
+    They are placed by their whole length, four on each of two workers, and come together because their prefix counts
+    once.
+    """
+    workers = cluster_of(3, NUM_BLOCKS, system="pack", kv_bytes_per_token=131_072, max_model_len=16_384)
+    async with SimCluster(workers) as cluster:
+        events = await hear_events(cluster.broker.connect("listener"))
+        await ask_all(cluster, over_one_prefix(8, seed, num_output))
+        told = reasons(events, "request_moved")
+        moves = Counter(reason.split()[2] for reason in told)
+        assert moves.total() == 4 * most, told
+        assert max(moves.values()) == most, told
+        assert len(reasons(events, "worker_closing")) == 1
+        assert [worker.service.engine.totals.num_preemptions for worker in cluster.workers] == [0, 0, 0]
+        assert cluster.monitor.counters["overflows"] == 0
