@@ -102,6 +102,8 @@ SYSTEMS: dict[str, System] = {
         # Baselines of Mell: a request goes to the fullest, or the emptiest, worker in use that has room, and stays.
         System("best-fit", scheduler="chunked", placement="best-fit"),
         System("worst-fit", scheduler="chunked", placement="worst-fit"),
+        # PolyServe's: to the fullest whose steps stay short enough for all its readers.
+        System("gradient", scheduler="chunked", placement="gradient"),
         # And the same where requests move, so that the fewest workers are in use.
         System("pack", scheduler="chunked", placement="pack", migrates=Migrates.TO_PACK),
         # The same scheduler, so that memory is all that differs from `fcfs-chunked` and `swap`. With memory for
@@ -143,7 +145,6 @@ SYSTEMS: dict[str, System] = {
 PLANNED_SYSTEMS: tuple[str, ...] = (
     "mell",
     "mell-printed",
-    "gradient",
 )
 """Named in the design, not built yet; asking for one is refused by name."""
 

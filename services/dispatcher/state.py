@@ -300,6 +300,7 @@ def _loads(status: WorkerStatus, *, ready: bool) -> tuple[PlacementLoad, Placeme
         waiting_s=report.num_uncomputed_blocks * report.block_size * _token_s(report),
         num_blocks=report.num_blocks,
         block_size=report.block_size,
+        decode_cost=report.decode_cost,
         max_request_tokens=_max_request_tokens(status),
         is_closing=bool(report.migration.closing),
     )

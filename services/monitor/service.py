@@ -275,11 +275,7 @@ class Monitor:
             name="sluice-monitor",
             version=VERSION,
             description="Judges which workers are alive, and writes the view of the cluster",
-            metadata={
-                "cluster": self._settings.cluster,
-                **process_facts(),
-                "bucket": self._subjects.view_bucket(),
-            },
+            metadata={"cluster": self._settings.cluster, **process_facts(), "bucket": self._subjects.view_bucket()},
             instance_id=self._settings.instance_id,
         )
 

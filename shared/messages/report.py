@@ -10,6 +10,7 @@ from pydantic import Field
 from shared.api_keys import Tier
 from shared.ids import DispatcherId, Incarnation, WorkerId
 from shared.messages.base import ControlMessage, MessagePart
+from shared.messages.report_parts import DecodeCost, MigrationPart
 
 MAX_WAITING_ROWS: Final = 1024
 """Models and tiers of which a view says how many requests wait."""
@@ -153,52 +154,6 @@ class BestEffortPart(MessagePart):
     """The worker's policy has others come first, and lets them have its blocks: it presses for nothing there."""
 
 
-class FetchCount(MessagePart):
-    """How many requests a worker was asked to fetch, by why and what came of it."""
-
-    reason: Annotated[str, Field(max_length=16)]
-    """A `shared.messages.fetch.FetchReason`."""
-    outcome: Annotated[str, Field(max_length=16)]
-    """A `FetchOutcome`."""
-    count: Annotated[int, Field(ge=1, le=2**53)]
-
-
-_Total = Annotated[int, Field(ge=0, le=2**53)]
-
-
-class SharedPrefix(MessagePart):
-    """KV of a prefix that several sequences of a worker hold."""
-
-    name: Annotated[str, Field(max_length=64)]
-    """Of its last block, in hex: it says which tokens the block and all before it hold, and whose (decision 0013)."""
-    num_blocks: Annotated[int, Field(ge=1, le=10**9)]
-
-
-class MigrationPart(MessagePart):
-    """Running requests that change their worker, and, since the start of this process, that have."""
-
-    closing: Annotated[str, Field(max_length=256)] = ""
-    """Why it takes no new requests now, in words: those that run are to leave. Empty: it does."""
-    shared_prefixes: Annotated[tuple[SharedPrefix, ...], Field(max_length=8)] = ()
-    """The longest ones: who has the same prefix needs that much less here."""
-    num_fetching: _Count = 0
-    """That come here now."""
-    num_left_total: _Total = 0
-    """That have left for another worker."""
-    fetches_total: Annotated[tuple[FetchCount, ...], Field(max_length=64)] = ()
-    """What came of those that were to come here."""
-    num_bytes_total: _Total = 0
-    """Of KV that came."""
-    seconds_total: Annotated[float, Field(ge=0)] = 0.0
-    """For which they were under way."""
-    num_recomputed_tokens_total: _Total = 0
-    """Of those that have come: tokens whose KV was computed again."""
-    num_recomputed_total: _Total = 0
-    """Of those that have come: requests of which more than two blocks were computed again."""
-    bytes_per_s: Annotated[float, Field(ge=0)] = 0.0
-    """Moving average of the rate at which KV comes, while it does; 0 before any has."""
-
-
 class WorkerReport(ProcessFacts, ControlMessage):
     """State of one worker; published by period and at once on a change."""
 
@@ -286,6 +241,7 @@ class WorkerReport(ProcessFacts, ControlMessage):
     token_s: float = 0.0
     """Seconds that computing one more token of a prompt takes here, as the worker was when it started: alone. A leader
     computes with all stages of its group. 0 if unknown."""
+    decode_cost: DecodeCost = DecodeCost()
     step_time_s: float = 0.0
     """Moving average of a step's duration on the device, seconds."""
     tokens_per_s: float = 0.0

@@ -11,21 +11,25 @@ group computes with all of its stages. Every worker says what a token costs it, 
 differ in what they do and not in how they are placed; who does not say it is compared by memory.
 
 Best fit and worst fit are what packing is compared with: they fill workers that are in use, and take another one only
-if none has room. They look at memory alone. When it runs out all the same, the worker preempts as ever.
+if none has room. They look at memory alone; `gradient` is best fit that looks at steps as well. When memory runs out,
+the worker preempts as ever.
 
 Pure: a snapshot in, a choice with its reason out. Source: the project's own design; KunServe v1 (section 4.3) has the
-dispatcher look at how many requests a group runs well; the fits are baselines of Mell (section VIII-B).
+dispatcher look at how many requests a group runs well; the fits are baselines of Mell (section VIII-B), and `gradient`
+is the load gradient of PolyServe, with one limit for all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol
 
 from shared.hot import hot_dataclass
 from shared.ids import WorkerId
-from shared.systems import ROOM_FOR_GROWTH
+from shared.messages.report_parts import DecodeCost
+from shared.systems import PACKED_STEP_S, ROOM_FOR_GROWTH
 
 WAITING_WEIGHT = 0.5
 """Of a second of prompts that wait, against all of a worker's KV memory. Higher spreads bursts more evenly, and lets
@@ -55,6 +59,8 @@ class PlacementLoad:
     """KV blocks in all; 0 if unknown."""
     block_size: int
     """Tokens of each."""
+    decode_cost: DecodeCost
+    """What a step costs there in which sequences decode."""
     max_request_tokens: int
     """Most tokens of prompt and output together that ever fit one request there; 0 if unknown."""
     is_crowded: bool = False
@@ -117,48 +123,64 @@ def place_best_fit(
     workers: Sequence[PlacementLoad], num_tokens: int, refused: Collection[WorkerId] = (), num_known: int = 0
 ) -> Placed | None:
     """Choose the fullest worker in use that has room for what is known of the request; see `_fit`."""
-    return _fit(workers, num_tokens, refused, num_known)
+    return _fit(workers, num_tokens, refused, num_known, _Fit())
 
 
 def place_worst_fit(
     workers: Sequence[PlacementLoad], num_tokens: int, refused: Collection[WorkerId] = (), num_known: int = 0
 ) -> Placed | None:
     """Choose the emptiest worker in use that has room for what is known of the request; see `_fit`."""
-    return _fit(workers, num_tokens, refused, num_known, which="emptiest")
+    return _fit(workers, num_tokens, refused, num_known, _Fit(which="emptiest"))
 
 
 def place_pack(
     workers: Sequence[PlacementLoad], num_tokens: int, refused: Collection[WorkerId] = (), num_known: int = 0
 ) -> Placed | None:
-    """Choose the fullest worker in use that has room for what is known of the request, and room for growth besides."""
-    return _fit(workers, num_tokens, refused, num_known, growth=ROOM_FOR_GROWTH)
+    """Choose the fullest worker in use that has room for what is known of the request, and room for growth besides.
+
+    So with its steps: they are to stay below what packing allows.
+    """
+    fit = _Fit(growth=ROOM_FOR_GROWTH, max_step_s=PACKED_STEP_S * (1 - ROOM_FOR_GROWTH))
+    return _fit(workers, num_tokens, refused, num_known, fit)
+
+
+def place_gradient(
+    workers: Sequence[PlacementLoad], num_tokens: int, refused: Collection[WorkerId] = (), num_known: int = 0
+) -> Placed | None:
+    """Choose the fullest worker in use that has room, and whose steps stay short enough for its readers (PolyServe)."""
+    return _fit(workers, num_tokens, refused, num_known, _Fit(max_step_s=PACKED_STEP_S))
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """What fits."""
+
+    which: str = "fullest"
+    """Or "emptiest": of those that are in use and have room."""
+    growth: float = 0.0
+    """Share of a worker's memory that has to be left then."""
+    max_step_s: float = inf
+    """Longest step there in which all decode."""
 
 
 def _fit(
-    workers: Sequence[PlacementLoad],
-    num_tokens: int,
-    refused: Collection[WorkerId],
-    num_known: int,
-    *,
-    which: str = "fullest",
-    growth: float = 0.0,
+    workers: Sequence[PlacementLoad], num_tokens: int, refused: Collection[WorkerId], num_known: int, fit: _Fit
 ) -> Placed | None:
     """Choose among the workers that have something to do, and memory for what is known of a request.
 
     If there is none: the first that has nothing to do, else one that is closing and has room, else the least loaded.
-
-    Args:
-        workers: as `Placement` has them; so the next three.
-        num_tokens: likewise.
-        refused: likewise.
-        num_known: likewise.
-        which: "fullest" or "emptiest".
-        growth: share of a worker's memory that has to be left then.
     """
     able = [each for each in workers if each.worker_id not in refused and _can_take(each, num_tokens)]
-    sign = 1 if which == "fullest" else -1
+    fitting = [
+        each
+        for each in able
+        if each.num_sequences
+        and _free_tokens(each, fit.growth) >= num_known
+        and _step_s(each, num_known) <= fit.max_step_s
+    ]
+    sign = 1 if fit.which == "fullest" else -1
     best = min(
-        (each for each in able if each.num_sequences and _free_tokens(each, growth) >= num_known),
+        fitting,
         key=lambda worker: (worker.is_closing, sign * _free_tokens(worker), worker.worker_id),
         default=None,
     )
@@ -168,11 +190,18 @@ def _fit(
             return Placed(first, "nobody who is in use has room, and this one is not")
     if best is None:
         return place_least_loaded(workers, num_tokens, refused)
-    return Placed(best.worker_id, f"{which} in use with room: {_free_tokens(best)} tokens of KV memory are free")
+    told = f"{fit.which} in use with room: {_free_tokens(best)} tokens of KV memory are free"
+    return Placed(best.worker_id, told)
 
 
 def _free_tokens(worker: PlacementLoad, growth: float = 0.0) -> int:
     return int((worker.num_blocks * (1 - growth) - worker.num_demanded_blocks) * worker.block_size)
+
+
+def _step_s(worker: PlacementLoad, num_known: int) -> float:
+    """Return how long a step takes there in which all decode, with one more request."""
+    num_kv_tokens = worker.num_demanded_blocks * worker.block_size + num_known
+    return worker.decode_cost.of(worker.num_sequences + 1, num_kv_tokens)
 
 
 def _load(worker: PlacementLoad) -> float:
@@ -191,5 +220,6 @@ PLACEMENTS: dict[str, Placement] = {
     "best-fit": place_best_fit,
     "worst-fit": place_worst_fit,
     "pack": place_pack,
+    "gradient": place_gradient,
 }
 """By the name that a system gives (`shared.systems`)."""

@@ -10,7 +10,7 @@ from shared.messages.request import Submit, pack_token_ids
 from shared.qoe import displayed
 
 
-def next_submit(session: Session, sender: Sender, now_s: float, *, reopens: bool) -> Submit:
+def next_submit(session: Session, sender: Sender, now_s: float, *, reopens: bool = False) -> Submit:
     """Return the submission of the next attempt, which goes on after the tokens so far; `begin` makes it count.
 
     Args:

@@ -17,7 +17,7 @@ from services.worker.migration.kv_link import KvNetwork
 from services.worker.migration.shared_prefixes import shared_prefixes
 from services.worker.serving.closing import Closing
 from shared.messages.fetch import Close, Fetch, ListRunning
-from shared.messages.report import FetchCount, MigrationPart
+from shared.messages.report_parts import FetchCount, MigrationPart
 from shared.process.tasks import TaskOwner
 from shared.transport.bus import Message
 from shared.wire import decode_union, encode

@@ -13,7 +13,7 @@ import numpy as np
 
 from services.worker.contract.arrays import I32
 from services.worker.engine.engine import Engine
-from shared.messages.report import SharedPrefix
+from shared.messages.report_parts import SharedPrefix
 
 MAX_PREFIXES: Final = 8
 """Of a report."""

@@ -19,7 +19,8 @@ from services.worker.roles.resident import Resident
 from services.worker.roles.role import Role
 from shared.ids import Incarnation, WorkerId
 from shared.messages.event import Event
-from shared.messages.report import ElasticFacts, MigrationPart, TransferProgress, WorkerPhase, WorkerReport
+from shared.messages.report import ElasticFacts, TransferProgress, WorkerPhase, WorkerReport
+from shared.messages.report_parts import MigrationPart
 from shared.process.log import get_logger
 from shared.subjects import Subjects
 from shared.transport.bus import Bus, BusError
@@ -242,6 +243,7 @@ class Reporter:
             "num_prefix_cache_queries_total": stats.totals.num_prefix_cache_queries,
             "num_prefix_cache_hits_total": stats.totals.num_prefix_cache_hits,
             "token_s": self._cost.token_s / self._num_lanes,
+            "decode_cost": self._cost.decode_cost,
             "step_time_s": self._rates.step_time_s,
             "tokens_per_s": self._rates.tokens_per_s,
         }

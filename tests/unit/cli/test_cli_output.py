@@ -28,7 +28,8 @@ from cli.http import HttpAnswer
 from cli.model import Model
 from cli.status import render
 from shared.ids import WorkerId
-from shared.messages.report import ClusterView, Liveness, MigrationPart, WaitingRequests, WorkerPhase, WorkerReport
+from shared.messages.report import ClusterView, Liveness, WaitingRequests, WorkerPhase, WorkerReport
+from shared.messages.report_parts import MigrationPart
 from shared.subjects import Subjects
 from shared.transport.memory_bus import MemoryBroker
 from shared.wire import encode_json

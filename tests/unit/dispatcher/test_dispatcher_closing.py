@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from shared.ids import WorkerId
-from shared.messages.report import MigrationPart, WorkerPhase
+from shared.messages.report import WorkerPhase
+from shared.messages.report_parts import MigrationPart
 from shared.messages.request import RefusalReason, Submit
 from tests.support.fake_worker import FakeWorker, make_status
 from tests.support.session_cluster import ANSWER, Cluster, with_cluster

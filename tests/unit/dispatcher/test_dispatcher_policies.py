@@ -14,12 +14,14 @@ from services.dispatcher.policy.placement import (
     Placement,
     PlacementLoad,
     place_best_fit,
+    place_gradient,
     place_least_loaded,
     place_pack,
     place_worst_fit,
 )
 from services.dispatcher.session.request import FailureCode
 from shared.ids import WorkerId
+from shared.messages.report_parts import DecodeCost
 from shared.systems import SYSTEMS
 from tests.support.kinds import some
 
@@ -36,6 +38,7 @@ def make_load(worker_id: str = "w0", **fields: object) -> PlacementLoad:
         waiting_s=0.0,
         num_blocks=100,
         block_size=16,
+        decode_cost=DecodeCost(),
         max_request_tokens=1000,
     )
     return replace(load, **fields)  # type: ignore[arg-type]  # a builder with keyword defaults
@@ -76,7 +79,7 @@ def test_the_chosen_worker_can_take_the_request_and_no_other_one_that_can_is_les
     assert place_least_loaded(loads[::-1], num_tokens, refused) == placed
 
 
-FITS = st.sampled_from([place_best_fit, place_worst_fit, place_pack])
+FITS = st.sampled_from([place_best_fit, place_worst_fit, place_pack, place_gradient])
 """The last one leaves 80 of 1 600 tokens free besides."""
 
 
@@ -106,6 +109,21 @@ def test_packing_leaves_a_twentieth_of_the_memory_free(num_known: int, chosen: s
     loads = [make_load(name, num_sequences=1, num_demanded_blocks=used) for name, used in (("a", 40), ("b", 20))]
     assert some(place_pack(loads, 1000, num_known=num_known)).worker_id == chosen
     assert some(place_best_fit(loads, 1000, num_known=num_known)).worker_id == "a"
+
+
+@pytest.mark.parametrize(("num_sequences", "gradient", "pack"), [(37, "a", "a"), (39, "a", "b"), (44, "b", "b")])
+def test_who_is_packed_by_steps_takes_no_more_than_its_readers_can_stand(
+    num_sequences: int, gradient: str, pack: str
+) -> None:
+    """20 ms, 1 ms for each sequence, 20 µs for each of 1 600 + 200 tokens: 94 ms with 38, and 100 ms are the limit."""
+    cost = DecodeCost(step_s=0.02, sequence_s=1e-3, kv_token_s=2e-5)
+    loads = [
+        make_load("a", num_sequences=num_sequences, max_sequences=99, num_demanded_blocks=100, num_blocks=200),
+        make_load("b", num_sequences=1, max_sequences=99, num_demanded_blocks=10, num_blocks=200),
+    ]
+    loads = [replace(load, decode_cost=cost) for load in loads]
+    for place, chosen in ((place_gradient, gradient), (place_pack, pack), (place_best_fit, "a")):
+        assert some(place(loads, 1000, num_known=200)).worker_id == chosen
 
 
 def test_equal_memory_is_decided_by_sequences_and_then_by_name() -> None:

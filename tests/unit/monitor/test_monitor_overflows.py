@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from services.monitor.policy.overflows import ROOM_S, OverflowCounter
 from shared.ids import WorkerId
-from shared.messages.report import MigrationPart, WorkerPhase, WorkerReport
+from shared.messages.report import WorkerPhase, WorkerReport
+from shared.messages.report_parts import MigrationPart
 from tests.support.statuses import make_report
 
 

@@ -26,7 +26,8 @@ from services.planner.policy.packing.consolidation import (
 from services.planner.policy.packing.pack import EMPTY_PERIOD_S, NUM_EMPTIEST
 from shared.ids import RequestId, WorkerId
 from shared.messages.fetch import FetchReason, RunningPart
-from shared.messages.report import ClusterView, MigrationPart, SharedPrefix, WorkerReport, WorkerStatus
+from shared.messages.report import ClusterView, WorkerReport, WorkerStatus
+from shared.messages.report_parts import DecodeCost, MigrationPart, SharedPrefix
 from shared.systems import PACKED_STEP_S
 from tests.support.statuses import make_report, make_status, make_view
 
@@ -182,12 +183,19 @@ def test_nothing_goes_unless_all_who_are_there_can_go() -> None:
     assert len(emptying.choose([part("x", 50), part("y", 50, num_choices=2)])) == 2
 
 
-def test_nobody_gets_so_much_that_its_steps_may_become_too_long() -> None:
-    source = busy("a", 100, step_time_s=0.05).report
-    for step_time_s, fits in ((0.049, True), (0.051, False)):
-        target = busy("b", 100, step_time_s=step_time_s).report
-        assert bool(Emptying(source, [target]).choose([part("x", 40), part("y", 60)])) == fits
+@pytest.mark.parametrize(("here_s", "fits"), [(0.0192, True), (0.0194, False)])
+def test_nobody_gets_so_much_that_its_steps_become_too_long(here_s: float, fits: bool) -> None:
+    """300 blocks there, 100 that come, and in half a minute 31 of each of four: 524 blocks, 8 384 tokens of 8 µs."""
+    cost = DecodeCost(step_s=here_s, sequence_s=3.4e-3, kv_token_s=8e-6)
+    target = busy("b", 300, decode_cost=cost).report
+    assert bool(Emptying(busy("a", 100).report, [target]).choose([part("x", 40), part("y", 60)])) == fits
     assert PACKED_STEP_S == 0.1
+
+
+def test_what_has_to_go_goes_to_one_that_is_less_full_if_steps_would_be_too_long() -> None:
+    slow = DecodeCost(step_s=0.01, kv_token_s=7e-6)
+    relief = only_relief(busy("full", 999), busy("a", 600, decode_cost=slow), busy("b", 800, decode_cost=slow))
+    assert told(relief.choose([part("x", 100), part("y", 899)])) == [("x", "a")]
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,8 @@
     every few seconds one of the four emptiest in use         gives all of them to others in use, if all find room there
 
 What is packed are KV blocks, but for those that are at the target by name, with what requests grow by: until the move
-is over, or for half a minute if a worker is emptied, so that it does not come back at once. A target's steps may not
-become longer than a limit; what it gets is taken to make them longer by as much as it did where it ran, which is more
-than it will be.
+is over, or for half a minute if a worker is emptied, so that it does not come back at once. A target's steps, while all
+decode, may not become longer than a limit by then, by its own cost model.
 
 Dispatchers place by `pack`, so that the emptiest get nothing while others have room. Who lacks memory is not emptied,
 and gets nothing.
@@ -17,7 +16,7 @@ Pure, but for when it looked last. Source: the project's own (`pack.py`, whose p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Final
@@ -77,6 +76,7 @@ class Relief(_Leaving):
             other
             for other in self.free_of(busy)
             if other.num_blocks - _later_blocks(other, REST_S) - _room(other) >= needed_blocks(part, other) + growth
+            and _is_fast([part], other, REST_S)
         ]
         fullest = min(fitting, key=lambda other: (free_blocks(other), other.worker_id), default=None)
         return () if fullest is None else (WantedMove(part, fullest),)
@@ -104,7 +104,11 @@ class Emptying(_Leaving):
         ]
         plan = Elsewhere(sorted((bin_.free, bin_.number, bin_) for bin_ in bins), room=0).plan(items)
         moves = [WantedMove(part, others[bin_.number]) for item, bin_ in plan or () for part in parts_of[id(item)]]
-        return moves if all(self._is_fast(moves, move.target) for move in moves) else ()
+        is_fast = all(
+            _is_fast([move.part for move in moves if move.target is target], target, EMPTY_HORIZON_S)
+            for target in {id(move.target): move.target for move in moves}.values()
+        )
+        return moves if is_fast else ()
 
     def tell(self, move: WantedMove) -> str:
         """See `Wanted`."""
@@ -115,10 +119,6 @@ class Emptying(_Leaving):
         held = sum(part.num_held_blocks - part.num_prefix_blocks for part in parts)
         prefix = 0 if _is_everywhere(parts[0].prefix, others) else parts[0].num_prefix_blocks
         return held + prefix + grown_blocks(self.source, sum(len(part.choices) for part in parts), EMPTY_HORIZON_S)
-
-    def _is_fast(self, moves: Sequence[WantedMove], target: WorkerReport) -> bool:
-        share = _num_tokens(move for move in moves if move.target is target) / max(_num_tokens(moves), 1)
-        return target.step_time_s + share * self.source.step_time_s <= PACKED_STEP_S
 
 
 class Consolidation:
@@ -199,8 +199,14 @@ def _together(running: Sequence[RunningPart], others: Sequence[WorkerReport]) ->
     return list(found.values())
 
 
-def _num_tokens(moves: Iterable[WantedMove]) -> int:
-    return sum(move.part.num_tokens * len(move.part.choices) for move in moves)
+def _is_fast(parts: Sequence[RunningPart], target: WorkerReport, horizon_s: float) -> bool:
+    """Return whether a worker's steps are short enough, with requests that come and as all grow, while all decode."""
+    num_coming = sum(len(part.choices) for part in parts)
+    num_later = num_sequences(target) + num_coming
+    grown = grown_blocks(target, num_later, horizon_s) * target.block_size
+    num_tokens = sum(part.num_tokens * len(part.choices) for part in parts)
+    num_here = (target.num_blocks - free_blocks(target)) * target.block_size
+    return target.decode_cost.of(num_later, num_here + num_tokens + grown) <= PACKED_STEP_S
 
 
 def num_sequences(report: WorkerReport) -> int:

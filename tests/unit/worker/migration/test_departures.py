@@ -15,7 +15,7 @@ from services.worker.migration.shared_prefixes import shared_prefixes
 from shared.errors import WireError
 from shared.ids import RequestId, WorkerId
 from shared.messages.fetch import ListRunning
-from shared.messages.report import SharedPrefix
+from shared.messages.report_parts import SharedPrefix
 from shared.types import FinishReason
 from tests.support.engine_builders import new_sequence
 from tests.support.engine_harness import EngineHarness, make_harness

@@ -45,6 +45,7 @@ def test_names_are_built_or_planned_but_not_both() -> None:
     assert set(SYSTEMS) == {
         *plain,
         "best-fit",
+        "gradient",
         "worst-fit",
         "pack",
         "andes",
@@ -70,7 +71,7 @@ def test_names_are_built_or_planned_but_not_both() -> None:
 def test_only_bounds_have_memory_without_end_and_they_run_nowhere_live() -> None:
     unlimited = [name for name, system in SYSTEMS.items() if system.memory is Memory.UNLIMITED]
     assert unlimited == UNLIMITED
-    told = r"simulator only; live there are: .*load-balance, best-fit, worst-fit, pack, andes, "
+    told = r"simulator only; live there are: .*load-balance, best-fit, worst-fit, gradient, pack, andes, "
     for name in unlimited:
         with pytest.raises(UnknownSystemError, match=told):
             find_live_system(name)
