@@ -360,19 +360,15 @@ def main() -> None:
         print_decisions(args.packers, args.decisions, num_operations=20_000)
         return
     scenario = load_scenario(args.scenario).with_overrides(upscale=args.upscale, duration_s=args.duration)
+    if scenario.duration_s is not None and scenario.duration_s <= WARM_UP_S:
+        parser.error(f"--duration: more than {WARM_UP_S:g} seconds, after which figures begin")
     capacity = scenario.instance().kv_tokens
     packers = {name: PACKERS[name] for name in args.packers}
     packers |= {f"pack {room:.1%}": partial(Pack, room_for_growth=room) for room in args.rooms}
     workloads = [scenario.workload(seed, args.traces) for seed in range(args.seeds)]
     runs = {
         name: [
-            replay(
-                workload,
-                make(capacity),
-                args.token_s,
-                float(workload.arrival_s[-1]),
-                Shrinking(args.shrunk, seed).tick,
-            )
+            replay(workload, make(capacity), args.token_s, workload.arrival_s[-1], Shrinking(args.shrunk, seed).tick)
             for seed, workload in enumerate(workloads)
         ]
         for name, make in packers.items()

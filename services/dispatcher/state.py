@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from services.dispatcher.policy.placement import PlacementLoad
 from shared.api_keys import Tier
 from shared.ids import WorkerId
-from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
+from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus, cost_beside_prompts
 
 _MAX_RECENT = 4096
 UNNAMED_LIMIT_S = 10.0
@@ -300,7 +300,7 @@ def _loads(status: WorkerStatus, *, ready: bool) -> tuple[PlacementLoad, Placeme
         waiting_s=report.num_uncomputed_blocks * report.block_size * _token_s(report),
         num_blocks=report.num_blocks,
         block_size=report.block_size,
-        decode_cost=report.decode_cost,
+        decode_cost=cost_beside_prompts(report),
         max_request_tokens=_max_request_tokens(status),
         is_closing=bool(report.migration.closing),
     )

@@ -266,6 +266,13 @@ class WorkerReport(ProcessFacts, ControlMessage):
     """Of these, the ones whose KV was there already; vLLM's `prefix_cache_hits`."""
 
 
+def cost_beside_prompts(report: WorkerReport) -> DecodeCost:
+    """Return what a step of decodes costs at a worker as long as prompts slow it down as of late."""
+    decode_s = report.decode_cost.of(report.num_running, report.num_used_blocks * report.block_size)
+    slowed = report.num_running > 0 and report.step_time_s > decode_s > 0
+    return report.decode_cost.times(report.step_time_s / decode_s) if slowed else report.decode_cost
+
+
 def counts_by_tier(report: WorkerReport) -> tuple[TierCounts, ...]:
     """Return what each tier has at the worker, also where the report leaves it out because there is one only."""
     if report.tiers:

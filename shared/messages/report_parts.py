@@ -26,6 +26,11 @@ class DecodeCost(MessagePart):
         """Return the seconds of a step in which so many decode."""
         return self.step_s + self.sequence_s * num_sequences + self.kv_token_s * num_kv_tokens
 
+    def times(self, factor: float) -> DecodeCost:
+        """Return what steps cost that take so many times as long."""
+        parts = (self.step_s, self.sequence_s, self.kv_token_s)
+        return DecodeCost(**dict(zip(type(self).model_fields, (factor * part for part in parts), strict=True)))
+
 
 class FetchCount(MessagePart):
     """How many requests a worker was asked to fetch, by why and what came of it."""

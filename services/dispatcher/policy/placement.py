@@ -60,7 +60,7 @@ class PlacementLoad:
     block_size: int
     """Tokens of each."""
     decode_cost: DecodeCost
-    """What a step costs there in which sequences decode."""
+    """What a step costs there in which sequences decode, beside as many prompts as of late."""
     max_request_tokens: int
     """Most tokens of prompt and output together that ever fit one request there; 0 if unknown."""
     is_crowded: bool = False
@@ -160,7 +160,7 @@ class _Fit:
     growth: float = 0.0
     """Share of a worker's memory that has to be left then."""
     max_step_s: float = inf
-    """Longest step there in which all decode."""
+    """Longest step there."""
 
 
 def _fit(
@@ -199,7 +199,7 @@ def _free_tokens(worker: PlacementLoad, growth: float = 0.0) -> int:
 
 
 def _step_s(worker: PlacementLoad, num_known: int) -> float:
-    """Return how long a step takes there in which all decode, with one more request."""
+    """Return how long a step takes there with one more request."""
     num_kv_tokens = worker.num_demanded_blocks * worker.block_size + num_known
     return worker.decode_cost.of(worker.num_sequences + 1, num_kv_tokens)
 

@@ -8,6 +8,7 @@ from services.dispatcher.session.gaps import BOUNDS_S, GapHistogram
 from services.dispatcher.state import UNNAMED_LIMIT_S, ClusterState
 from shared.ids import WorkerId
 from shared.messages.report import Liveness, WorkerPhase, WorkerStatus
+from shared.messages.report_parts import DecodeCost
 from tests.support.fake_worker import make_status
 from tests.support.statuses import make_view
 
@@ -95,6 +96,15 @@ def test_computing_that_waits_is_what_the_report_leaves_and_what_was_sent_since(
         state.submitted(W0, 33, 0, 1.0)
         (load,) = state.loads()
         assert load.waiting_s == pytest.approx(expected_s)
+
+
+def test_a_step_costs_what_the_worker_says_as_much_longer_as_prompts_make_it() -> None:
+    """16 ms for 100 blocks of 16 tokens, and 4 ms: while steps take 30 ms, each part is half as long again."""
+    cost = DecodeCost(step_s=0.002, sequence_s=0.001, kv_token_s=1e-5)
+    for step_time_s, factor in ((0.0, 1.0), (0.02, 1.0), (0.03, 1.5)):
+        status = make_status(num_running=2, num_used_blocks=100, decode_cost=cost, step_time_s=step_time_s)
+        (load,) = make_state(status).loads()
+        assert load.decode_cost.of(7, 1000) == pytest.approx(factor * 0.019)
 
 
 def test_memory_is_asked_for_by_prompts_under_way_and_by_kv_on_the_host_or_beyond_the_memory() -> None:

@@ -192,6 +192,14 @@ def test_nobody_gets_so_much_that_its_steps_become_too_long(here_s: float, fits:
     assert PACKED_STEP_S == 0.1
 
 
+@pytest.mark.parametrize(("step_time_s", "fits"), [(0.0, True), (0.057, True), (0.0575, False)])
+def test_prompts_make_steps_as_much_longer_as_of_late(step_time_s: float, fits: bool) -> None:
+    """30 ms while 300 blocks decode there, 52.4 ms with all that come and grow: that may be 1.908 times as long."""
+    cost = DecodeCost(kv_token_s=0.03 / 4800)
+    target = busy("b", 300, decode_cost=cost, step_time_s=step_time_s).report
+    assert bool(Emptying(busy("a", 100).report, [target]).choose([part("x", 40), part("y", 60)])) == fits
+
+
 def test_what_has_to_go_goes_to_one_that_is_less_full_if_steps_would_be_too_long() -> None:
     slow = DecodeCost(step_s=0.01, kv_token_s=7e-6)
     relief = only_relief(busy("full", 999), busy("a", 600, decode_cost=slow), busy("b", 800, decode_cost=slow))

@@ -5,8 +5,8 @@
     every few seconds one of the four emptiest in use         gives all of them to others in use, if all find room there
 
 What is packed are KV blocks, but for those that are at the target by name, with what requests grow by: until the move
-is over, or for half a minute if a worker is emptied, so that it does not come back at once. A target's steps, while all
-decode, may not become longer than a limit by then, by its own cost model.
+is over, or for half a minute if a worker is emptied, so that it does not come back at once. A target's steps may not
+become longer than a limit by then, by its own cost model, slowed down by prompts as of late.
 
 Dispatchers place by `pack`, so that the emptiest get nothing while others have room. Who lacks memory is not emptied,
 and gets nothing.
@@ -26,7 +26,7 @@ from services.planner.policy.packing.bins import Bin, Item
 from services.planner.policy.packing.pack import EMPTY_PERIOD_S, NUM_EMPTIEST, Elsewhere
 from shared.ids import WorkerId
 from shared.messages.fetch import MAX_RUNNING, FetchReason, RunningPart
-from shared.messages.report import ClusterView, WorkerReport, WorkerStatus
+from shared.messages.report import ClusterView, WorkerReport, WorkerStatus, cost_beside_prompts
 from shared.systems import PACKED_STEP_S, ROOM_FOR_GROWTH
 
 DECISION_S: Final = 3.0
@@ -200,13 +200,13 @@ def _together(running: Sequence[RunningPart], others: Sequence[WorkerReport]) ->
 
 
 def _is_fast(parts: Sequence[RunningPart], target: WorkerReport, horizon_s: float) -> bool:
-    """Return whether a worker's steps are short enough, with requests that come and as all grow, while all decode."""
+    """Return whether a worker's steps are short enough with requests that come, as all grow, and beside prompts."""
     num_coming = sum(len(part.choices) for part in parts)
     num_later = num_sequences(target) + num_coming
     grown = grown_blocks(target, num_later, horizon_s) * target.block_size
     num_tokens = sum(part.num_tokens * len(part.choices) for part in parts)
     num_here = (target.num_blocks - free_blocks(target)) * target.block_size
-    return target.decode_cost.of(num_later, num_here + num_tokens + grown) <= PACKED_STEP_S
+    return cost_beside_prompts(target).of(num_later, num_here + num_tokens + grown) <= PACKED_STEP_S
 
 
 def num_sequences(report: WorkerReport) -> int:

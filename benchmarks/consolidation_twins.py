@@ -1,0 +1,190 @@
+"""What emptying a worker costs those who read: each consolidation against a twin run that skips it.
+
+    python -m benchmarks.consolidation_twins [--pairs 200] [--rate 4] [--tpot-s 0.1] [--ttft-s 1] [--jobs 2]
+
+Qwen2.5-14B on A800s of 80 GB, conversations as they are, system `pack`, on the virtual clock. A run is let go on for a
+while, then the next worker that the planner empties is emptied, and no other one; its twin, with the same arrivals,
+skips that too. Until then both are the same to the bit. Compared are the half minutes after: whether a request that
+arrived in it had its first token late, or one that decoded in it had its tokens slower than the limit, on average over
+that time. *By KV alone* is the same with steps of any length, for placement as for the planner: what packing by memory
+does where step time ends first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence, Set
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count, islice
+from math import inf
+from typing import Any, Final
+from unittest.mock import patch
+
+import numpy as np
+
+from benchmarks.harness import print_table
+from services.planner.policy.moves import Avoided, Wanted, WantedMove
+from services.planner.policy.packing.consolidation import Consolidation, Emptying
+from shared.ids import WorkerId
+from shared.messages.fetch import RunningPart
+from shared.messages.report import ClusterView
+from shared.process.log import only_from
+from shared.systems import PACKED_STEP_S
+from sim.experiment.records import Records
+from sim.experiment.run import run_system
+from sim.scenarios.scenario import Scenario, validated
+
+WINDOW_S: Final = 30.0
+"""After a consolidation, that is looked at."""
+FROM_S: Final = 20.0
+"""From when on a consolidation is looked for."""
+LENGTH_S: Final = 70.0
+"""Of the arrivals."""
+NUM_INSTANCES: Final = 6
+
+
+@dataclass
+class Chosen:
+    """The consolidation that is looked at."""
+
+    at_s: float = inf
+    num_moves: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What is a violation, seconds."""
+
+    ttft_s: float
+    tpot_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A run and its twin."""
+
+    num_moves: int
+    violations: tuple[int, int]
+    """Requests whose first token, or tokens, were late: with the consolidation, and without."""
+
+
+class _OneEmptying(Consolidation):
+    """Empties workers as ever until a time, then one, or none."""
+
+    def __init__(self, chosen: Chosen, *, skips: bool) -> None:
+        super().__init__()
+        self._chosen = chosen
+        self._skips = skips
+
+    def __call__(self, view: ClusterView, avoided: Avoided, now_s: float) -> Sequence[Wanted]:
+        wanted = super().__call__(view, avoided, now_s)
+        if now_s < FROM_S:
+            return wanted
+        is_over = self._skips or self._chosen.num_moves
+        urgent = [each for each in wanted if not isinstance(each, Emptying)]
+        emptying = [] if is_over else [each for each in wanted if isinstance(each, Emptying)]
+        return [*urgent, *(self._noted(each, now_s) for each in emptying)]
+
+    def _noted(self, each: Emptying, now_s: float) -> _Noted:
+        return _Noted(each.source, each.others, open_worker=each.open_worker, chosen=self._chosen, now_s=now_s)
+
+
+@dataclass(frozen=True)
+class _Noted(Emptying):
+    """Emptying a worker, which is noted if there are moves."""
+
+    chosen: Chosen = field(default_factory=Chosen)
+    now_s: float = 0.0
+
+    def choose(self, running: Sequence[RunningPart], busy: Set[WorkerId] = frozenset()) -> Sequence[WantedMove]:
+        moves = () if self.chosen.num_moves else Emptying.choose(self, running, busy)
+        if moves:
+            self.chosen.at_s, self.chosen.num_moves = self.now_s, len(moves)
+        return moves
+
+
+def scenario_of(rate_per_s: float) -> Scenario:
+    """Return conversations on instances of which some are enough."""
+    fields: dict[str, Any] = {
+        "name": "twins",
+        "model": "qwen2.5-14b",
+        "gpu": "a800",
+        "instances": NUM_INSTANCES,
+        "lengths": "burstgpt-conversation",
+        "duration_s": LENGTH_S,
+        "arrivals": {"kind": "poisson", "rate_per_s": rate_per_s},
+    }
+    return validated(fields, "twins")
+
+
+def compare(seed: int, rate_per_s: float, limits: Limits, *, by_kv_alone: bool) -> Pair | None:
+    """Return what became of a consolidation and of its twin; None: nobody was emptied."""
+    limit_s = inf if by_kv_alone else PACKED_STEP_S
+    chosen, scenario = Chosen(), scenario_of(rate_per_s)
+    found = []
+    for skips in (False, True):
+        with (
+            only_from("error"),
+            patch("services.planner.service.Consolidation", partial(_OneEmptying, chosen, skips=skips)),
+            patch("services.planner.policy.packing.consolidation.PACKED_STEP_S", limit_s),
+            patch("services.dispatcher.policy.placement.PACKED_STEP_S", limit_s),
+        ):
+            records = run_system(scenario, "pack", seed).records
+        if not chosen.num_moves or chosen.at_s + WINDOW_S > LENGTH_S:
+            return None
+        found.append(num_late(records, chosen.at_s, limits))
+    return Pair(chosen.num_moves, (found[0], found[1]))
+
+
+def num_late(records: Records, at_s: float, limits: Limits) -> int:
+    """Return how many requests had their first token, or their tokens, too late in the half minute from then on."""
+    in_window = (records.token_s >= at_s) & (records.token_s < at_s + WINDOW_S)
+    arrived = (records.arrival_s >= at_s) & (records.arrival_s < at_s + WINDOW_S)
+    late = arrived & ~(records.ttft_s <= limits.ttft_s)
+    for index in range(len(records)):
+        own = slice(records.token_begin[index], records.token_begin[index + 1])
+        token_s = records.token_s[own][in_window[own]]
+        if token_s.size > 1:
+            late[index] |= (token_s[-1] - token_s[0]) / (token_s.size - 1) > limits.tpot_s
+    return int(np.count_nonzero(late))
+
+
+def collect(num_pairs: int, jobs: int, rate_per_s: float, limits: Limits, *, by_kv_alone: bool) -> list[Pair]:
+    """Return that many pairs, from as many seeds as it takes; each process patches its own modules."""
+    look = partial(compare, rate_per_s=rate_per_s, limits=limits, by_kv_alone=by_kv_alone)
+    pairs: list[Pair] = []
+    seeds = count()
+    with ProcessPoolExecutor(jobs) as pool:
+        while len(pairs) < num_pairs:
+            found = list(pool.map(look, islice(seeds, 4 * jobs)))
+            pairs += [pair for pair in found if pair is not None]
+            print(f"{len(pairs)} of {num_pairs} pairs", flush=True)
+    return pairs[:num_pairs]
+
+
+def main() -> None:
+    """Print both packings, side by side."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=200)
+    parser.add_argument("--rate", type=float, default=4.0, help="requests per second")
+    parser.add_argument("--ttft-s", type=float, default=1.0)
+    parser.add_argument("--tpot-s", type=float, default=0.1)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    asked = parser.parse_args()
+    rows: list[Sequence[str]] = []
+    for name, by_kv_alone in (("pack", False), ("by KV alone", True)):
+        limits = Limits(asked.ttft_s, asked.tpot_s)
+        pairs = collect(asked.pairs, asked.jobs, asked.rate, limits, by_kv_alone=by_kv_alone)
+        violated = [sum(pair.violations[side] > 0 for pair in pairs) for side in (0, 1)]
+        late = [sum(pair.violations[side] for pair in pairs) for side in (0, 1)]
+        moves = np.mean([pair.num_moves for pair in pairs])
+        rows.append((name, str(len(pairs)), f"{moves:.1f}", f"{violated[0]}; {violated[1]}", f"{late[0]}; {late[1]}"))
+    head = ("", "consolidations", "moves of each", "with violations; twins", "requests late; twins")
+    print_table("Consolidations", head, rows)
+
+
+if __name__ == "__main__":
+    main()
