@@ -44,6 +44,8 @@ FROM_S: Final = 20.0
 LENGTH_S: Final = 70.0
 """Of the arrivals."""
 NUM_INSTANCES: Final = 6
+BURST: Final = 3.0
+"""Times as much comes until then, so that fewer workers suffice afterwards."""
 
 
 @dataclass
@@ -115,7 +117,13 @@ def scenario_of(rate_per_s: float) -> Scenario:
         "instances": NUM_INSTANCES,
         "lengths": "burstgpt-conversation",
         "duration_s": LENGTH_S,
-        "arrivals": {"kind": "poisson", "rate_per_s": rate_per_s},
+        "arrivals": {
+            "kind": "one-burst",
+            "rate_per_s": rate_per_s,
+            "burst_start_s": 0.0,
+            "burst_end_s": FROM_S,
+            "factor": BURST,
+        },
     }
     return validated(fields, "twins")
 
