@@ -59,7 +59,7 @@ def test_requests_change_their_instance_in_experiments_of_systems_that_say_so() 
 
 
 @pytest.mark.slow
-def test_packing_needs_fewer_instances_than_the_fits_and_fewer_give_way() -> None:
+def test_packing_needs_about_as_few_instances_as_the_fits_and_nobody_gives_way() -> None:
     """Ten small instances, of which a few are enough, and answers that triple what their prompts hold."""
     few = {"model": "llama-2-13b", "gpu": "a100-40", "instances": 10, "lengths": "1000x2000"}
     scenario = validated({**AMPLE, **few, "arrivals": {"kind": "poisson", "rate_per_s": 0.8}}, "few")
@@ -67,8 +67,10 @@ def test_packing_needs_fewer_instances_than_the_fits_and_fewer_give_way() -> Non
     busy_s = {name: found.busy_gpu_seconds or 0.0 for name, found in facts.items()}
     gave_way = {name: found.preemptions or 0 for name, found in facts.items()}
     assert facts["fcfs-chunked"].busy_gpus_peak == 10
-    assert busy_s["pack"] < min(busy_s["worst-fit"], busy_s["best-fit"]) < 0.8 * busy_s["fcfs-chunked"], busy_s
-    assert gave_way["pack"] < min(gave_way["worst-fit"], gave_way["best-fit"]), gave_way
+    assert busy_s["pack"] < 1.05 * min(busy_s["worst-fit"], busy_s["best-fit"]) < 0.8 * busy_s["fcfs-chunked"], busy_s
+    assert gave_way["pack"] == 0 < min(gave_way["worst-fit"], gave_way["best-fit"]), gave_way
+    assert not facts["pack"].overflows
+    assert facts["best-fit"].overflows
     assert facts["pack"].migrations
 
 
