@@ -184,6 +184,7 @@ class SimWorker:
                 params.max_model_len,
                 cost=CostEstimate(params.cost),
                 digest=MODEL_NAME,
+                kv_bytes=params.num_blocks * params.kv_bytes_per_token * params.block_size,
             ),
             self.reporter,
             self._fail,

@@ -28,8 +28,11 @@ class DecodeCost(MessagePart):
 
     def times(self, factor: float) -> DecodeCost:
         """Return what steps cost that take so many times as long."""
-        parts = (self.step_s, self.sequence_s, self.kv_token_s)
-        return DecodeCost(**dict(zip(type(self).model_fields, (factor * part for part in parts), strict=True)))
+        return DecodeCost(
+            step_s=factor * self.step_s,
+            sequence_s=factor * self.sequence_s,
+            kv_token_s=factor * self.kv_token_s,
+        )
 
 
 class FetchCount(MessagePart):

@@ -45,6 +45,9 @@ async def test_every_worker_says_what_a_token_costs(system: str) -> None:
     async with SimCluster(build_cluster(scenario, system, workload).params) as cluster:
         reports = [report_of(worker) for worker in cluster.workers]
     num_stages = SYSTEMS[system].num_stages
+    for report in reports:
+        token_bytes = report.kv_bytes / (report.num_blocks * report.block_size)
+        assert token_bytes == pytest.approx(scenario.instance().kv_bytes_per_token, rel=1e-3)
     assert [report.token_s for report in reports] == [scenario.instance().cost.b1_s / num_stages] * (4 // num_stages)
 
 

@@ -147,7 +147,7 @@ async def test_parts_of_a_long_prompt_are_taken_while_the_worker_takes_requests(
 
 
 async def test_a_worker_that_is_closing_names_another_until_somebody_finds_no_room_elsewhere() -> None:
-    async with one_worker() as lone:
+    async with one_worker("d0", "d1") as lone:
         closing = lone.worker.service.intake.closing
         close = Close(begins=True, for_s=10.0, open_worker=WorkerId("w1"), why="it is emptied")
         make = lone.dispatcher.make
@@ -155,8 +155,11 @@ async def test_a_worker_that_is_closing_names_another_until_somebody_finds_no_ro
         assert closing.answer(close).is_closing
         refused = await lone.refused(make([300], 5))
         assert (refused.reason, refused.open_worker) == (RefusalReason.CLOSING, "w1")
+        taken_over = running.submit.model_copy(update={"attempt": 2, "dispatcher_id": "d1"})
+        await lone.accepted(taken_over, lone.dispatchers[1])
         await ended([running])
-        assert closing.why == "it is emptied"
+        assert running.finish is FinishReason.SUPERSEDED
+        assert closing.why == "it is emptied", "what runs here goes on here"
         await ended([await lone.accepted(make([300], 5).model_copy(update={"reopens": True}))])
         assert not closing.answer(close.model_copy(update={"begins": False})).is_closing, "it was opened meanwhile"
         await ended([await lone.accepted(make([300], 5))])

@@ -238,7 +238,7 @@ class Placing:
         return outcome is SubmitOutcome.ACCEPTED
 
     async def _attempt(self, session: Session, worker_id: WorkerId, *, shares_prompt: bool = False) -> SubmitOutcome:
-        reopens = self._cluster.is_closing(worker_id)  # this was known when it was chosen: nobody else has room
+        reopens = self._cluster.is_closing(worker_id)  # and chosen all the same: nobody else has room, or its KV
         submit = next_submit(session, self._leases.sender, self._now(), reopens=reopens)
         request, num_output = session.request, len(session.tokens)
         num_prompt = 0 if shares_prompt else request.num_prompt_tokens

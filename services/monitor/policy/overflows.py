@@ -4,7 +4,8 @@
     report: waits for memory, 5 s ─┴─►    at each of its reports of the last 5 s ─► an overflow
 
 Five seconds are longer than a request takes to move, with the decision to (`packing.md`), so it could have been there.
-Who waits counts once, until nobody waits there any more.
+Who waits counts once, until nobody waits there any more. What is preempted for other reasons than want of memory counts
+too.
 
 Pure: reports in, a number out; time is an argument. Source: the project's own; Mell (section VI) calls a GPU whose
 requests outgrow its memory overflowing.
@@ -33,7 +34,7 @@ class _Seen:
     num_preemptions: int
     from_s: float
     """When its first report came that says it is open."""
-    lowest: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=1024))
+    lowest: deque[tuple[float, int]] = field(default_factory=deque)
     """Free blocks over the last `ROOM_S`: each is less than all that came later, so the first one is the least."""
     short_from_s: float | None = None
     """Since when somebody waits there for memory."""

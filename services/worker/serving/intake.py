@@ -119,12 +119,12 @@ class Intake:
                 newest_attempt=newest_attempt,
             )
 
-        closed = self._closed
-        if closed is not None:
+        closed, newest = self._closed, self._newest.get(submit.request_id, 0)
+        runs_here = (submit.request_id, newest) in self._engine.registry.row_of
+        if closed is not None and not (closed is RefusalReason.CLOSING and runs_here):
             return refuse(closed)
         if (submit.request_id, submit.attempt) in self._tombstones:
             return refuse(RefusalReason.CANCELLED, newest_attempt=submit.attempt)
-        newest = self._newest.get(submit.request_id, 0)
         is_here = (submit.request_id, submit.attempt) in self._engine.registry.row_of
         if submit.attempt < newest or (submit.attempt == newest and not is_here):
             return refuse(RefusalReason.DUPLICATE, newest_attempt=newest)

@@ -79,14 +79,14 @@ def only_relief(*statuses: WorkerStatus) -> Relief:
 
 
 def test_a_worker_will_lack_memory_when_what_runs_outgrows_it_before_a_move_could_end() -> None:
-    """Two rows of a block per second: in 4.5 s each needs five blocks, rounded up."""
-    assert DECISION_S + MOVE_S == 4.5
+    """Two rows of a block per second: in 3 s each needs four blocks, rounded up."""
+    assert DECISION_S + MOVE_S == 3.0
     report = busy("w", 995).report
-    assert grown_blocks(report, 2, DECISION_S + MOVE_S) == 10
-    assert lacking_blocks(report) == 5
-    assert lacking_blocks(busy("w", 990).report) == 0
-    assert lacking_blocks(busy("w", 900, num_demanded_blocks=95).report) == 5
-    assert lacking_blocks(busy("w", 900, num_uncomputed_blocks=95).report) == 5
+    assert grown_blocks(report, 2, DECISION_S + MOVE_S) == 8
+    assert lacking_blocks(report) == 3
+    assert lacking_blocks(busy("w", 992).report) == 0
+    assert lacking_blocks(busy("w", 900, num_demanded_blocks=95).report) == 3
+    assert lacking_blocks(busy("w", 900, num_uncomputed_blocks=95).report) == 3
 
 
 def test_how_long_a_move_takes_is_what_moves_took() -> None:
@@ -97,7 +97,7 @@ def test_how_long_a_move_takes_is_what_moves_took() -> None:
     assert move_rate([none.report]) == 0.0
     assert move_s(fast.report, 100e6) == 2.0
     assert move_s(fast.report, 0.0) == move_s(none.report, 100e6) == MOVE_S
-    assert [lacking_blocks(busy("w", 986, 2, kv_bytes=10**9).report, rate) for rate in (0.0, 1e9, 1e8)] == [-4, -6, 2]
+    assert [lacking_blocks(busy("w", 986, 2, kv_bytes=10**9).report, rate) for rate in (0.0, 1e9, 1e8)] == [-6, -10, 0]
 
 
 def test_it_gives_the_smallest_request_that_leaves_it_room_to_the_fullest_worker_in_use_that_has_room() -> None:
@@ -107,7 +107,7 @@ def test_it_gives_the_smallest_request_that_leaves_it_room_to_the_fullest_worker
     assert relief.reason is FetchReason.PACK
     (move,) = relief.choose(running)
     assert told([move]) == [("fits", "b")]
-    assert relief.tell(move) == "full will lack 9 KV blocks; b has room"
+    assert relief.tell(move) == "full will lack 7 KV blocks; b has room"
 
 
 def test_where_nobody_in_use_has_room_it_gives_to_one_that_is_not_in_use() -> None:

@@ -29,10 +29,10 @@ from shared.messages.fetch import MAX_RUNNING, FetchReason, RunningPart
 from shared.messages.report import ClusterView, WorkerReport, WorkerStatus, cost_beside_prompts
 from shared.systems import PACKED_STEP_S, ROOM_FOR_GROWTH
 
-DECISION_S: Final = 3.0
+DECISION_S: Final = 1.5
 """From what a worker reports until a move begins because of it."""
 MOVE_S: Final = 1.5
-"""Of a move, as long as no KV has moved."""
+"""Of a move, as long as no KV has moved, or where nobody says how large it is."""
 REST_S: Final = 10.0
 """For which a request that is given away finds room where it goes, as all who are there grow."""
 EMPTY_HORIZON_S: Final = 30.0
@@ -176,7 +176,7 @@ def move_rate(reports: Sequence[WorkerReport]) -> float:
 
 def move_s(report: WorkerReport, rate: float) -> float:
     """Return the seconds in which a request of a worker's average size leaves it, as fast as others moved."""
-    if not rate or not report.num_running:
+    if not rate or not report.kv_bytes or not report.num_running:
         return MOVE_S
     return report.kv_bytes / report.num_blocks * report.num_used_blocks / report.num_running / rate
 
