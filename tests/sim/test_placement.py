@@ -48,6 +48,9 @@ async def test_every_worker_says_what_a_token_costs(system: str) -> None:
     for report in reports:
         token_bytes = report.kv_bytes / (report.num_blocks * report.block_size)
         assert token_bytes == pytest.approx(scenario.instance().kv_bytes_per_token, rel=1e-3)
+        for num_sequences, error in ((0, 1e-9), (8, 0.02), (256, 1e-9)):
+            cost_s = scenario.instance().cost.step_s(num_sequences, 1000, 0)
+            assert report.decode_cost.of(num_sequences, 1000) == pytest.approx(cost_s, rel=error)
     assert [report.token_s for report in reports] == [scenario.instance().cost.b1_s / num_stages] * (4 // num_stages)
 
 

@@ -126,6 +126,22 @@ def test_who_is_packed_by_steps_takes_no_more_than_its_readers_can_stand(
         assert some(place(loads, 1000, num_known=200)).worker_id == chosen
 
 
+@pytest.mark.parametrize("place", [place_best_fit, place_worst_fit, place_pack, place_gradient])
+def test_who_is_closing_comes_after_all_others_that_have_room(place: Placement) -> None:
+    fuller, emptier = (
+        make_load(name, num_sequences=1, num_demanded_blocks=used) for name, used in (("a", 40), ("b", 20))
+    )
+    for closing in (fuller, emptier):
+        loads = [replace(load, is_closing=load is closing) for load in (fuller, emptier)]
+        assert some(place(loads, 1000, num_known=100)).worker_id != closing.worker_id
+        full = [
+            replace(load, num_demanded_blocks=load.num_demanded_blocks + 60 * (not load.is_closing)) for load in loads
+        ]
+        assert some(place(full, 1000, num_known=800)).worker_id == closing.worker_id
+        unused = make_load("u")
+        assert some(place([*full, unused], 1000, num_known=800)).worker_id == "u"
+
+
 def test_equal_memory_is_decided_by_sequences_and_then_by_name() -> None:
     busy, idle = make_load("a", num_sequences=2), make_load("b", num_sequences=1)
     placed = some(place_least_loaded([busy, idle], 10))
