@@ -221,6 +221,7 @@ class _Served:
                 self._loop.call_soon_threadsafe(self._end)
 
     def _end(self) -> None:
+        self._thread.join()  # it has nothing left to do but end
         self._departure.close()
         self.wire.close()
         self.ended.set_result(None)
