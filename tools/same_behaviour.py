@@ -55,7 +55,8 @@ EVENTS: Final = {
 }
 """What must have happened, by the lines of log and traces that say so."""
 _SYSTEMS: Final = (
-    "fcfs,fcfs-chunked,migrate,load-balance,best-fit,worst-fit,gradient,pack,fcfs-pp,round-robin,swap,andes,lqsf,sluice,tokenflow,"
+    "fcfs,fcfs-chunked,migrate,load-balance,best-fit,worst-fit,gradient,pack,mell,mell-printed,"
+    "fcfs-pp,round-robin,swap,andes,lqsf,sluice,tokenflow,"
     "bros,bros-whole,bros-recompute,bros-rr,andes-unlimited,"
     "kunserve,kunserve-v1,kunserve-v2,kunserve-andes,kunserve-sluice,oracle"
 )

@@ -17,16 +17,18 @@ from services.dispatcher.state import ClusterState
 from shared.cluster_views import ViewFeed
 from shared.host import process_facts
 from shared.ids import NOBODY, DispatcherId, Incarnation
+from shared.messages.plan import FILLING_KEY, Filling
 from shared.messages.report import ClusterView, DispatcherReport
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
 from shared.subjects import Subjects
 from shared.systems import find_system
 from shared.token_batch import TokenBatch
-from shared.transport.bus import Bus, BusError, Endpoint, Message, ServiceInfo, Subscription
+from shared.transport.buckets import open_bucket
+from shared.transport.bus import Bus, BusError, Endpoint, KvEntry, Message, ServiceInfo, Subscription
 from shared.transport.bus_rules import is_power_of_two
 from shared.version import VERSION
-from shared.wire import WireError, encode_json
+from shared.wire import WireError, decode_json, encode_json
 
 _log = get_logger()
 
@@ -86,6 +88,9 @@ class DispatcherService:
         """Hear tokens and views from now on, and answer operators."""
         self._open.append(await self.bus.subscribe(self._subjects.tokens(self._dispatcher_id), self._on_tokens))
         await self._views.start()
+        if find_system(self._settings.system).placement == "by-class":
+            plans = await open_bucket(self.bus, self._subjects.plan_bucket())
+            self._open.append(await plans.watch(FILLING_KEY, self._on_filling))
         subject = self._subjects.admin("dispatcher", self._dispatcher_id, "dump")
         dump = Endpoint("dump", subject, self._dump, metadata={"format": "json"})
         self._open.append(await self.bus.serve(self._info(), [dump]))
@@ -130,6 +135,14 @@ class DispatcherService:
     def _on_view(self, view: ClusterView, *, is_fresh: bool) -> None:
         del is_fresh  # what is wrong in an old one the next one mends
         self.sessions.on_view(view)
+
+    def _on_filling(self, entry: KvEntry) -> None:
+        try:
+            filling = Filling() if entry.value is None else decode_json(entry.value, Filling)
+        except WireError as error:
+            self._on_malformed(FILLING_KEY, error)
+            return
+        self.sessions.cluster.note_filling(filling)
 
     def _on_malformed(self, where: str, error: WireError) -> None:
         self.num_malformed += 1

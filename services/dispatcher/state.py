@@ -18,10 +18,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from services.dispatcher.policy.placement import PlacementLoad
 from shared.api_keys import Tier
 from shared.ids import WorkerId
+from shared.messages.plan import Filling
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus, cost_beside_prompts
 
 _MAX_RECENT = 4096
@@ -120,6 +122,8 @@ class ClusterState:
         self.silent: set[WorkerId] = set()
         """Of the lost workers, those that the monitor merely cannot hear."""
         self._step_limit_s = step_limit_s
+        self._next_for: dict[WorkerId, tuple[tuple[int, float], ...]] = {}
+        """See `PlacementLoad`."""
         self._workers: dict[WorkerId, _Known] = {}
         self._loads: dict[bool, Sequence[PlacementLoad]] = {}
         """What `loads` returned last for real-time work and best effort, unless something has changed since."""
@@ -165,7 +169,8 @@ class ClusterState:
             status, has_ended = worker.status, self._has_ended(worker)
             phase, is_lost = status.report.phase, has_ended or status.liveness is Liveness.DEAD
             worker.is_ready = phase is WorkerPhase.READY and not status.report.stage and not is_lost
-            worker.loads = _loads(status, ready=worker.is_ready and not status.report.held)
+            next_for = self._next_for.get(worker_id, ())
+            worker.loads = _loads(status, ready=worker.is_ready and not status.report.held, next_for=next_for)
             if phase is WorkerPhase.DRAINING:
                 self.draining.append(worker_id)
             if not has_ended:
@@ -215,6 +220,18 @@ class ClusterState:
             worker.open_worker, (real_time, every) = open_worker, worker.loads
             worker.loads = replace(real_time, is_closing=True), replace(every, is_closing=True)
             self._loads.clear()
+
+    def note_filling(self, filling: Filling) -> None:
+        """Who is filled next has changed."""
+        ends = [each.min_tokens for each in filling.by_size[1:]]
+        self._next_for = {}
+        for each, above in zip(filling.by_size, [*ends, inf], strict=False):
+            self._next_for[each.worker_id] = (*self._next_for.get(each.worker_id, ()), (each.min_tokens, above))
+        for worker_id, worker in self._workers.items():
+            next_for = self._next_for.get(worker_id, ())
+            real_time, every = worker.loads
+            worker.loads = replace(real_time, next_for=next_for), replace(every, next_for=next_for)
+        self._loads.clear()
 
     def is_closing(self, worker_id: WorkerId) -> bool:
         """Return whether a worker takes a request only if nobody else has room."""
@@ -285,7 +302,9 @@ class ClusterState:
         return min([limit for limit in ready if limit], default=default)
 
 
-def _loads(status: WorkerStatus, *, ready: bool) -> tuple[PlacementLoad, PlacementLoad]:
+def _loads(
+    status: WorkerStatus, *, ready: bool, next_for: tuple[tuple[int, float], ...] = ()
+) -> tuple[PlacementLoad, PlacementLoad]:
     """Return a worker's load by its report alone, as real-time work sees it, and best effort."""
     report, flex = status.report, status.report.best_effort
     flex_blocks = flex.num_used_blocks + max(flex.num_demanded_blocks, flex.num_uncomputed_blocks)
@@ -303,6 +322,7 @@ def _loads(status: WorkerStatus, *, ready: bool) -> tuple[PlacementLoad, Placeme
         decode_cost=cost_beside_prompts(report),
         max_request_tokens=_max_request_tokens(status),
         is_closing=bool(report.migration.closing),
+        next_for=next_for,
     )
     real_time = replace(
         every,

@@ -5,7 +5,8 @@
 Not a plan: nothing is written down. A worker is in one move at a time, and afterwards reports have to show it; but one
 that takes gives what is urgent. Who is to be emptied is closing meanwhile (`Close`); if that takes a request that found
 no room elsewhere, it keeps what has not left.
-Rules: `policy/load_balance.py`, `policy/packing/consolidation.py`; how requests travel: `shared/messages/fetch.py`.
+Rules: `policy/load_balance.py`, and `consolidation.py` and `by_class.py` in `policy/packing`; how requests travel:
+`shared/messages/fetch.py`.
 """
 
 from __future__ import annotations
@@ -15,19 +16,23 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 from services.planner.policy.moves import MoveRule, Wanted, WantedMove
+from services.planner.policy.packing.by_class import ByClass
 from services.planner.policy.patience import Backoff, PatienceParams
 from shared.ids import RequestId, WorkerId
 from shared.messages.fetch import FETCH_LIMIT_S, Close, Closed, Fetch, Fetched, FetchOutcome, ListRunning, RunningList
+from shared.messages.plan import FILLING_KEY, Filling
 from shared.messages.report import ClusterView, WorkerReport
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
 from shared.subjects import Subjects
-from shared.transport.bus import Bus, BusError
-from shared.wire import WireError, decode, encode
+from shared.transport.bus import Bus, BusError, KeyValue
+from shared.wire import WireError, decode, encode, encode_json
 
 _log = get_logger()
 LIST_LIMIT_S = 1.0
 """For a worker to say who runs there, or to close."""
+FILLING_S = 0.1
+"""Between two looks at who is filled next."""
 CLOSE_S = FETCH_LIMIT_S + 2 * LIST_LIMIT_S
 """For which a worker is closing if it is not said again: until the next request has left, or could not."""
 
@@ -174,3 +179,17 @@ class Balancer:
     async def _running(self, wanted: Wanted) -> RunningList:
         subject, asked = self._subjects.fetch(wanted.source.worker_id), ListRunning(most_blocks=wanted.most_blocks)
         return decode(await self._bus.request(subject, encode(asked), timeout_s=LIST_LIMIT_S), RunningList)
+
+
+async def tell_filling(plans: KeyValue, rule: ByClass, can_tell: Callable[[], bool]) -> None:
+    """Write who is filled next by requests of each size into the plan bucket whenever that changes, until cancelled."""
+    told: Filling | None = None
+    while can_tell():
+        filling = rule.filling
+        if filling != told:
+            try:
+                await plans.put(FILLING_KEY, encode_json(filling))
+                told = filling
+            except BusError as error:
+                _log.warning("filling_not_told", error=str(error))
+        await asyncio.sleep(FILLING_S)

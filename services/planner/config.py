@@ -12,7 +12,13 @@ from services.planner.policy.decisions import DeciderParams
 from services.planner.policy.levers.drop_lever import DropLever
 from services.planner.policy.levers.ladder import LadderParams, Lever
 from services.planner.policy.levers.pipeline_lever import PipelineLever
+from services.planner.policy.load_balance import balance
+from services.planner.policy.moves import MoveRule
 from services.planner.policy.observe import ObserveParams, linear_profile
+from services.planner.policy.packing.by_class import ByClass
+from services.planner.policy.packing.consolidation import Consolidation
+from services.planner.policy.packing.mell import Mell
+from services.planner.policy.packing.mell_printed import PrintedMell
 from services.planner.policy.patience import PatienceParams, RestoreBy
 from services.planner.policy.plans.drop import DropStrategy
 from services.planner.policy.plans.drop_facts import DropParams, KvFate
@@ -21,7 +27,7 @@ from shared.errors import StartupError
 from shared.messages.plan import MAX_ASIDE_S, MAX_HOLD_S
 from shared.process.config import Host, HostNames, ServiceSettings
 from shared.process.config_sources import split_values
-from shared.systems import DEFAULT_SYSTEM, UnknownSystemError, find_system
+from shared.systems import DEFAULT_SYSTEM, Migrates, UnknownSystemError, find_system
 
 _Seconds = Annotated[float, Field(gt=0, le=3600)]
 
@@ -169,6 +175,17 @@ class PlannerSettings(ServiceSettings):
             scaling=ScaleParams(self.max_instances, self.scale_wait_s, self.scale_window_s, self.scale_hold_s),
             settle_limit_s=self.settle_limit_s,
         )
+
+    def move_rule(self) -> MoveRule | None:
+        """Return what has running requests change their worker; None: nothing but drains."""
+        migrates = find_system(self.system).migrates
+        if migrates is Migrates.NEVER:
+            return None
+        if migrates is Migrates.TO_PACK:
+            return Consolidation()
+        if migrates in {Migrates.BY_CLASS, Migrates.BY_CLASS_PRINTED}:
+            return ByClass(Mell if migrates is Migrates.BY_CLASS else PrintedMell)
+        return balance(migrates)
 
     def levers(self) -> tuple[Lever, ...]:
         """Return the ladder of the system.

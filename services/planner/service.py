@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from services.planner.balancing import Balancer
+from services.planner.balancing import Balancer, tell_filling
 from services.planner.book import PlanBook, SupersededError
 from services.planner.config import PlannerSettings
 from services.planner.endpoints import PlannerEndpoints, left_out
@@ -21,9 +21,8 @@ from services.planner.metrics import PlannerMetrics
 from services.planner.orders import Orders
 from services.planner.policy.decisions import Decider
 from services.planner.policy.levers.ladder import Decision, Lever
-from services.planner.policy.load_balance import balance
 from services.planner.policy.observe import find_loss
-from services.planner.policy.packing.consolidation import Consolidation
+from services.planner.policy.packing.by_class import ByClass
 from services.planner.policy.plans.intent import Intent, PlanOutcome
 from services.planner.policy.scale_signal import ScaleWish
 from services.planner.rebalancing import Rebalancer
@@ -36,7 +35,6 @@ from shared.messages.report import ClusterView
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
 from shared.subjects import Subjects
-from shared.systems import Migrates, find_system
 from shared.transport.buckets import open_bucket, when_served
 from shared.transport.bus import Bus, BusError, KvEntry, ServiceInfo, Subscription
 from shared.version import VERSION
@@ -129,12 +127,12 @@ class Planner:
                 pause_s=self._settings.rebalance_pause_s,
                 announce=self.announce,
             )
-        migrates = find_system(self._settings.system).migrates
-        if migrates is not Migrates.NEVER:
+        rule = self._settings.move_rule()
+        if rule is not None:
             balancer = Balancer(
                 self._bus,
                 self._subjects,
-                Consolidation() if migrates is Migrates.TO_PACK else balance(migrates),
+                rule,
                 self._settings.patience(),
                 pause_s=self._settings.balance_pause_s,
                 look=lambda: None if self.superseded else self.fresh_view,
@@ -142,6 +140,8 @@ class Planner:
                 announce=self.announce,
             )
             self._tasks.start(balancer.run(), name="balancer")
+        if isinstance(rule, ByClass):
+            self._tasks.start(tell_filling(plans, rule, lambda: not self.superseded), name="filling")
         await self.announce("planner_started", f"holds epoch {plan.epoch}; {len(self._levers)} levers in its ladder")
         self._open.append(await plans.watch(PLAN_KEY, self._on_plan))
         await self._views.start()

@@ -41,6 +41,8 @@ from shared.messages.base import MAX_EPOCH, ControlMessage, Epoch, MessagePart, 
 
 PLAN_KEY: Final = "plan"
 """Key of the newest plan in `Subjects.plan_bucket`."""
+FILLING_KEY: Final = "filling"
+"""Key of `Filling` there."""
 MAX_STAGES = 64
 """Of one group."""
 MAX_STEPS = 4096
@@ -210,6 +212,21 @@ class Plan(ControlMessage):
     def workers(self) -> tuple[PlannedWorker, ...]:
         """Every worker that takes part, step by step."""
         return tuple(worker for step in self.steps for worker in step.workers)
+
+
+class FilledNext(MessagePart):
+    """Who gets the next request that has so much KV, or more, up to what the next entry says."""
+
+    min_tokens: Annotated[int, Field(ge=1)]
+    worker_id: WorkerId
+
+
+class Filling(ControlMessage):
+    """Who is filled next by requests of each size, where the planner packs by size class; dispatchers go by it."""
+
+    kind: Literal["filling"] = "filling"
+    by_size: Annotated[tuple[FilledNext, ...], Field(max_length=16)] = ()
+    """By size; what is not in it goes wherever it fits."""
 
 
 class PreparePlan(ControlMessage):

@@ -109,10 +109,11 @@ def _planner(subjects: Subjects) -> tuple[list[str], list[str]]:
 
 
 def _dispatcher(subjects: Subjects) -> tuple[list[str], list[str]]:
-    view, owners = subjects.view_bucket(), subjects.owners_bucket()
-    publish = [*_requests(subjects), subjects.waiting(_DISPATCHERS), *_read(view), *_read(owners), _write(owners)]
+    view, owners, plan = subjects.view_bucket(), subjects.owners_bucket(), subjects.plan_bucket()
+    publish = [*_requests(subjects), subjects.waiting(_DISPATCHERS), *_read(view), *_read(plan)]
+    publish += [*_read(owners), _write(owners)]
     asked = subjects.admin(BrokerRole.DISPATCHER, ANY, "dump")
-    heard = [subjects.view(), _write(view), _write(owners), subjects.tokens(_DISPATCHERS), asked]
+    heard = [subjects.view(), _write(view), _write(owners), _write(plan), subjects.tokens(_DISPATCHERS), asked]
     return publish, [*heard, _inboxes(BrokerRole.DISPATCHER)]
 
 

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.timeout(240)
 LASTING = [ask(f"long-{number}", COMPLETIONS, max_tokens=900, seed=number, temperature=1.0) for number in range(6)]
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StagedCluster]:
-    flags = dict.fromkeys(("worker", "dispatcher", "planner"), ("--system", "pack"))
+@pytest.fixture(scope="module", params=["pack", "mell"])
+def cluster(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[StagedCluster]:
+    flags = dict.fromkeys(("worker", "dispatcher", "planner"), ("--system", request.param))
     env = {**SMALL_STEPS, "SLUICE_PLANNER_BALANCE_PAUSE_S": "0.1"}
     with staged(tmp_path_factory.mktemp("cluster"), Shape(num_workers=3, env=env, flags=flags)) as cluster:
         yield cluster

@@ -12,7 +12,7 @@ differ in what they do and not in how they are placed; who does not say it is co
 
 Best fit and worst fit are what packing is compared with: they fill workers that are in use, and take another one only
 if none has room. They look at memory alone; `gradient` is best fit that looks at steps as well. When memory runs out,
-the worker preempts as ever.
+the worker preempts as ever. By class goes where a planner says that requests of a size go next.
 
 Pure: a snapshot in, a choice with its reason out. Source: the project's own design; KunServe v1 (section 4.3) has the
 dispatcher look at how many requests a group runs well; the fits are baselines of Mell (section VIII-B), and `gradient`
@@ -68,6 +68,8 @@ class PlacementLoad:
     is_closing: bool = False
     """Its requests are to leave: it comes after all others that have room, or, for a rule that asks for none, that take
     requests."""
+    next_for: tuple[tuple[int, float], ...] = ()
+    """Who packs by size class has it filled next by requests of so many tokens, and up to so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,21 @@ def place_gradient(
     return _fit(workers, num_tokens, refused, num_known, _Fit(max_step_s=PACKED_STEP_S))
 
 
+def place_by_class(
+    workers: Sequence[PlacementLoad], num_tokens: int, refused: Collection[WorkerId] = (), num_known: int = 0
+) -> Placed | None:
+    """Choose the worker that is filled next by requests of this size, as the planner has it (`Filling`).
+
+    If it has no room any more, or nobody has said who it is: one that has nothing to do, else as best fit.
+    """
+    able = [each for each in workers if each.worker_id not in refused and _can_take(each, num_tokens)]
+    for worker in able:
+        is_next = any(least <= num_known < above for least, above in worker.next_for)
+        if is_next and not worker.is_closing and _free_tokens(worker) >= num_known:
+            return Placed(worker.worker_id, "filled next by requests of its size class")
+    return _unused(able) or place_best_fit(workers, num_tokens, refused, num_known)
+
+
 @dataclass(frozen=True, slots=True)
 class _Fit:
     """What fits."""
@@ -185,13 +202,19 @@ def _fit(
         default=None,
     )
     if best is None or best.is_closing:
-        first = min((each.worker_id for each in able if not each.num_sequences and not each.is_closing), default=None)
-        if first is not None:
-            return Placed(first, "nobody who is in use has room, and this one is not")
+        unused = _unused(able)
+        if unused is not None:
+            return unused
     if best is None:
         return place_least_loaded(workers, num_tokens, refused)
     told = f"{fit.which} in use with room: {_free_tokens(best)} tokens of KV memory are free"
     return Placed(best.worker_id, told)
+
+
+def _unused(able: Sequence[PlacementLoad]) -> Placed | None:
+    """Choose the first that has nothing to do."""
+    first = min((each.worker_id for each in able if not each.num_sequences and not each.is_closing), default=None)
+    return None if first is None else Placed(first, "nobody who is in use has room, and this one is not")
 
 
 def _free_tokens(worker: PlacementLoad, growth: float = 0.0) -> int:
@@ -221,5 +244,6 @@ PLACEMENTS: dict[str, Placement] = {
     "worst-fit": place_worst_fit,
     "pack": place_pack,
     "gradient": place_gradient,
+    "by-class": place_by_class,
 }
 """By the name that a system gives (`shared.systems`)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from services.dispatcher.policy.placement import (
     Placement,
     PlacementLoad,
     place_best_fit,
+    place_by_class,
     place_gradient,
     place_least_loaded,
     place_pack,
@@ -140,6 +142,19 @@ def test_who_is_closing_comes_after_all_others_that_have_room(place: Placement) 
         assert some(place(full, 1000, num_known=800)).worker_id == closing.worker_id
         unused = make_load("u")
         assert some(place([*full, unused], 1000, num_known=800)).worker_id == "u"
+
+
+@pytest.mark.parametrize(("num_known", "chosen"), [(1, "a"), (399, "a"), (400, "b"), (799, "b"), (800, "a")])
+def test_by_class_a_request_goes_where_its_size_goes_next_as_long_as_there_is_room(num_known: int, chosen: str) -> None:
+    next_for = {"a": ((1, 400), (800, inf)), "b": ((400, 800),), "c": ()}
+    loads = [make_load(name, num_sequences=1, next_for=each) for name, each in next_for.items()]
+    assert some(place_by_class(loads, 1000, num_known=num_known)).worker_id == chosen
+    for change in ({"is_closing": True}, {"num_demanded_blocks": 100}, {"ready": False}):
+        disturbed = [replace(load, **change) if load.worker_id == chosen else load for load in loads]
+        others = some(place_best_fit(disturbed, 1000, num_known=num_known))
+        assert some(place_by_class(disturbed, 1000, num_known=num_known)).worker_id == others.worker_id != chosen
+        unused = make_load("u")
+        assert some(place_by_class([*disturbed, unused], 1000, num_known=num_known)).worker_id == "u"
 
 
 def test_equal_memory_is_decided_by_sequences_and_then_by_name() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from services.dispatcher.session.gaps import BOUNDS_S, GapHistogram
 from services.dispatcher.state import UNNAMED_LIMIT_S, ClusterState
 from shared.ids import WorkerId
+from shared.messages.plan import FilledNext, Filling
 from shared.messages.report import Liveness, WorkerPhase, WorkerStatus
 from shared.messages.report_parts import DecodeCost
 from tests.support.fake_worker import make_status
@@ -37,6 +40,25 @@ def test_own_submissions_count_until_a_report_that_was_made_after_them() -> None
     assert load_of(state) == (2, 4)
     state.apply(make_view(make_status(num_running=2, num_used_blocks=4)), 3.0)
     assert load_of(state) == (2, 4)
+
+
+def test_who_is_filled_next_is_known_until_somebody_else_is_whatever_views_come() -> None:
+    def told(state: ClusterState) -> list[tuple[tuple[int, float], ...]]:
+        return [load.next_for for load in state.loads()]
+
+    def filling(*by_size: tuple[int, str]) -> Filling:
+        return Filling(by_size=tuple(FilledNext(min_tokens=least, worker_id=WorkerId(name)) for least, name in by_size))
+
+    statuses = [make_status(worker_id=name) for name in ("w0", "w1")]
+    state = make_state(*statuses)
+    assert told(state) == [(), ()]
+    state.note_filling(filling((1, "w1"), (100, "w0"), (200, "w1"), (300, "gone")))
+    expected: list[tuple[tuple[int, float], ...]] = [((100, 200),), ((1, 100), (200, 300))]
+    assert told(state) == expected
+    state.apply(make_view(*statuses), 1.0)
+    assert told(state) == expected
+    state.note_filling(filling((50, "w0")))
+    assert told(state) == [((50, inf),), ()]
 
 
 def test_own_requests_wait_until_they_begin_or_a_report_says_so() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from shared.api_keys import Tier
 from shared.errors import StartupError
-from shared.systems import PLANNED_SYSTEMS, SYSTEMS
+from shared.systems import SYSTEMS
 from shared.types import LatencyLimits
 from sim.scenarios.files import load_scenario, scenario_names
 from sim.scenarios.parts import SloSpec
@@ -50,7 +50,7 @@ def test_every_scenario_that_ships_is_whole(name: str, traces: Path) -> None:
     assert scenario.title
     assert scenario.left_open
     assert scenario.systems[-1] == "oracle"
-    assert set(scenario.systems) <= {*SYSTEMS, *PLANNED_SYSTEMS, *scenario.variants}
+    assert set(scenario.systems) <= {*SYSTEMS, *scenario.variants}
     assert set(scenario.variants) <= set(scenario.systems)
     assert scenario.paper or name == "burst-demo"
     workload = scenario.workload(7, traces)

@@ -91,7 +91,7 @@ class Bins:
         self._moves: list[BinMove] = []
         """In their order, until somebody takes them."""
         self._index = index
-        self._max_bins = max_bins
+        self.max_bins = max_bins
         self._by_number: dict[int, Bin] = {}
         self._unused: list[int] = []
         self._num_activated = 0
@@ -107,7 +107,7 @@ class Bins:
 
     def activate(self) -> Bin | None:
         """Take one more bin into use; None: there is none."""
-        if self._max_bins is not None and len(self._by_number) >= self._max_bins:
+        if self.max_bins is not None and len(self._by_number) >= self.max_bins:
             return None
         number = heapq.heappop(self._unused) if self._unused else len(self._by_number)
         bin_ = Bin(number, self._num_activated, self.capacity)

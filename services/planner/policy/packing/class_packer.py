@@ -100,9 +100,22 @@ class ClassPacker(Packer):
         self._capacity_changed(bin_)
         self._finish()
 
+    def next_bin(self, size: int) -> Bin | None:
+        """Return the bin in use to which a request of a size would go; None: to one more."""
+        opened = self._open
+        if size_class(size, self.capacity) is not SizeClass.TINY:
+            return self._choose(Item({}, size))
+        if opened is not None and opened.bin is not None and 4 * (opened.size + size) <= self.capacity:
+            return opened.bin if opened.bin.free >= size else None
+        return self._choose(Item({}, size, is_gathered=True))
+
     @abstractmethod
     def _allocate(self, item: Item) -> None:
         """Find a place for an item that lies nowhere."""
+
+    @abstractmethod
+    def _choose(self, item: Item) -> Bin | None:
+        """Return the bin in use that takes an item that lies nowhere; None: there is none."""
 
     @abstractmethod
     def _departed(self, kind: SizeClass, bin_: Bin) -> None:

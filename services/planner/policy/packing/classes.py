@@ -37,6 +37,11 @@ def size_class(size: int, capacity: int) -> SizeClass:
     return next((each for each, divisor in _DIVISORS.items() if divisor * size > capacity), SizeClass.TINY)
 
 
+def least_size(kind: SizeClass, capacity: int) -> int:
+    """Return the smallest size of a class."""
+    return capacity // _DIVISORS[kind] + 1 if kind in _DIVISORS else 1
+
+
 def item_class(item: Item, capacity: int) -> SizeClass:
     """Return the class of an item: what is gathered counts as T, even if it could be more."""
     return SizeClass.T if item.is_gathered else size_class(item.size, capacity)

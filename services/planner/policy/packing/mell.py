@@ -41,13 +41,13 @@ class Mell(ClassPacker):
 
     def _allocate(self, item: Item) -> None:
         kind = item_class(item, self.capacity)
+        bin_ = self._choose(item)
         if kind is SizeClass.T:
-            self._put_or_evict(item, self._room_for_small(item) or self._new_bin(item))
+            self._put_or_evict(item, bin_ or self._new_bin(item))
             if item.bin is not None and len(item.bin.items) == 1:
                 self._dirty[item.bin] = None
             return
         removed: list[Item] = []
-        bin_ = None if kind is SizeClass.L else self._bin_beside_l(item) or self._latest_with_place(kind, item.size)
         if bin_ is None:
             bin_ = self._new_bin(item)
         else:
@@ -57,6 +57,12 @@ class Mell(ClassPacker):
             self._allocate(each)
         if item.bin is not None:
             self._dirty[item.bin] = None
+
+    def _choose(self, item: Item) -> Bin | None:
+        kind = item_class(item, self.capacity)
+        if kind is SizeClass.T:
+            return self._room_for_small(item)
+        return None if kind is SizeClass.L else self._bin_beside_l(item) or self._latest_with_place(kind, item.size)
 
     def _departed(self, kind: SizeClass, bin_: Bin) -> None:
         self._dirty[bin_] = None

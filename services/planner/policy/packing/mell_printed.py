@@ -36,17 +36,21 @@ class PrintedMell(ClassPacker):
             if item.bin is not None:
                 self._fetch_companion(item.bin)
             return
+        bin_ = self._choose(item) or self._new_bin(item)
+        held = None if bin_ is None or kind is SizeClass.T else content(bin_, self.capacity)
+        others = self._lift(held.small) if held is not None and held.kind is SizeClass.L else []
+        self._put_or_evict(item, bin_)
+        self._allocate_all(others)
+
+    def _choose(self, item: Item) -> Bin | None:
+        kind = item_class(item, self.capacity)
+        if kind is SizeClass.L:
+            return None
         room = self._index.by_free[SizeClass.L] if kind is SizeClass.T else self._index.lonely
         fitting = [bin_ for free, _, bin_ in room[-NUM_CANDIDATES:] if free >= item.size]
-        bin_ = self._by_priority(fitting, item)
-        if bin_ is None:
-            latest = self._index.latest(kind)
-            bin_ = latest if latest is not None and latest.free >= item.size else self._new_bin(item)
-            self._put_or_evict(item, bin_)
-        else:
-            others = [] if kind is SizeClass.T else self._lift(content(bin_, self.capacity).small)
-            self._put_or_evict(item, bin_)
-            self._allocate_all(others)
+        latest = self._index.latest(kind)
+        last = latest if latest is not None and latest.free >= item.size else None
+        return self._by_priority(fitting, item) or last
 
     def _departed(self, kind: SizeClass, bin_: Bin) -> None:
         held = content(bin_, self.capacity)
