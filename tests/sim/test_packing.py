@@ -65,7 +65,7 @@ async def test_by_size_class_requests_go_where_they_belong_and_leave_when_their_
         for name, num_prompt, num_output in lengths:
             request = SimRequest(name, random.integers(300, 900, num_prompt), num_output, 1)
             asking.append(asyncio.create_task(cluster.ask(request)))
-            await asyncio.sleep(1.5)
+            await asyncio.sleep(2.2)
         await asking[0]
         assert not reasons(events, "request_moved"), "everybody came where dispatchers were told"
         assert [bool(worker.service.engine.totals.num_steps) for worker in cluster.workers] == [
