@@ -7,7 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from services.planner.policy.packing.classes import SizeClass
 from shared.messages.fetch import FetchOutcome, FetchReason
+from shared.messages.plan import FILLING_KEY, Filling
+from shared.subjects import Subjects
+from shared.wire import decode_json
 from tests.faults.conftest import SMALL_STEPS
 from tests.support.fault_checks import StagedCluster, staged
 from tests.support.fault_cluster import Shape, http_session
@@ -21,8 +25,13 @@ LASTING = [ask(f"long-{number}", COMPLETIONS, max_tokens=900, seed=number, tempe
 
 
 @pytest.fixture(scope="module", params=["pack", "mell"])
-def cluster(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[StagedCluster]:
-    flags = dict.fromkeys(("worker", "dispatcher", "planner"), ("--system", request.param))
+def system(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, system: str) -> Iterator[StagedCluster]:
+    flags = dict.fromkeys(("worker", "dispatcher", "planner"), ("--system", system))
     env = {**SMALL_STEPS, "SLUICE_PLANNER_BALANCE_PAUSE_S": "0.1"}
     with staged(tmp_path_factory.mktemp("cluster"), Shape(num_workers=3, env=env, flags=flags)) as cluster:
         yield cluster
@@ -51,3 +60,17 @@ async def test_requests_that_are_scattered_come_together_and_no_text_changes(clu
                 await asyncio.sleep(0.01)
         if await packed(cluster) > before:
             break
+
+
+async def test_operators_see_who_is_filled_next_by_requests_of_each_class(cluster: StagedCluster, system: str) -> None:
+    async with cluster.bus() as bus:
+        entry = await (await bus.key_value(Subjects().plan_bucket())).get(FILLING_KEY)
+    if system == "pack":
+        assert entry is None
+        return
+    assert entry is not None
+    assert entry.value is not None
+    by_size = decode_json(entry.value, Filling).by_size
+    assert [each.min_tokens for each in by_size] == sorted({each.min_tokens for each in by_size})
+    assert len(by_size) == len(SizeClass)
+    assert {each.worker_id for each in by_size} <= {f"worker-{number}" for number in range(3)}

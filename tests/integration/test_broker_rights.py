@@ -43,7 +43,7 @@ ANSWERED = {
     BrokerRole.WORKER: set(),
     BrokerRole.MONITOR: {f"STREAM.INFO.KV_{VIEW}", *(f"{verb}.KV_{PLAN}" for verb in READS)},
     BrokerRole.PLANNER: {f"{verb}.KV_{bucket}" for verb in READS for bucket in (VIEW, PLAN)},
-    BrokerRole.DISPATCHER: {f"{verb}.KV_{bucket}" for verb in READS for bucket in (VIEW, OWNERS)},
+    BrokerRole.DISPATCHER: {f"{verb}.KV_{bucket}" for verb in READS for bucket in (VIEW, PLAN, OWNERS)},
     BrokerRole.OPERATOR: {f"{verb}.KV_{bucket}" for verb in READS for bucket in (VIEW, PLAN, OWNERS)},
     BrokerRole.SETUP: {f"STREAM.{verb}.KV_{bucket}" for verb in ("INFO", "CREATE") for bucket in (VIEW, PLAN, OWNERS)},
 }
