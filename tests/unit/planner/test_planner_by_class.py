@@ -209,6 +209,48 @@ def test_who_moves_waits_until_there_is_room() -> None:
     assert look.choose(running, frozenset()) == []
 
 
+def test_who_finds_no_place_at_all_stays_and_is_asked_about_again() -> None:
+    """Six large ones on three workers: by class each is to have a worker for itself."""
+    cluster = Cluster(3)
+    cluster.running = {f"w{worker}": {f"r{worker}{n}": 500 for n in range(2)} for worker in range(3)}
+    assert not cluster.tick()
+    assert not cluster.rule._packer.evicted
+    assert not [each for each in cluster.rule.filling.by_size if each.min_tokens > 8000], "no worker is left"
+    assert num_lying(cluster) == 3
+    (name, other) = cluster.running["w0"]
+    del cluster.running["w0"][other if cluster.rule.place_of(part(name, 1)) is None else name]
+    cluster.rest()
+    assert sum(map(len, cluster.running.values())) == 5
+    assert num_lying(cluster) == 3
+
+
+def num_lying(cluster: Cluster) -> int:
+    """Return how many requests have a place."""
+    names = [name for held in cluster.running.values() for name in held]
+    return sum(cluster.rule.place_of(part(name, 1)) is not None for name in names)
+
+
+def test_a_worker_whose_requests_are_not_told_yet_comes_after_those_that_have_none() -> None:
+    cluster = Cluster(2)
+    cluster.running["w0"]["its prompt is computed"] = 100
+    cluster.rule(cluster.view(), frozenset(), 1.0)
+    assert {each.worker_id for each in cluster.rule.filling.by_size} == {"w1"}
+
+
+@pytest.mark.parametrize(("num_blocks", "size"), [(100, 105), (998, 1000)])
+def test_a_request_weighs_what_it_will_hold_when_a_move_could_be_over_and_no_more_than_a_worker(
+    num_blocks: int, size: int
+) -> None:
+    """It gets a block per second, and that is four seconds from now."""
+    status = Cluster(1).status("w0")
+    report = status.report.model_copy(update={"num_running": 1, "tokens_per_s": 16.0})
+    rule, view = ByClass(Mell), make_view(status.model_copy(update={"report": report}))
+    (look,) = rule(view, frozenset(), 0.0)
+    look.choose([part("r", num_blocks)], frozenset())
+    (bin_,) = rule._packer.bins
+    assert bin_.used == size
+
+
 def test_nobody_goes_where_nothing_can_move_now_and_each_worker_is_asked_once_per_tick() -> None:
     cluster = Cluster(2)
     cluster.running["w0"] = {"a": 600, "b": 390}

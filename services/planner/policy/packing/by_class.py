@@ -163,8 +163,6 @@ class ByClass:
             if worker_id not in self._reports:
                 self._packer.change_capacity(bin_.number, 0)  # nothing more is put there
         self._packer.batch(sorted(gone), {}, {})
-        for named in self._named.values():
-            named -= gone
         self._packer.bins.max_bins = len(self._reports)
         self._name_bins()
 
@@ -195,8 +193,7 @@ class ByClass:
 
     def _size(self, report: WorkerReport, part: RunningPart) -> int:
         horizon_s = LOOK_S + DECISION_S + move_s(report, self._rate)
-        size = part.num_held_blocks + grown_blocks(report, len(part.choices), horizon_s)
-        return max(min(size, report.num_blocks), 1)
+        return min(part.num_held_blocks + grown_blocks(report, len(part.choices), horizon_s), report.num_blocks)
 
 
 def _name(part: RunningPart) -> RequestId:
