@@ -16,6 +16,7 @@ from services.monitor.config import MonitorSettings
 from services.planner.config import PlannerSettings
 from services.worker.engine.stats import take_stats
 from shared.ids import WorkerId
+from shared.systems import DEFAULT_SYSTEM
 from shared.transport.memory_bus import Delivery, MemoryBroker
 from sim.devices.channel import ModelledLink
 from sim.devices.modelled_network import ModelledNetwork
@@ -103,7 +104,7 @@ class FaultCluster:
         ]
         self.others: list[Node] = [
             MonitorNode(MonitorSettings(instance_id=MONITOR), self.broker, self._random),
-            *(PlannerNode(PlannerSettings(instance_id=name), self.broker, self._random) for name in scenario.planners),
+            *(PlannerNode(_planner_settings(scenario, name), self.broker, self._random) for name in scenario.planners),
         ]
         self._by_name: dict[str, Node] = {node.name: node for node in self.nodes}
         self.movers = Movers(self.broker, {worker.name: worker for worker in self.workers}, trace.say)
@@ -316,6 +317,12 @@ def describe_call(call: ClientCall) -> str:
         end = answer.failure.value if answer.failure is not None else answer.finish.name.lower()
         parts.append(f"[{len(answer.tokens)} of {answer.request.num_output} tokens, {end}]")
     return " ".join(parts)
+
+
+def _planner_settings(scenario: FaultScenario, name: str) -> PlannerSettings:
+    """Where groups form, that is by hand."""
+    params = scenario.workers[0]
+    return PlannerSettings(instance_id=name, system=DEFAULT_SYSTEM if params.elastic else params.system)
 
 
 def _dispatcher_settings(scenario: FaultScenario, name: str) -> DispatcherSettings:

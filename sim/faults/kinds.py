@@ -85,6 +85,8 @@ class Move:
     """Of the other worker and of the request, among those that there are then."""
     is_twice: bool = False
     """The other worker is asked twice."""
+    closes_s: float = 0.0
+    """For which the source is to take no new requests from then on; 0: it takes them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 
 from shared.ids import RequestId, WorkerId
-from shared.messages.fetch import FETCH_LIMIT_S, Fetch, Fetched, FetchReason
+from shared.messages.fetch import FETCH_LIMIT_S, Close, Closed, Fetch, Fetched, FetchReason
 from shared.subjects import Subjects
 from shared.transport.bus import BusError
 from shared.transport.memory_bus import MemoryBroker
@@ -48,6 +48,8 @@ class Movers:
         if source.worker is None or not others:
             return
         target = self._workers[others[move.choice % len(others)]]
+        if move.closes_s:
+            self._start(self._close(move, WorkerId(target.name)))
         keys = sorted(source.worker.service.engine.registry.row_of)
         if not keys:
             return
@@ -61,9 +63,7 @@ class Movers:
             reason=FetchReason.BALANCE,
         )
         for _ in range(1 + move.is_twice):
-            task = asyncio.ensure_future(self._fetch(fetch, _UnderWay(request_id, source, target)))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._start(self._fetch(fetch, _UnderWay(request_id, source, target)))
 
     def note(self, fault: Fault) -> None:
         """Hear of a fault that begins now."""
@@ -72,6 +72,23 @@ class Movers:
             if fault.target not in self._workers or side != fault.target:
                 self.counts[f"struck {_state(move)}"] += 1
                 self.counts[f"{fault.kind.value} of {side}"] += 1
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _close(self, move: Move, open_worker: WorkerId) -> None:
+        close = Close(begins=True, for_s=move.closes_s, open_worker=open_worker)
+        try:
+            subject = Subjects().fetch(WorkerId(move.source))
+            answer = decode(await self._bus.request(subject, encode(close), timeout_s=FETCH_LIMIT_S), Closed)
+        except (BusError, WireError) as error:
+            self.counts["close silent"] += 1
+            self._say(f"close    {move.source}: {error}")
+        else:
+            self.counts["close done"] += answer.is_closing
+            self._say(f"close    {move.source} for {move.closes_s} s; open is {open_worker}")
 
     async def _fetch(self, fetch: Fetch, move: _UnderWay) -> None:
         self._under_way.add(move)

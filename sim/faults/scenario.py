@@ -39,6 +39,11 @@ MERGING_RATIO = 0.45
 
 DEFAULT_RATIO = 0.4
 """Of all seeds: those with the default system, or the one that joins it with drops."""
+MOVING_RATIO = 0.4
+"""Of the seeds in which requests are moved and no groups form: those in which the planner moves some as well."""
+MOVING_SYSTEMS = ("migrate", "load-balance", "pack", "mell", "mell-printed")
+CLOSING_RATIO, CLOSES_S = 0.3, (0.2, 8.0)
+"""Of the moves: those before which the source is closed, and for how long, from the shortest to the longest."""
 TIER_RATIOS = {Tier.FLEX: 0.25, Tier.PRIORITY: 0.1, Tier.DEFAULT: 0.65}
 """Of the requests, in whatever system."""
 
@@ -126,12 +131,19 @@ def draw_migration_scenario(seed: int) -> FaultScenario:
     more = (replace(params, worker_id=f"w{i}") for i in range(len(scenario.workers), count))
     caching = bool(random.random() < 0.95)
     workers = tuple(replace(worker, prefix_caching=caching) for worker in (*scenario.workers, *more))
+    moving = np.random.default_rng([seed, 9])  # of its own, so that all else of a seed stays as it is
+    if not params.elastic and moving.random() < MOVING_RATIO:
+        system = str(moving.choice(MOVING_SYSTEMS))
+        workers = tuple(replace(worker, system=system) for worker in workers)
     names, others = tuple(worker.worker_id for worker in workers), (MONITOR, *scenario.planners)
     link_bytes_per_s = float(np.exp(random.uniform(*np.log(MIGRATION_BYTES_PER_S))))
     space = FaultSpace(names, scenario.dispatchers, others)
     longest_s = min(100 * KV_BYTES / link_bytes_per_s, 4.0)
     fault_ratio = float(random.choice([0.0, 0.2, 0.5]))
     moves, struck = draw_moves(space, random, longest_s, fault_ratio)
+    least, most = np.log(CLOSES_S)
+    closes_s = np.exp(moving.uniform(least, most, len(moves))) * (moving.random(len(moves)) < CLOSING_RATIO)
+    moves = tuple(replace(move, closes_s=round(float(each), 3)) for move, each in zip(moves, closes_s, strict=True))
     faults = [fault for fault in scenario.plan.faults if fault.kind in GROUP_KINDS] + list(struck)
     faults.sort(key=lambda fault: (fault.at_s, fault.kind, fault.target))
     plan = FaultPlan(tuple(faults), scenario.plan.num_poisonous, moves)

@@ -12,7 +12,7 @@ from services.worker.modelled.shadow_kv import ShadowKv
 from shared.messages.fetch import FetchOutcome
 from sim.faults.campaign import run_scenario
 from sim.faults.kinds import FaultKind
-from sim.faults.scenario import draw_migration_scenario, draw_scenario
+from sim.faults.scenario import MOVING_SYSTEMS, draw_migration_scenario, draw_scenario
 from tests.support.fault_seeds import NUM_SEEDS, FaultSeeds
 from tests.support.traces import outputs_of
 
@@ -25,6 +25,12 @@ STRUCK = {
 REQUIRED = (
     *(f"fetch {outcome.value}" for outcome in FetchOutcome if outcome not in {FetchOutcome.BUSY, FetchOutcome.LATE}),
     *(f"struck {state}" for state in ("asked", "copying", "leaving", "done")),
+    "close done",
+    "close silent",
+    "sent refused closing",
+    "log open_again",
+    *(f"system {name}" for name in MOVING_SYSTEMS),
+    "log request_moved",
     "drain: moved",
     "recovery: moved",
     "recovery: lost",
