@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 from pydantic import TypeAdapter
 
-from shared.messages.plan import Plan
+from shared.messages.plan import PLAN_KEY, Plan
 from shared.messages.request import Accepted, RequestMessage, Submit
 from shared.transport.bus import KvEntry, Message
 from shared.transport.memory_bus import MemoryBroker
@@ -56,7 +56,7 @@ class FaultTrace:
         spy = broker.connect(SPY)
         await spy.subscribe(">", self._on_message, max_pending=2**31)
         plans = await spy.key_value(plan_bucket)
-        await plans.watch(">", self._on_plan)
+        await plans.watch(PLAN_KEY, self._on_plan)
 
     @contextmanager
     def hear_log(self) -> Iterator[None]:
