@@ -179,6 +179,8 @@ class _Run:
         self._violations += Checker(self._scenario, begun_s, draw, cluster.felt).judge(cluster.calls)
         self._violations += judge_numbers(self._trace.epochs, self._trace.attempts)
         self._violations += judge_peaks(cluster.peaks, sum(len(call.answers) for call in cluster.calls))
+        if self._trace.counts["log handler raised"]:
+            self._violations.append("I7: a handler of messages raised")
         for node in cluster.nodes:
             self._violations += [
                 f"{name} of {node.name} died: {error!r}" for name, error in node.failures if type(error) not in _MAY_DIE
