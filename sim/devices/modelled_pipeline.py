@@ -18,7 +18,7 @@ from services.worker.contract.executor import HostCopy, HostMemory, KvCapacity
 from services.worker.modelled.executor import FailureInjector
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw, layer_weight
 from services.worker.peers.frames import PeerLostError
-from services.worker.pipeline.stage_messages import Close, KvOver, StageMessage
+from services.worker.pipeline.stage_messages import KvOver, StageClose, StageMessage
 from shared.cost import CostModel, StageCost
 from shared.layers import LayerRange, check_tiling
 from sim.devices.channel import MemoryChannel, ModelledLink
@@ -95,7 +95,7 @@ class ModelledStages:
         """End all stages, each in the context of its owner: what its owner does then must outlive the leader."""
         for server, channel, context in zip(self.servers, self.from_leader, self._contexts, strict=True):
             channel.close()
-            (context or copy_context()).run(server.receive, Close())
+            (context or copy_context()).run(server.receive, StageClose())
 
 
 @dataclass(frozen=True, slots=True)

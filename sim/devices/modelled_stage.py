@@ -18,10 +18,10 @@ from services.worker.pipeline.channel import StageSender
 from services.worker.pipeline.stage import Ended, StageInbox, StageOrderError, Work, outcome, run_step
 from services.worker.pipeline.stage_messages import (
     Activation,
-    Close,
     CopyEnded,
     Hidden,
     KvOver,
+    StageClose,
     StageMessage,
     StepFailed,
 )
@@ -175,7 +175,7 @@ class ModelledStageServer:
                 self._begin_copy(message)
             case KvOver():
                 self.stage.end_writes()
-            case Close():
+            case StageClose():
                 self._is_dead = True
                 self._on_end(None)
             case _:

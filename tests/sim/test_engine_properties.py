@@ -26,7 +26,7 @@ from tests.support.seeds import first_of
 
 CASES = [
     case
-    for prefix_caching, num_host_blocks, count in ((True, 0, 4), (False, 0, 2), (True, 12, 3), (False, 30, 2))
+    for prefix_caching, num_host_blocks, count in ((True, 0, 2), (False, 0, 2), (True, 12, 2), (False, 30, 2))
     for case in first_of([(seed, prefix_caching, num_host_blocks) for seed in range(count)], 1)
 ]
 """Seeds, with prefix caching and without, and with host memory."""
@@ -213,7 +213,7 @@ def test_everything_finishes_with_kv_for_only_one_request(
 
 @pytest.mark.parametrize("num_host_blocks", [0, 30, 80])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize(("seed", "num_stages"), first_of([*((seed, 1) for seed in range(3)), (6, 2), (7, 3)], 1))
+@pytest.mark.parametrize(("seed", "num_stages"), first_of([(0, 1), (6, 2), (7, 3)], 1))
 def test_a_small_memory_delays_but_never_changes_a_text(
     scheduler: str, seed: int, num_stages: int, num_host_blocks: int
 ) -> None:

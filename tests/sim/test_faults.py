@@ -13,7 +13,7 @@ from sim.faults.campaign import run_scenario
 from sim.faults.cluster import CallOutcome
 from sim.faults.kinds import BROKER_KINDS, GROUP_KINDS, WORKER_KINDS, FaultKind, FaultSpace, draw_faults
 from sim.faults.scenario import draw_scenario
-from tests.support.fault_seeds import NUM_SEEDS, FaultSeeds
+from tests.support.fault_seeds import FaultSeeds
 from tests.support.seeds import first_of
 from tests.support.traces import outputs_of
 
@@ -57,18 +57,19 @@ REQUIRED = (
 )
 """Paths that the seeds together must reach."""
 
-SEEDS = FaultSeeds(lambda seed: run_scenario(draw_scenario(seed)))
+SEEDS = (*range(90), 151)
+FOUND = FaultSeeds(lambda seed: run_scenario(draw_scenario(seed)), SEEDS)
 
 
-@pytest.mark.parametrize("seed", first_of(range(NUM_SEEDS), 6))
+@pytest.mark.parametrize("seed", first_of(SEEDS, 6))
 def test_the_invariants_hold_whatever_fails(seed: int) -> None:
-    SEEDS.check(seed)
+    FOUND.check(seed)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # by itself it runs all seeds
 def test_every_recovery_path_was_reached() -> None:
-    SEEDS.check_coverage(REQUIRED)
+    FOUND.check_coverage(REQUIRED)
 
 
 @pytest.mark.slow
@@ -77,8 +78,8 @@ def test_one_seed_gives_one_trace_in_any_process(seed: int) -> None:
     program = "from sim.faults.campaign import run_scenario; from sim.faults.scenario import draw_scenario; "
     program += f"print(run_scenario(draw_scenario({seed})).digest)"
     digests = outputs_of(program)
-    assert digests == {SEEDS.report_of(seed).digest}
-    assert SEEDS.report_of(seed + 1).digest not in digests
+    assert digests == {FOUND.report_of(seed).digest}
+    assert FOUND.report_of(seed + 1).digest not in digests
 
 
 def test_faults_are_in_order_and_each_hits_what_it_can() -> None:

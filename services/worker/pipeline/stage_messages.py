@@ -1,6 +1,6 @@
 """What the stages of a pipeline say to each other, and how it is said in bytes. Pure.
 
-    leader ──Batch, HostCopy, KvOver, Alive, Close──► every stage    stage ──Activation or StepFailed──► the next one
+    leader ──Batch, HostCopy, KvOver, Alive, StageClose──► every stage    stage ──Activation or StepFailed──► the next one
     last stage ──StepDone or StepFailed──► leader             every stage ──CopyEnded──► leader
 
 Each is a frame (`peers/frames.py`) without a checksum. An activation's numbers lie in it as they lie in memory, so that
@@ -88,11 +88,11 @@ class Alive:
 
 
 @dataclass(frozen=True, slots=True)
-class Close:
+class StageClose:
     """Nothing more comes from the leader."""
 
 
-StageMessage = Batch | HostCopy | Activation | StepFailed | StepDone | CopyEnded | KvOver | Alive | Close
+StageMessage = Batch | HostCopy | Activation | StepFailed | StepDone | CopyEnded | KvOver | Alive | StageClose
 
 MAX_STAGES: Final = 256
 _ACTIVATION: Final = struct.Struct("<qQBBHII4x")  # step, tokens, type, dimensions, stages, rows, columns
@@ -101,7 +101,7 @@ _STAGES: Final = struct.Struct("<I")
 _COPY_ENDED: Final = struct.Struct("<q?3x")
 _DTYPES: Final = (np.dtype("<f4"), np.dtype("<u2"), np.dtype("<u8"))
 _MAX_CAUSE_BYTES: Final = 4096
-_BARE: Final = {Close: FrameKind.CLOSE, KvOver: FrameKind.KV_OVER, Alive: FrameKind.ALIVE}
+_BARE: Final = {StageClose: FrameKind.CLOSE, KvOver: FrameKind.KV_OVER, Alive: FrameKind.ALIVE}
 """Messages that say all by their kind."""
 
 
@@ -122,7 +122,7 @@ def pack(message: StageMessage) -> tuple[FrameKind, list[Buffer]]:
         case CopyEnded():
             cause = (message.cause or "").encode()[:_MAX_CAUSE_BYTES]
             return FrameKind.COPY_ENDED, [_COPY_ENDED.pack(message.copy_id, message.cause is None) + cause]
-        case Close() | KvOver() | Alive():
+        case StageClose() | KvOver() | Alive():
             return _BARE[type(message)], []
 
 
@@ -188,7 +188,7 @@ def _unpack_copy_ended(payload: Buffer) -> CopyEnded:
     return CopyEnded(copy_id, None if done else cause)
 
 
-def _unpack_nothing(payload: Buffer, message: Close | KvOver | Alive) -> Close | KvOver | Alive:
+def _unpack_nothing(payload: Buffer, message: StageClose | KvOver | Alive) -> StageClose | KvOver | Alive:
     if len(payload):
         raise WireError(f"{type(message).__name__}: it says nothing else")
     return message
@@ -215,7 +215,7 @@ _UNPACKERS: Final[Mapping[FrameKind, Callable[[Buffer], StageMessage]]] = {
     FrameKind.STEP_FAILED: _unpack_failed,
     FrameKind.STEP_DONE: _unpack_done,
     FrameKind.COPY_ENDED: _unpack_copy_ended,
-    FrameKind.CLOSE: lambda payload: _unpack_nothing(payload, Close()),
+    FrameKind.CLOSE: lambda payload: _unpack_nothing(payload, StageClose()),
     FrameKind.ALIVE: lambda payload: _unpack_nothing(payload, Alive()),
     FrameKind.KV_OVER: lambda payload: _unpack_nothing(payload, KvOver()),
 }

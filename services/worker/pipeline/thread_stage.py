@@ -45,9 +45,9 @@ from services.worker.pipeline.stage import (
 from services.worker.pipeline.stage_messages import (
     Activation,
     Alive,
-    Close,
     CopyEnded,
     KvOver,
+    StageClose,
     StageMessage,
     StepFailed,
 )
@@ -65,7 +65,7 @@ class StageThread:
         to_next: the stage behind; None: this is the last one.
         to_leader: hears tokens and ends of copies.
         members: stages to which this one, the leader's, passes on what the leader says.
-        on_end: called in the thread at its end, with the reason if the pipeline is broken, None after a `Close`.
+        on_end: called in the thread at its end, with the reason if the pipeline is broken, None after a `StageClose`.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class StageThread:
         """Body of the thread."""
         reason: str | None = None
         try:
-            while not isinstance(message := self._queue.get(), Close | str):
+            while not isinstance(message := self._queue.get(), StageClose | str):
                 self._take(message)
             if isinstance(message, str):
                 reason = message
@@ -196,7 +196,7 @@ class StageThread:
         if reason is None:
             for channel in others:
                 with contextlib.suppress(PeerLostError):  # it has heard of the end from somebody else
-                    channel.send(Close())
+                    channel.send(StageClose())
         else:
             self._is_broken = True
             for channel in (*others, self._to_leader):
@@ -298,7 +298,7 @@ class ThreadStages:
         """End all stages, and wait for the threads here."""
         self._closing = True
         self._speaking.cancel()
-        self._stage.receive(Close())
+        self._stage.receive(StageClose())
         await asyncio.shield(self._ended)
         self._stage.join()
         self._break_channels()

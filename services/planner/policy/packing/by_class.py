@@ -43,7 +43,7 @@ LOOK_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Reordering:
     """A worker says who runs there, and what lies elsewhere by now leaves it."""
 
     by_class: ByClass
@@ -105,7 +105,7 @@ class ByClass:
             and now_s - self._looked_s.get(report.worker_id, -LOOK_S) >= LOOK_S
         ]
         self._looked_s |= dict.fromkeys((report.worker_id for report in due), now_s)
-        return [Look(self, report, avoided) for report in due]
+        return [Reordering(self, report, avoided) for report in due]
 
     def note(self, worker_id: WorkerId, running: Sequence[RunningPart]) -> None:
         """Know who runs at a worker now."""

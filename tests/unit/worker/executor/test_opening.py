@@ -85,12 +85,13 @@ def _reserve_and_peak(folder: Path, num_rows: int, end: int, changes: dict[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_rows", [1, 32])
 @pytest.mark.parametrize(
     "shape", [LONG, replace(LONG, family="mistral", extra={"sliding_window": 3000})], ids=["whole", "window"]
 )
 @pytest.mark.parametrize(
-    "changes", [{}, {"kernels": "torch"}, {"kernels": "torch", "deterministic": True}], ids=["auto", "torch", "fixed"]
+    ("num_rows", "changes"),
+    [(32, {}), (1, {"kernels": "torch"}), (32, {"kernels": "torch", "deterministic": True})],
+    ids=["auto", "torch", "fixed"],
 )
 def test_the_reserve_covers_a_whole_chunk_in_a_long_context(
     shape: CheckpointShape, num_rows: int, changes: dict[str, Any], fresh_process: ProcessPoolExecutor

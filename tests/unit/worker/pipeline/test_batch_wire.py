@@ -19,10 +19,10 @@ from services.worker.pipeline.stage_messages import (
     STAGE_KINDS,
     Activation,
     Alive,
-    Close,
     CopyEnded,
     Hidden,
     KvOver,
+    StageClose,
     StageMessage,
     StepDone,
     StepFailed,
@@ -93,7 +93,7 @@ def random_message(random: np.random.Generator) -> StageMessage:
         StepFailed(7, "out of memory: é", (1, 5), durations_s),
         StepDone(BatchOutput(8, tokens, 0.25, logprobs), durations_s),
         CopyEnded(4, None if random.random() < 0.5 else "no room"),
-        Close(),
+        StageClose(),
         Alive(),
         KvOver(),
     ]
@@ -132,7 +132,7 @@ def test_a_message_comes_out_as_it_went_in(seed: int) -> None:
 def test_a_message_that_is_cut_short_or_too_long_is_refused(seed: int, data: st.DataObject) -> None:
     message = random_message(np.random.default_rng(seed))
     kind, payload = packed(message)
-    if not isinstance(message, StepFailed | CopyEnded | Close | Alive | KvOver):  # a shorter cause is a cause too
+    if not isinstance(message, StepFailed | CopyEnded | StageClose | Alive | KvOver):  # a shorter cause is a cause too
         cut = data.draw(st.integers(0, len(payload) - 1))
         with pytest.raises(WireError):
             unpack(kind, payload[:cut])

@@ -19,7 +19,7 @@ from services.worker.pipeline import membership, thread_stage
 from services.worker.pipeline.channel import SocketChannel
 from services.worker.pipeline.membership import Membership
 from services.worker.pipeline.stage import Ended
-from services.worker.pipeline.stage_messages import Activation, Alive, Close, Hidden
+from services.worker.pipeline.stage_messages import Activation, Alive, Hidden, StageClose
 from services.worker.pipeline.thread_stage import StageServer, ThreadStages
 from shared.layers import LayerRange
 from tests.support.leaks import whats_open
@@ -101,10 +101,10 @@ async def wired() -> AsyncIterator[Wired]:
 
 async def test_an_end_in_order_is_told_once_and_passed_on() -> None:
     async with wired() as at:
-        SocketChannel(at.leader).send(Close())
+        SocketChannel(at.leader).send(StageClose())
         await at.hear_end()
         assert at.told == [None]
-        assert isinstance(SocketChannel(at.following).receive(), Close)
+        assert isinstance(SocketChannel(at.following).receive(), StageClose)
     assert at.told == [None]
 
 
@@ -146,7 +146,7 @@ async def test_a_leader_says_that_it_is_there(monkeypatch: pytest.MonkeyPatch) -
     said = [await loop.run_in_executor(None, member.receive) for _ in range(3)]
     assert said == [Alive()] * 3
     await stages.close()
-    while not isinstance(last := await loop.run_in_executor(None, member.receive), Close):
+    while not isinstance(last := await loop.run_in_executor(None, member.receive), StageClose):
         assert last == Alive()
     member.close()
     following.close()

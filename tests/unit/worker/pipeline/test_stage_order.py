@@ -21,7 +21,7 @@ from services.worker.modelled.executor import FailureInjector
 from services.worker.peers.frames import PeerLostError
 from services.worker.pipeline.pipeline import PipelineExecutor
 from services.worker.pipeline.stage import MAX_LAUNCHED
-from services.worker.pipeline.stage_messages import Activation, Close, CopyEnded, KvOver, StageMessage, StepDone
+from services.worker.pipeline.stage_messages import Activation, CopyEnded, KvOver, StageClose, StageMessage, StepDone
 from services.worker.pipeline.thread_stage import StageThread
 from shared.types import SamplingParams
 from sim.devices.modelled_stage import ModelledStage
@@ -152,7 +152,7 @@ async def test_copies_ends_of_writes_and_the_close_come_when_no_step_is_under_wa
     assert group[0].most == MAX_LAUNCHED
 
 
-@pytest.mark.parametrize("message", [copy_of(0), KvOver(), Close()])
+@pytest.mark.parametrize("message", [copy_of(0), KvOver(), StageClose()])
 def test_what_waits_for_steps_lets_a_failure_of_their_ends_break_the_pipeline(message: StageMessage) -> None:
     """The result could not be said, so nothing is said behind it, neither an answer nor an end in order."""
     hold, to_next = Holding(), Heard(fails_at=0, error=OverflowError("much"))
@@ -191,7 +191,7 @@ def test_what_a_step_has_produced_holds_until_it_is_sent() -> None:
             super().send(message)
 
     alone = Alone(stage, Counting())
-    alone.receive([*batches(1), Close()], until="close")
+    alone.receive([*batches(1), StageClose()], until="close")
     alone.join()
     assert held == [1, 0], "an activation, and an end in order"
 
@@ -230,7 +230,7 @@ def test_durations_of_steps_that_overlap_do_not_count_the_same_time_twice() -> N
     alone.receive(batches(2), until="launch 1")
     time.sleep(0.05)
     hold.let(2)
-    alone.thread.receive(Close())
+    alone.thread.receive(StageClose())
     alone.join()
     took_s = time.perf_counter() - began_s
     durations_s = [said.durations_s[0] for said in to_leader.said if isinstance(said, StepDone)]
@@ -254,7 +254,7 @@ def test_a_stage_whose_steps_are_done_when_they_are_launched_has_one_thread() ->
     for step in batches(4):
         thread.receive(step)
     thread.receive(copy_of(0))
-    thread.receive(Close())
+    thread.receive(StageClose())
     thread.join()
     assert [type(said) for said in to_leader.said] == [StepDone] * 4 + [CopyEnded]
     assert seen == {"stage [0, 6)"}
