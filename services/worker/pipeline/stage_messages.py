@@ -1,6 +1,6 @@
 """What the stages of a pipeline say to each other, and how it is said in bytes. Pure.
 
-    leader ──Batch, HostCopy, KvOver, Alive, StageClose──► every stage    stage ──Activation or StepFailed──► the next one
+    leader ──Batch, HostCopy, KvOver, Alive, StageClose──► every stage  stage ──Activation or StepFailed──► the next one
     last stage ──StepDone or StepFailed──► leader             every stage ──CopyEnded──► leader
 
 Each is a frame (`peers/frames.py`) without a checksum. An activation's numbers lie in it as they lie in memory, so that
