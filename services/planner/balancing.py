@@ -177,7 +177,8 @@ class Balancer:
         return decode(await self._bus.request(subject, encode(fetch), timeout_s=FETCH_LIMIT_S), Fetched).outcome
 
     async def _running(self, wanted: Wanted) -> RunningList:
-        subject, asked = self._subjects.fetch(wanted.source.worker_id), ListRunning(most_blocks=wanted.most_blocks)
+        subject = self._subjects.fetch(wanted.source.worker_id)
+        asked = ListRunning(most_blocks=wanted.most_blocks, limit=wanted.most_requests)
         return decode(await self._bus.request(subject, encode(asked), timeout_s=LIST_LIMIT_S), RunningList)
 
 

@@ -32,8 +32,8 @@ FETCH_LIMIT_S: Final = 40.0
 """Longest time in which a `Fetch` is answered."""
 
 
-MAX_RUNNING: Final = 64
-"""Requests of one list."""
+MAX_RUNNING, MAX_LISTED = 64, 1024
+"""Requests of one list, and of one that is to be of all."""
 
 
 class FetchReason(StrEnum):
@@ -69,7 +69,7 @@ class ListRunning(ControlMessage):
     kind: Literal["list_running"] = "list_running"
     most_blocks: Annotated[int, Field(ge=1, le=10**9)] = 10**9
     """That one of them holds, all of its choices together."""
-    limit: Annotated[int, Field(ge=1, le=MAX_RUNNING)] = MAX_RUNNING
+    limit: Annotated[int, Field(ge=1, le=MAX_LISTED)] = MAX_RUNNING
 
 
 class RunningPart(MessagePart):
@@ -94,7 +94,7 @@ class RunningList(ControlMessage):
     """Those that decode, best effort first, then those with the fewest tokens; none while nothing may leave."""
 
     kind: Literal["running_list"] = "running_list"
-    requests: Annotated[tuple[RunningPart, ...], Field(max_length=MAX_RUNNING)] = ()
+    requests: Annotated[tuple[RunningPart, ...], Field(max_length=MAX_LISTED)] = ()
 
 
 class Close(ControlMessage):

@@ -20,7 +20,7 @@ from typing import Final, TypeVar
 from services.planner.policy.moves import Avoided, MoveRule, WantedMove, takes_part
 from services.planner.policy.observe import giving_way
 from shared.ids import WorkerId
-from shared.messages.fetch import FetchReason, RunningPart
+from shared.messages.fetch import MAX_RUNNING, FetchReason, RunningPart
 from shared.messages.report import ClusterView, WorkerReport, WorkerStatus
 from shared.systems import Migrates
 
@@ -40,6 +40,7 @@ class Pair:
     most_blocks: int
     """KV blocks of a request that may go: with more the target would be the fuller one."""
     reason: FetchReason = FetchReason.BALANCE
+    most_requests: int = MAX_RUNNING
     is_urgent: bool = False
     open_worker: WorkerId | None = None
 

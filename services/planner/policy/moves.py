@@ -46,6 +46,10 @@ class Wanted(Protocol):
         """KV blocks of a request that may go; larger ones need not be told."""
 
     @property
+    def most_requests(self) -> int:
+        """How many of those that run there are told."""
+
+    @property
     def is_urgent(self) -> bool:
         """Whether it begins while others still come there."""
 

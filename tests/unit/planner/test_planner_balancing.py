@@ -60,6 +60,7 @@ class Cluster:
         self.num_listed = {"full": 0, "empty": 0}
         """How often each was asked who runs there."""
         self.closed: list[Close] = []
+        self.limits: set[int] = set()
         self.opens_after = 10**9
         """So often it says that it is closing."""
         self.holds = False
@@ -90,6 +91,7 @@ class Cluster:
             return encode(Closed(is_closing=bool(asked.for_s) and len(self.closed) <= self.opens_after))
         if isinstance(asked, ListRunning):
             assert asked.most_blocks == 40
+            self.limits.add(asked.limit)
             self.num_listed[name] += 1
             return encode(RunningList(requests=tuple(self._requests) if name == "full" else ()))
         assert (name, asked.source, asked.source_address) == ("empty", "full", "a")
@@ -181,6 +183,7 @@ class Emptied:
     open_worker: WorkerId | None = OTHER
     reason: FetchReason = FetchReason.PACK
     most_blocks: int = 40
+    most_requests: int = 7
     targets: Sequence[WorkerReport] = ()
 
     def choose(self, running: Sequence[RunningPart], busy: Set[WorkerId]) -> Sequence[WantedMove]:
@@ -220,6 +223,7 @@ async def test_who_is_opened_meanwhile_keeps_the_rest() -> None:
         await asyncio.sleep(0.4)
         assert [key for _, *key in cluster.asked] == [["r0", 1], ["r1", 1]]
         assert [close.for_s for close in cluster.closed] == [CLOSE_S] * 3
+        assert cluster.limits == {7}
 
 
 async def test_if_one_cannot_go_the_worker_is_opened_and_where_nobody_can_it_is_not_closed() -> None:

@@ -13,7 +13,7 @@ from services.planner.policy.packing.class_packer import ClassPacker
 from services.planner.policy.packing.classes import SizeClass, least_size
 from services.planner.policy.packing.mell import Mell
 from shared.ids import RequestId, WorkerId
-from shared.messages.fetch import FetchReason, RunningPart
+from shared.messages.fetch import MAX_LISTED, FetchReason, RunningPart
 from shared.messages.report import ClusterView, WorkerPhase, WorkerStatus
 from tests.support.statuses import make_status, make_view
 from tests.unit.planner.packing.checks import (
@@ -249,6 +249,13 @@ def test_a_request_weighs_what_it_will_hold_when_a_move_could_be_over_and_no_mor
     look.choose([part("r", num_blocks)], frozenset())
     (bin_,) = rule._packer.bins
     assert bin_.used == size
+
+
+def test_all_that_runs_at_a_worker_is_asked_for_or_nothing() -> None:
+    cluster = Cluster(2)
+    cluster.running = {"w0": {f"r{n}": 0 for n in range(MAX_LISTED)}, "w1": {f"q{n}": 0 for n in range(MAX_LISTED + 1)}}
+    (look,) = cluster.rule(cluster.view(), frozenset(), 1.0)
+    assert (look.source.worker_id, look.most_requests) == ("w0", MAX_LISTED)
 
 
 def test_nobody_goes_where_nothing_can_move_now_and_each_worker_is_asked_once_per_tick() -> None:

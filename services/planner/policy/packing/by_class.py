@@ -34,7 +34,7 @@ from services.planner.policy.packing.consolidation import (
     num_sequences,
 )
 from shared.ids import RequestId, WorkerId
-from shared.messages.fetch import FetchReason, RunningPart
+from shared.messages.fetch import MAX_LISTED, FetchReason, RunningPart
 from shared.messages.plan import FilledNext, Filling
 from shared.messages.report import ClusterView, WorkerReport
 
@@ -51,6 +51,7 @@ class Reordering:
     avoided: Avoided
     reason: FetchReason = FetchReason.PACK
     most_blocks: int = 10**9
+    most_requests: int = MAX_LISTED
     is_urgent: bool = True
     open_worker: WorkerId | None = None
     targets: Sequence[WorkerReport] = ()
@@ -102,6 +103,7 @@ class ByClass:
             report
             for report in self._reports.values()
             if (num_sequences(report) or self._named.get(report.worker_id))
+            and num_sequences(report) <= MAX_LISTED
             and now_s - self._looked_s.get(report.worker_id, -LOOK_S) >= LOOK_S
         ]
         self._looked_s |= dict.fromkeys((report.worker_id for report in due), now_s)

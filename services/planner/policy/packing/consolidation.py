@@ -48,6 +48,7 @@ class _Leaving:
     """Who may take something."""
     reason: FetchReason = FetchReason.PACK
     most_blocks: int = 10**9
+    most_requests: int = MAX_RUNNING
     targets: Sequence[WorkerReport] = ()
     is_urgent: bool = False
     open_worker: WorkerId | None = None
