@@ -219,7 +219,7 @@ def test_without_matplotlib_figures_are_refused_before_anything_runs(
     ("flags", "words"),
     [
         (("--systems", "fcsf"), ("unknown system 'fcsf'", "did you mean 'fcfs'?")),
-        (("--systems", "fcfs,mell"), ("mell",)),
+        (("--systems", "fcfs,meld"), ("mell",)),
         (("--systems", ","), ("names no system",)),
         (("--scenario", "burst-dem"), ("burst-demo",)),
         (("--model", "qwen2.5-14"), ("qwen2.5-14b",)),

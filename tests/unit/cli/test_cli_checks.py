@@ -76,8 +76,8 @@ def test_a_file_of_keys_that_is_not_there_is_refused_before_anything_starts(tmp_
     ("fields", "line"),
     [
         (
-            {"system": "mell"},
-            "sluice: system 'mell' is not built yet; available: fcfs, fcfs-chunked, fcfs-pp, round-robin, swap, ",
+            {"system": "meld"},
+            "sluice: unknown system 'meld'; did you mean 'mell'? (available: fcfs, fcfs-chunked, fcfs-pp, ",
         ),
         (
             {"system": "oracle"},

@@ -47,7 +47,7 @@ def inboxes(role: BrokerRole) -> list[str]:
         (f"$KV.{SUBJECTS.plan_bucket()}.plan", {BrokerRole.PLANNER}),
         (
             f"$JS.API.STREAM.MSG.GET.KV_{SUBJECTS.plan_bucket()}",
-            {BrokerRole.MONITOR, BrokerRole.PLANNER, BrokerRole.OPERATOR},
+            {BrokerRole.MONITOR, BrokerRole.PLANNER, BrokerRole.DISPATCHER, BrokerRole.OPERATOR},
         ),
         (f"$JS.API.DIRECT.GET.KV_{SUBJECTS.plan_bucket()}.plan", set()),
         (f"$JS.API.STREAM.CREATE.KV_{SUBJECTS.plan_bucket()}", {BrokerRole.SETUP}),
@@ -85,7 +85,7 @@ def test_each_subject_is_published_by_these_roles_and_no_other(subject: str, who
         (SUBJECTS.tokens(D0), {BrokerRole.DISPATCHER, BrokerRole.OPERATOR}),
         (SUBJECTS.view(), {BrokerRole.DISPATCHER, BrokerRole.PLANNER, BrokerRole.OPERATOR}),
         (SUBJECTS.event("monitor", "m"), {BrokerRole.OPERATOR}),
-        (f"$KV.{SUBJECTS.plan_bucket()}.plan", {BrokerRole.MONITOR, BrokerRole.PLANNER, BrokerRole.OPERATOR}),
+        (f"$KV.{SUBJECTS.plan_bucket()}.plan", set(BrokerRole) - {BrokerRole.WORKER, BrokerRole.SETUP}),
         ("$SRV.PING", set(BrokerRole) - {BrokerRole.SETUP}),
         ("$SRV.INFO.sluice-worker.w0", {BrokerRole.WORKER, BrokerRole.OPERATOR}),
         ("sluice.other.worker.w0.report", set()),
