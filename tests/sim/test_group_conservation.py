@@ -26,7 +26,7 @@ from tests.support.layer_watch import LayerWatch
 from tests.support.page_twins import PageWatch
 
 pytestmark = pytest.mark.slow
-SEEDS = (*range(9), 18)
+SEEDS = (*range(10), 18)
 NUM_READERS_FIRST = 5
 """Seeds that are lived through by readers first, too."""
 PAGE_BYTES = 4096
