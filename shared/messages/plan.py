@@ -226,7 +226,7 @@ class Filling(ControlMessage):
 
     kind: Literal["filling"] = "filling"
     by_size: Annotated[tuple[FilledNext, ...], Field(max_length=16)] = ()
-    """By size; what is not in it goes wherever it fits."""
+    """By size; what is smaller than the first, or finds no room there any more, goes wherever it fits."""
 
 
 class PreparePlan(ControlMessage):

@@ -27,6 +27,7 @@ from tests.support.page_twins import PageWatch
 
 pytestmark = pytest.mark.slow
 SEEDS = (*range(10), 18)
+"""The last one forms a group of three."""
 NUM_READERS_FIRST = 5
 """Seeds that are lived through by readers first, too."""
 PAGE_BYTES = 4096

@@ -68,12 +68,7 @@ async def test_by_size_class_requests_go_where_they_belong_and_leave_when_their_
             await asyncio.sleep(2.2)
         await asking[0]
         assert not reasons(events, "request_moved"), "everybody came where dispatchers were told"
-        assert [bool(worker.service.engine.totals.num_steps) for worker in cluster.workers] == [
-            True,
-            True,
-            False,
-            False,
-        ]
+        assert [worker.service.engine.totals.num_steps > 0 for worker in cluster.workers] == [True] * 2 + [False] * 2
         check_answers(cluster, await asyncio.gather(*asking))
         moved = reasons(events, "request_moved")
         assert moved[0].endswith("t goes from w1 to w2: by its size class it belongs on w2")

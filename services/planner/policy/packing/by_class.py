@@ -43,7 +43,7 @@ LOOK_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Reordering:
+class Relocation:
     """A worker says who runs there, and what lies elsewhere by now leaves it."""
 
     by_class: ByClass
@@ -63,12 +63,10 @@ class Reordering:
         taken: Counter[WorkerId] = Counter()
         for part in running:
             target = self.by_class.place_of(part)
-            if target is None or target.worker_id == self.source.worker_id or target.worker_id in busy:
+            if target is None or target.worker_id in {self.source.worker_id, *busy}:
                 continue
-            needed = needed_blocks(part, target)
-            if (self.source.worker_id, target.worker_id) in self.avoided:
-                continue
-            if taken[target.worker_id] + needed <= free_blocks(target):
+            needed, pair = needed_blocks(part, target), (self.source.worker_id, target.worker_id)
+            if pair not in self.avoided and taken[target.worker_id] + needed <= free_blocks(target):
                 taken[target.worker_id] += needed
                 moves.append(WantedMove(part, target))
         return moves
@@ -107,7 +105,7 @@ class ByClass:
             and now_s - self._looked_s.get(report.worker_id, -LOOK_S) >= LOOK_S
         ]
         self._looked_s |= dict.fromkeys((report.worker_id for report in due), now_s)
-        return [Reordering(self, report, avoided) for report in due]
+        return [Relocation(self, report, avoided) for report in due]
 
     def note(self, worker_id: WorkerId, running: Sequence[RunningPart]) -> None:
         """Know who runs at a worker now."""
@@ -131,7 +129,8 @@ class ByClass:
 
     def place_of(self, part: RunningPart) -> WorkerReport | None:
         """Return the worker that a request lies at; None: nowhere."""
-        return self._reports.get(self._lies_at(_name(part)) or WorkerId(""))
+        place = self._lies_at(_name(part))
+        return None if place is None else self._reports.get(place)
 
     @property
     def filling(self) -> Filling:
