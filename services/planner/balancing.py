@@ -3,8 +3,9 @@
     view ─► a rule ─► ListRunning to the source ─► choose ─► Fetch to the target, which answers when it is over
 
 Not a plan: nothing is written down. A worker is in one move at a time, and afterwards reports have to show it; but one
-that takes gives what is urgent. Who is to be emptied is closing meanwhile (`Close`); if that takes a request that found
-no room elsewhere, it keeps what has not left.
+that takes gives what is urgent. What is not urgent waits where moves have had their share of a link's time. Who is to
+be emptied is closing meanwhile (`Close`); if that takes a request that found no room elsewhere, it keeps what has not
+left.
 Rules: `policy/load_balance.py`, and `consolidation.py` and `by_class.py` in `policy/packing`; how requests travel:
 `shared/messages/fetch.py`.
 """
@@ -14,8 +15,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
-from services.planner.policy.moves import MoveRule, Wanted, WantedMove
+from services.planner.policy.moves import LinkShare, MoveRule, Wanted, WantedMove
 from services.planner.policy.packing.by_class import ByClass
 from services.planner.policy.patience import Backoff, PatienceParams
 from shared.ids import RequestId, WorkerId
@@ -37,6 +39,18 @@ CLOSE_S = FETCH_LIMIT_S + 2 * LIST_LIMIT_S
 """For which a worker is closing if it is not said again: until the next request has left, or could not."""
 
 
+@dataclass(frozen=True, slots=True)
+class BalancerParams:
+    """How much is moved."""
+
+    pause_s: float
+    """After a move, until the workers are looked at again: reports have to show it."""
+    link_share: float
+    """Of the time of a worker's link that moves may have, but for urgent ones."""
+    patience: PatienceParams
+    """With pairs between which nothing could move."""
+
+
 class Balancer:
     """Moves requests between workers, each of which gives in one move at a time, and takes in one.
 
@@ -44,8 +58,7 @@ class Balancer:
         bus: connected.
         subjects: of the cluster.
         rule: says from whom something should leave.
-        patience: with pairs between which nothing could move.
-        pause_s: after a move, until the workers are looked at again: reports have to show it.
+        params: how much is moved.
         look: returns the newest view; None: there is none that is young enough.
         tasks: owns the moves.
         announce: tells people the name of what happened, and the reason.
@@ -56,9 +69,8 @@ class Balancer:
         bus: Bus,
         subjects: Subjects,
         rule: MoveRule,
-        patience: PatienceParams,
+        params: BalancerParams,
         *,
-        pause_s: float,
         look: Callable[[], ClusterView | None],
         tasks: TaskOwner,
         announce: Callable[[str, str], Awaitable[None]],
@@ -68,13 +80,13 @@ class Balancer:
         self._bus = bus
         self._subjects = subjects
         self._rule = rule
-        self._patience = patience
-        self._pause_s = pause_s
+        self._params = params
         self._look = look
         self._tasks = tasks
         self._announce = announce
         self._giving: set[WorkerId] = set()
         self._taking: set[WorkerId] = set()
+        self._links = LinkShare(params.link_share)
         self._failures: dict[tuple[WorkerId, WorkerId], Backoff] = {}
         """Of pairs between which nothing could move."""
 
@@ -84,29 +96,29 @@ class Balancer:
             view, now_s = self._look(), asyncio.get_running_loop().time()
             for wanted in () if view is None else self._rule(view, self._avoided(view), now_s):
                 source, targets = wanted.source.worker_id, {report.worker_id for report in wanted.targets}
-                can_give = source not in (self._giving if wanted.is_urgent else self._busy)
-                if can_give and not self._busy & targets:
+                if source not in self._who_waits(wanted, gives=True) and not self._who_waits(wanted) & targets:
                     self._giving.add(source)
                     self._taking |= targets
                     self._tasks.start(self._move(wanted, targets), name=f"move-{source}")
-            await asyncio.sleep(self._pause_s)
+            await asyncio.sleep(self._params.pause_s)
 
-    @property
-    def _busy(self) -> set[WorkerId]:
-        """Who is in a move."""
-        return self._giving | self._taking
+    def _who_waits(self, wanted: Wanted, *, gives: bool = False) -> set[WorkerId]:
+        """Return who gives nothing, or takes nothing, of what is wanted: who is in a move, or whose link had enough."""
+        if wanted.is_urgent:
+            return self._giving if gives else self._giving | self._taking
+        return self._giving | self._taking | self._links.spent(asyncio.get_running_loop().time())
 
     async def _move(self, wanted: Wanted, targets: set[WorkerId]) -> None:
         """Have carried out what is wanted; whoever takes part is in no other move until it is over, see the module."""
         source = wanted.source.worker_id
         try:
             running = (await self._running(wanted)).requests
-            moves = wanted.choose(running, self._busy - targets)
+            moves = wanted.choose(running, self._who_waits(wanted) - targets)
             targets |= {move.target.worker_id for move in moves}
             self._taking |= targets
             await self._carry_out_all(wanted, moves)
             if moves or wanted.targets:
-                await asyncio.sleep(self._pause_s)
+                await asyncio.sleep(self._params.pause_s)
         except (BusError, WireError) as error:
             for target in targets:
                 self._note(source, target, has_failed=True)
@@ -138,9 +150,11 @@ class Balancer:
 
     async def _carry_out(self, wanted: Wanted, move: WantedMove) -> bool:
         """Have all choices of a request fetched; return whether all have gone."""
-        source, target = wanted.source.worker_id, move.target.worker_id
+        source, target, loop = wanted.source.worker_id, move.target.worker_id, asyncio.get_running_loop()
         for request_id, attempt in move.part.choices:
+            begin_s = loop.time()
             outcome = await self._fetch(wanted, move.target, request_id, attempt)
+            self._links.note((source, target), begin_s, loop.time())
             if outcome is FetchOutcome.MOVED:
                 told = f"{request_id} goes from {source} to {target}: {wanted.tell(move)}"
                 await self._announce("request_moved", told)
@@ -160,7 +174,7 @@ class Balancer:
         """Remember that nothing could move between two, or that it could."""
         now_s = asyncio.get_running_loop().time()
         if has_failed:
-            self._failures.setdefault((source, target), Backoff(self._patience)).failed(now_s)
+            self._failures.setdefault((source, target), Backoff(self._params.patience)).failed(now_s)
         else:
             self._failures.pop((source, target), None)
 

@@ -7,6 +7,7 @@ from typing import Annotated, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from services.planner.balancing import BalancerParams
 from services.planner.execution import ExecutionParams
 from services.planner.policy.decisions import DeciderParams
 from services.planner.policy.levers.drop_lever import DropLever
@@ -101,6 +102,9 @@ class PlannerSettings(ServiceSettings):
     balance_pause_s: _Seconds = 0.5
     """Seconds between two looks at who is fuller than whom, where running requests move; reports have to show the last
     moves."""
+    move_link_share: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Of the last minute, from which on a worker whose link has had requests to move is left alone, but for requests
+    that leave before its memory runs out."""
     batch_per_worker: Annotated[int, Field(ge=0, le=65_536)] = 256
     """Requests that a worker runs well at a time, by its profile, and a group for each of its workers: no more are
     brought there; 0: none ever."""
@@ -147,6 +151,10 @@ class PlannerSettings(ServiceSettings):
     def patience(self) -> PatienceParams:
         """Return how much patience there is."""
         return PatienceParams(**{field.name: getattr(self, field.name) for field in fields(PatienceParams)})
+
+    def balancer(self) -> BalancerParams:
+        """Return how much is moved."""
+        return BalancerParams(self.balance_pause_s, self.move_link_share, self.patience())
 
     def observation(self) -> ObserveParams:
         """Return what is known of groups besides what workers report.

@@ -10,12 +10,13 @@ from functools import partial
 from itertools import pairwise
 from typing import Annotated, Any
 
+import numpy as np
 import pytest
 from pydantic import Field, TypeAdapter
 
-from services.planner.balancing import CLOSE_S, Balancer
+from services.planner.balancing import CLOSE_S, Balancer, BalancerParams
 from services.planner.policy.load_balance import balance
-from services.planner.policy.moves import Avoided, MoveRule, Wanted, WantedMove
+from services.planner.policy.moves import LINK_WINDOW_S, Avoided, LinkShare, MoveRule, Wanted, WantedMove
 from services.planner.policy.patience import PatienceParams
 from shared.ids import RequestId, WorkerId
 from shared.messages.fetch import (
@@ -63,6 +64,8 @@ class Cluster:
         self.limits: set[int] = set()
         self.opens_after = 10**9
         """So often it says that it is closing."""
+        self.fetch_s = 0.0
+        """For which each fetch lasts."""
         self.holds = False
         """Whether fetches last until `is_held` is set."""
         self.is_held = asyncio.Event()
@@ -96,6 +99,7 @@ class Cluster:
             return encode(RunningList(requests=tuple(self._requests) if name == "full" else ()))
         assert (name, asked.source, asked.source_address) == ("empty", "full", "a")
         self.asked.append((asyncio.get_running_loop().time(), asked.request_id, asked.attempt))
+        await asyncio.sleep(self.fetch_s)
         if self.holds:
             await self.is_held.wait()
         return encode(Fetched(outcome=self.outcome))
@@ -107,7 +111,9 @@ def request(*names: str, num_blocks: int = 5) -> RunningPart:
 
 
 @asynccontextmanager
-async def balanced(*requests: RunningPart, rule: MoveRule = EVENLY) -> AsyncIterator[tuple[Cluster, Balancer]]:
+async def balanced(
+    *requests: RunningPart, rule: MoveRule = EVENLY, link_share: float = 1.0
+) -> AsyncIterator[tuple[Cluster, Balancer]]:
     broker, tasks = MemoryBroker(), TaskOwner(lambda name, error: pytest.fail(f"{name}: {error!r}"))
     cluster = Cluster(broker, requests)
     await cluster.start()
@@ -116,8 +122,7 @@ async def balanced(*requests: RunningPart, rule: MoveRule = EVENLY) -> AsyncIter
         bus,
         Subjects(),
         rule,
-        PATIENCE,
-        pause_s=PAUSE_S,
+        BalancerParams(PAUSE_S, link_share, PATIENCE),
         look=cluster.view,
         tasks=tasks,
         announce=cluster.hear,
@@ -252,3 +257,41 @@ async def test_who_takes_gives_only_what_is_urgent_and_takes_nothing_more(is_urg
         cluster.is_held.set()
         await asyncio.sleep(5.0)
         assert balancer.outcomes == {FetchOutcome.MOVED: 1}
+
+
+@pytest.mark.parametrize("is_urgent", [True, False])
+async def test_moves_take_their_share_of_a_links_time_and_no_more_but_for_urgent_ones(is_urgent: bool) -> None:
+    """Three moves are a fifth of a minute."""
+
+    def always(view: ClusterView, avoided: Avoided, now_s: float) -> Sequence[Wanted]:
+        full, empty = (status.report for status in view.workers)
+        return [Emptied(full, empty, num_requests=1, is_urgent=is_urgent, open_worker=None)]
+
+    async with balanced(request("r"), rule=always, link_share=0.2) as (cluster, _):
+        cluster.fetch_s = 4.0
+        await asyncio.sleep(300.0)
+        begun = [at_s for at_s, *_ in cluster.asked]
+        in_a_minute = [sum(at_s <= later_s < at_s + LINK_WINDOW_S for later_s in begun) for at_s in begun]
+        assert max(in_a_minute) == (12 if is_urgent else 3)
+        assert len(begun) >= (55 if is_urgent else 12)
+
+
+def test_of_a_links_time_counts_what_lies_in_the_last_minute() -> None:
+    rng, links = np.random.default_rng(0), LinkShare(0.3)
+    done: dict[WorkerId, list[tuple[float, float]]] = {WorkerId(name): [] for name in "abc"}
+    now_s, num_spent = 0.0, 0
+    for _ in range(500):
+        begin_s = now_s + rng.exponential(4.0)
+        now_s = begin_s + rng.exponential(3.0)
+        pair = [WorkerId(str(name)) for name in rng.choice(list("abc"), 2, replace=False)]
+        links.note(pair, begin_s, now_s)
+        for worker in pair:
+            done[worker].append((begin_s, now_s))
+        now_s += rng.exponential(2.0)
+        spent_s = {
+            worker: sum(max(0.0, end - max(begin, now_s - LINK_WINDOW_S)) for begin, end in moves)
+            for worker, moves in done.items()
+        }
+        assert links.spent(now_s) == {worker for worker, seconds in spent_s.items() if seconds >= 0.3 * LINK_WINDOW_S}
+        num_spent += bool(links.spent(now_s))
+    assert 50 < num_spent < 450
