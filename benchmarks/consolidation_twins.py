@@ -1,10 +1,10 @@
 """What emptying a worker costs those who read: each consolidation against a twin run that skips it.
 
-    python -m benchmarks.consolidation_twins [--pairs 200] [--rate 4] [--tpot-s 0.1] [--ttft-s 1] [--jobs 2]
+    python -m benchmarks.consolidation_twins [--pairs 200] [--beside 50] [--rate 4] [--tpot-s 0.1] [--ttft-s 1]
 
 Qwen2.5-14B on A800s of 80 GB, conversations as they are, system `pack`, on the virtual clock. A run is let go on for a
-while, then the next worker that the planner empties is emptied, and no other one; its twin, with the same arrivals,
-skips that too. Until then both are the same to the bit. Compared are the half minutes after: whether a request that
+while; as the planner next empties a worker the process forks, so both twins are the same to the bit until then. One
+empties it and no other one, its twin skips that too. Compared are the half minutes after: whether a request that
 arrived in it had its first token late, or one that decoded in it had its tokens slower than the limit, on average over
 that time. *By KV alone* is the same with steps of any length, for placement as for the planner: what packing by memory
 does where step time ends first.
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, islice
 from math import inf
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 from unittest.mock import patch
 
 import numpy as np
@@ -34,26 +34,60 @@ from shared.messages.report import ClusterView
 from shared.process.log import only_from
 from shared.systems import PACKED_STEP_S
 from sim.experiment.records import Records
-from sim.experiment.run import run_system
+from sim.experiment.run import Progress, StopRun, run_system
 from sim.scenarios.scenario import Scenario, validated
 
 WINDOW_S: Final = 30.0
 """After a consolidation, that is looked at."""
 FROM_S: Final = 20.0
 """From when on a consolidation is looked for."""
-LENGTH_S: Final = 70.0
+LATEST_S: Final = 40.0
+"""Until when one is."""
+LENGTH_S: Final = LATEST_S + WINDOW_S + 1.0
 """Of the arrivals."""
 NUM_INSTANCES: Final = 6
 BURST: Final = 3.0
 """Times as much comes until then, so that fewer workers suffice afterwards."""
 
 
-@dataclass
 class Chosen:
-    """The consolidation that is looked at."""
+    """The consolidation that is looked at, in the process that empties the worker as in its twin, which skips that."""
 
-    at_s: float = inf
-    num_moves: int = 0
+    def __init__(self) -> None:
+        self.at_s = inf
+        self.num_moves = 0
+        self.is_twin = False
+        self._twin_pid = 0
+        self._answer: tuple[int, int] = (0, 0)
+        """A pipe, from the twin."""
+
+    def begin(self, at_s: float, num_moves: int) -> None:
+        """Go on as two processes."""
+        self.at_s, self.num_moves = at_s, num_moves
+        self._answer = os.pipe()
+        self._twin_pid = os.fork()
+        self.is_twin = self._twin_pid == 0
+
+    def end_twin(self, num_late: int | None) -> NoReturn:
+        """Say to the other process how many were late here, None where this one failed, and end."""
+        if num_late is not None:
+            os.write(self._answer[1], num_late.to_bytes(4))
+        os._exit(num_late is None)
+
+    def num_late_in_twin(self) -> int:
+        """Return what the twin says when it ends.
+
+        Raises:
+            ChildProcessError: it failed.
+        """
+        reader, writer = self._answer
+        os.close(writer)
+        answer = os.read(reader, 4)
+        os.close(reader)
+        os.waitpid(self._twin_pid, 0)
+        if not answer:
+            raise ChildProcessError("a twin failed")
+        return int.from_bytes(answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +108,18 @@ class Pair:
 
 
 class _OneEmptying(Consolidation):
-    """Empties workers as ever until a time, then one, or none."""
+    """Empties workers as ever until a time, then one."""
 
-    def __init__(self, chosen: Chosen, *, skips: bool) -> None:
+    def __init__(self, chosen: Chosen) -> None:
         super().__init__()
         self._chosen = chosen
-        self._skips = skips
 
     def __call__(self, view: ClusterView, avoided: Avoided, now_s: float) -> Sequence[Wanted]:
         wanted = super().__call__(view, avoided, now_s)
         if now_s < FROM_S:
             return wanted
-        is_over = self._skips or self._chosen.num_moves
         urgent = [each for each in wanted if not isinstance(each, Emptying)]
-        emptying = [] if is_over else [each for each in wanted if isinstance(each, Emptying)]
+        emptying = [] if self._chosen.num_moves else [each for each in wanted if isinstance(each, Emptying)]
         return [*urgent, *(self._noted(each, now_s) for each in emptying)]
 
     def _noted(self, each: Emptying, now_s: float) -> _Noted:
@@ -96,7 +128,7 @@ class _OneEmptying(Consolidation):
 
 @dataclass(frozen=True)
 class _Noted(Emptying):
-    """Emptying a worker, which is noted if there are moves."""
+    """Emptying a worker; from its moves on there is a twin, if there are any."""
 
     chosen: Chosen = field(default_factory=Chosen)
     now_s: float = 0.0
@@ -104,8 +136,8 @@ class _Noted(Emptying):
     def choose(self, running: Sequence[RunningPart], busy: Set[WorkerId] = frozenset()) -> Sequence[WantedMove]:
         moves = () if self.chosen.num_moves else Emptying.choose(self, running, busy)
         if moves:
-            self.chosen.at_s, self.chosen.num_moves = self.now_s, len(moves)
-        return moves
+            self.chosen.begin(self.now_s, len(moves))
+        return () if self.chosen.is_twin else moves
 
 
 def scenario_of(rate_per_s: float) -> Scenario:
@@ -131,20 +163,26 @@ def scenario_of(rate_per_s: float) -> Scenario:
 def compare(seed: int, rate_per_s: float, limits: Limits, *, by_kv_alone: bool) -> Pair | None:
     """Return what became of a consolidation and of its twin; None: nobody was emptied."""
     limit_s = inf if by_kv_alone else PACKED_STEP_S
-    chosen, scenario = Chosen(), scenario_of(rate_per_s)
-    found = []
-    for skips in (False, True):
+    chosen, late = Chosen(), None
+
+    def stop_when_seen(progress: Progress) -> None:
+        seen_s = min(chosen.at_s, LATEST_S) + (WINDOW_S + limits.ttft_s if chosen.num_moves else 0.0)
+        if progress.at_s > seen_s:
+            raise StopRun
+
+    try:
         with (
             only_from("error"),
-            patch("services.planner.service.Consolidation", partial(_OneEmptying, chosen, skips=skips)),
+            patch("services.planner.service.Consolidation", partial(_OneEmptying, chosen)),
             patch("services.planner.policy.packing.consolidation.PACKED_STEP_S", limit_s),
             patch("services.dispatcher.policy.placement.PACKED_STEP_S", limit_s),
         ):
-            records = run_system(scenario, "pack", seed).records
-        if not chosen.num_moves or chosen.at_s + WINDOW_S > LENGTH_S:
-            return None
-        found.append(num_late(records, chosen.at_s, limits))
-    return Pair(chosen.num_moves, (found[0], found[1]))
+            records = run_system(scenario_of(rate_per_s), "pack", seed, on_progress=stop_when_seen).records
+        late = num_late(records, chosen.at_s, limits)
+    finally:
+        if chosen.is_twin:
+            chosen.end_twin(late)
+    return Pair(chosen.num_moves, (late, chosen.num_late_in_twin())) if chosen.num_moves else None
 
 
 def num_late(records: Records, at_s: float, limits: Limits) -> int:
@@ -177,15 +215,16 @@ def main() -> None:
     """Print both packings, side by side."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=200)
+    parser.add_argument("--beside", type=int, default=50, help="pairs by KV alone")
     parser.add_argument("--rate", type=float, default=4.0, help="requests per second")
     parser.add_argument("--ttft-s", type=float, default=1.0)
     parser.add_argument("--tpot-s", type=float, default=0.1)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     asked = parser.parse_args()
     rows: list[Sequence[str]] = []
-    for name, by_kv_alone in (("pack", False), ("by KV alone", True)):
+    for name, num_pairs, by_kv_alone in (("pack", asked.pairs, False), ("by KV alone", asked.beside, True)):
         limits = Limits(asked.ttft_s, asked.tpot_s)
-        pairs = collect(asked.pairs, asked.jobs, asked.rate, limits, by_kv_alone=by_kv_alone)
+        pairs = collect(num_pairs, asked.jobs, asked.rate, limits, by_kv_alone=by_kv_alone)
         violated = [sum(pair.violations[side] > 0 for pair in pairs) for side in (0, 1)]
         late = [sum(pair.violations[side] for pair in pairs) for side in (0, 1)]
         moves = np.mean([pair.num_moves for pair in pairs])

@@ -38,6 +38,10 @@ RETRY_S = 1.0
 """Virtual seconds from a batch of best effort that was refused, or failed, to the next."""
 
 
+class StopRun(Exception):  # noqa: N818 - nothing is wrong
+    """Raised by `on_progress`: the run ends, and its result is what has become of its requests by then."""
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """How far a run is."""
@@ -64,7 +68,7 @@ def run_system(
         system: its name (`shared.systems`), or that of one of the scenario's variants.
         seed: of everything that is drawn.
         traces: folder of the traces that scenarios name.
-        on_progress: called now and then.
+        on_progress: called now and then; it may end the run (`StopRun`).
 
     Raises:
         StartupError: the scenario names what does not exist.
@@ -99,6 +103,8 @@ async def _run(built: ExperimentCluster, workload: Workload, on_progress: Callab
                 sampling.result()
             feeding.result()
             sampler.look()
+        except StopRun:
+            pass
         finally:
             sampling.cancel()
             feeding.cancel()
@@ -192,7 +198,7 @@ class _Feeder:
             failure = sessions.outcome(session)
         finally:
             sessions.release(session)
-        recorder.tokens_at(index, np.maximum(session.token_s, admitted_s) - self._begin_s)
+            recorder.tokens_at(index, np.maximum(session.token_s, admitted_s) - self._begin_s)
         recorder.end(index, "" if failure is None else failure.value, session.history.num_preemptions)
         return failure is None
 
