@@ -25,7 +25,7 @@ GPU_MODEL ?= /tmp/sluice-llama3-8b
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-faults test-pauses test-torch-kernels test-browser test-compose gpu-check gpu-figures campaign mutation check format clean
+.PHONY: help install demo test test-slow test-faults test-long test-pauses test-torch-kernels test-browser test-compose gpu-check gpu-figures campaign mutation check format clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -62,20 +62,23 @@ demo: $(VENV)/.demo ## start a cluster here and stream one answer at reading spe
 	$(BIN)/sluice demo
 
 test: $(VENV)/.dev $(VENV)/.native ## run the tests that need no GPU and little time, in two processes
-	$(PYTEST) -p tests.support.cpu_time -m "not gpu and not faults and not compose and not browser and not slow"
+	$(PYTEST) -p tests.support.cpu_time -m "not gpu and not faults and not compose and not browser and not slow and not long"
 
 test-slow: $(VENV)/.dev $(VENV)/.native ## run those that take more than a CPU second, and campaigns' other seeds
-	$(PYTEST) -m "slow and not gpu and not faults and not compose and not browser"
+	$(PYTEST) -m "slow and not long and not gpu and not faults and not compose and not browser"
 
 test-faults: $(VENV)/.dev $(VENV)/.native ## kill, freeze and cut off real processes under load
-	$(BIN)/python -m pytest -m faults tests/faults
+	$(BIN)/python -m pytest -m "faults and not long" tests/faults
+
+test-long: $(VENV)/.dev $(VENV)/.native ## run the further cases for which CI has no time: an hour and more
+	$(BIN)/python -m pytest -m "long and not gpu"
 
 test-pauses: $(VENV)/.dev $(VENV)/.native ## look for tests that fail when the machine stands still: KIND=all|one|tests, SEED=n
 	$(BIN)/python -m tests.support.pauses --kind $(KIND) --seed $(SEED) -- \
-	  $(BIN)/python -m pytest -m "not gpu and not compose and not browser" tests/integration tests/contract tests/faults
+	  $(BIN)/python -m pytest -m "not long and not gpu and not compose and not browser" tests/integration tests/contract tests/faults
 
 test-torch-kernels: $(VENV)/.dev ## run every test that computes with a model once more without the CPU kernels
-	SLUICE_WORKER_KERNELS=torch $(PYTEST) -m "kernels and not gpu and not faults"
+	SLUICE_WORKER_KERNELS=torch $(PYTEST) -m "kernels and not long and not gpu and not faults"
 
 test-browser: $(VENV)/.dev ## use the API from pages in a real Chromium, which apt installs where it may
 	@if ! { command -v chromium || command -v chromium-browser || command -v google-chrome; }; then \

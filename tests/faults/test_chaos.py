@@ -13,6 +13,7 @@ import pytest
 from cli.chaos.processes import is_running
 from tests.support.cluster import ROOT, Cluster, cluster
 from tests.support.processes import sluice, state_of, wait_until
+from tests.support.seeds import first_of
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -43,7 +44,7 @@ def wait_until_all_ready(up: Cluster) -> None:
     wait_until(ready, "both workers are ready", 60)
 
 
-@pytest.mark.parametrize("name", ["worker-0", "planner", "monitor"])
+@pytest.mark.parametrize("name", first_of(["worker-0", "planner", "monitor"], in_ci=2))
 def test_kill_ends_the_process_and_says_what_happens_next(up: Cluster, name: str) -> None:
     done = chaos(up, "kill", name)
     assert (done.returncode, done.stdout) == (0, "")
@@ -53,7 +54,7 @@ def test_kill_ends_the_process_and_says_what_happens_next(up: Cluster, name: str
     wait_until_all_ready(up)
 
 
-@pytest.mark.parametrize("name", ["worker-1", "nats"])
+@pytest.mark.parametrize("name", first_of(["worker-1", "nats"], in_ci=1))
 def test_hang_stops_the_process_for_a_while(up: Cluster, name: str) -> None:
     pid = up.pids[name]
     looks_s = [time.monotonic()]
@@ -79,7 +80,7 @@ def test_hang_stops_the_process_for_a_while(up: Cluster, name: str) -> None:
     wait_until_all_ready(up)
 
 
-@pytest.mark.parametrize("name", ["worker-1", "dispatcher-0", "nats"])
+@pytest.mark.parametrize("name", first_of(["dispatcher-0", "worker-1", "nats"], in_ci=1))
 def test_restart_returns_when_a_successor_is_there(up: Cluster, name: str) -> None:
     done = chaos(up, "restart", name)
     assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ from tests.support.fault_checks import StagedCluster
 from tests.support.fault_cluster import Cluster, Shape, until
 from tests.support.fault_proxy import FaultProxy
 from tests.support.fault_streams import Ask, all_read, long_prompts, mixed_load, reading, seen
+from tests.support.seeds import first_of
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -50,7 +51,7 @@ async def leave_at(cluster: Cluster, moment: str, asked: Ask, *, politely: bool)
     await asyncio.gather(writer.wait_closed(), return_exceptions=True)
 
 
-@pytest.mark.parametrize("politely", [True, False])
+@pytest.mark.parametrize("politely", first_of([False, True], in_ci=1))
 async def test_a_client_that_leaves_at_any_moment_leaves_nothing(cluster: StagedCluster, *, politely: bool) -> None:
     """Row 19."""
     load, leaving = mixed_load(), [*mixed_load()[:4], *long_prompts(4)]

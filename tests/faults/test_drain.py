@@ -24,6 +24,7 @@ from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 from tests.support.cluster import Cluster, cluster
 from tests.support.group_changes import ENV
 from tests.support.processes import sluice, wait_until
+from tests.support.seeds import first_of
 from tests.support.waiting import rounds
 
 pytestmark = pytest.mark.timeout(240)
@@ -99,7 +100,7 @@ def test_a_rolling_restart_by_hand_changes_no_text(up: Cluster) -> None:
             break
 
 
-@pytest.mark.parametrize(("stage", "by_signal"), [(1, False), (0, True)])
+@pytest.mark.parametrize(("stage", "by_signal"), first_of([(1, False), (0, True)], in_ci=1))
 def test_a_stage_of_a_group_is_restored_before_it_drains(up: Cluster, stage: int, *, by_signal: bool) -> None:
     wanted = {number: up.post("/v1/completions", question(number))["choices"][0]["text"] for number in range(4)}
     with readers(up) as texts:

@@ -13,14 +13,17 @@ from tests.support.fault_checks import StagedCluster, staged
 from tests.support.fault_cluster import NATS, Shape, http_session
 from tests.support.fault_streams import COMPLETIONS, all_read, ask, mixed_load, reading, seen
 from tests.support.live_movers import moving
+from tests.support.seeds import first_of
 from tests.support.waiting import rounds
 
 pytestmark = pytest.mark.timeout(240)
 
 VICTIM = "worker-0"
+FAULTS = ("killed", "frozen", "terminated", "broker killed", "broker frozen")
+BOTH = pytest.mark.parametrize("cluster", ["sluice", "kunserve"], indirect=True)
 
 
-@pytest.fixture(scope="module", params=["sluice", "kunserve"])
+@pytest.fixture(scope="module")
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StagedCluster]:
     """Three workers, with memory that is one piece, or in pages."""
     flags = {"worker": ("--system", request.param), "dispatcher": ("--system", request.param)}
@@ -56,6 +59,7 @@ async def migrated(cluster: StagedCluster) -> dict[str, float]:
     return found
 
 
+@BOTH
 async def test_texts_are_the_same_while_requests_move_at_random_moments(cluster: StagedCluster) -> None:
     """Sampling, penalties, log-probabilities, several choices, best effort: whatever the load has."""
     for seed in rounds("twenty moves"):
@@ -65,7 +69,13 @@ async def test_texts_are_the_same_while_requests_move_at_random_moments(cluster:
             break
 
 
-@pytest.mark.parametrize("fault", ["killed", "frozen", "terminated", "broker killed", "broker frozen"])
+@pytest.mark.parametrize(
+    ("cluster", "fault"),
+    first_of(
+        [("sluice", fault) for fault in FAULTS] + [("kunserve", fault) for fault in FAULTS], in_ci=len(FAULTS) + 1
+    ),
+    indirect=["cluster"],
+)
 async def test_what_fails_while_requests_move_changes_no_text(cluster: StagedCluster, fault: str) -> None:
     """A worker is the source of some of them, and the target of others."""
     struck = 0
@@ -94,6 +104,7 @@ async def test_what_fails_while_requests_move_changes_no_text(cluster: StagedClu
             break
 
 
+@BOTH
 async def test_a_rolling_restart_computes_nothing_again(cluster: StagedCluster) -> None:
     """Every worker in turn, under load: its requests leave with their KV, and new ones come all the while."""
     before = await migrated(cluster)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.support.one_device import MARGIN, drop_and_restore
+from tests.support.seeds import first_of
 
 pytestmark = pytest.mark.timeout(240)
 
 
-@pytest.mark.parametrize("by_pages", [False, True])
+@pytest.mark.parametrize("by_pages", first_of([True, False], in_ci=1))
 async def test_texts_go_on_through_drops_and_restores_in_bfloat16(
     tmp_path_factory: pytest.TempPathFactory, *, by_pages: bool
 ) -> None:

@@ -15,12 +15,12 @@ from tests.faults.conftest import FORGOTTEN_S, TWO_DISPATCHERS
 from tests.support.fault_checks import StagedCluster
 from tests.support.fault_cluster import until
 from tests.support.fault_streams import CHAT, Ask, mixed_load
+from tests.support.seeds import first_of
 from tests.support.waiting import rounds
 
 pytestmark = pytest.mark.timeout(180)
 
 LIMITS = ClientLimits(retry=RetryPolicy(first_backoff_s=0.1, max_backoff_s=0.5))
-WAYS = ["http", "websocket"]
 MODE: Any = None
 """The text as it arrives: when it is shown is not what this is about."""
 SHAPE = TWO_DISPATCHERS
@@ -44,8 +44,10 @@ def have_begun(answers: Sequence[Answer]) -> bool:
     return all(len(answer.text) >= 40 for answer in answers)
 
 
-@pytest.mark.parametrize("comes_back", [False, True], ids=["another takes over", "the same comes back"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "comes_back"),
+    first_of([("http", False), ("websocket", True), ("http", True), ("websocket", False)], in_ci=2),
+)
 async def test_a_killed_dispatcher_is_a_pause(cluster: StagedCluster, way: Any, comes_back: bool) -> None:
     asks = streams()
     urls = [cluster.url("dispatcher-1"), *([] if comes_back else [cluster.url("dispatcher-0")])]

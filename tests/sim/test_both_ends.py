@@ -13,6 +13,7 @@ from shared.api_keys import Tier
 from tests.sim.test_engine_properties import chaotic_run
 from tests.support.engine_builders import new_sequence, per_token
 from tests.support.engine_harness import EngineHarness, make_harness
+from tests.support.seeds import first_of
 
 FULL = ["bros", "bros-whole", "chunked"]
 """Some that have best effort give way, and one that does not."""
@@ -82,7 +83,7 @@ def test_without_sharing_blocks_there_is_none() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("num_host_blocks", [0, 20])
+@pytest.mark.parametrize("num_host_blocks", first_of([20, 0], in_ci=1))
 @pytest.mark.parametrize("scheduler", [*FULL, "round-robin"])
 def test_texts_survive_any_order_of_operations(scheduler: str, num_host_blocks: int) -> None:
     """With prefixes, forks, copies to the host and back, failed steps, ends of blocks lost, limits that come and go."""

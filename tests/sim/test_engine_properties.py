@@ -27,7 +27,7 @@ from tests.support.seeds import first_of
 CASES = [
     case
     for prefix_caching, num_host_blocks, count in ((True, 0, 2), (False, 0, 2), (True, 12, 2), (False, 30, 2))
-    for case in first_of([(seed, prefix_caching, num_host_blocks) for seed in range(count)], 1)
+    for case in first_of([(seed, prefix_caching, num_host_blocks) for seed in range(count)], in_ci=1)
 ]
 """Seeds, with prefix caching and without, and with host memory."""
 PIPELINES = [{"depth": depth, "num_lanes": num_lanes} for depth, num_lanes in ((4, 1), (2, 2), (4, 2), (3, 3))]
@@ -72,8 +72,8 @@ def test_texts_survive_any_order_of_operations(
     case.live_through()
 
 
-@pytest.mark.parametrize("case", first_of(PIPELINE_CASES, 1))
-@pytest.mark.parametrize("lanes", first_of(PIPELINES, 2))
+@pytest.mark.parametrize("case", first_of(PIPELINE_CASES, in_ci=1))
+@pytest.mark.parametrize("lanes", first_of(PIPELINES, in_ci=2))
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_texts_survive_any_order_of_operations_in_a_pipeline(
     scheduler: str, lanes: dict[str, Any], case: dict[str, Any]
@@ -81,7 +81,7 @@ def test_texts_survive_any_order_of_operations_in_a_pipeline(
     chaotic_run(scheduler, **lanes, **case).live_through()
 
 
-OVERLAP_CASES = first_of([(seed, num_host_blocks) for seed in range(3) for num_host_blocks in (0, 12)], 4)
+OVERLAP_CASES = first_of([(seed, num_host_blocks) for seed in range(3) for num_host_blocks in (0, 12)], in_ci=4)
 
 
 @pytest.mark.parametrize(("seed", "num_host_blocks"), OVERLAP_CASES)
@@ -97,7 +97,7 @@ LEAVING_SHAPES: tuple[dict[str, Any], ...] = ({"depth": 1}, {"depth": 2, "overla
 
 
 @pytest.mark.parametrize("shape", LEAVING_SHAPES)
-@pytest.mark.parametrize(("seed", "num_host_blocks"), first_of([(seed, 12 * (seed % 2)) for seed in range(4)], 2))
+@pytest.mark.parametrize(("seed", "num_host_blocks"), first_of([(seed, 12 * (seed % 2)) for seed in range(4)], in_ci=2))
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_texts_survive_that_sequences_leave_between_any_two_steps_and_come_again(
     scheduler: str, seed: int, num_host_blocks: int, shape: dict[str, Any]
@@ -213,7 +213,7 @@ def test_everything_finishes_with_kv_for_only_one_request(
 
 @pytest.mark.parametrize("num_host_blocks", [0, 30, 80])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize(("seed", "num_stages"), first_of([(0, 1), (6, 2), (7, 3)], 1))
+@pytest.mark.parametrize(("seed", "num_stages"), first_of([(0, 1), (6, 2), (7, 3)], in_ci=1))
 def test_a_small_memory_delays_but_never_changes_a_text(
     scheduler: str, seed: int, num_stages: int, num_host_blocks: int
 ) -> None:

@@ -57,7 +57,7 @@ REQUIRED = (
 )
 """Paths that the seeds together must reach."""
 
-SEEDS = (*range(90), 151)
+SEEDS = (*range(30), 32, 61, 84, 151)
 FOUND = FaultSeeds(lambda seed: run_scenario(draw_scenario(seed)), SEEDS)
 
 

@@ -316,7 +316,9 @@ async def disturbed(
     return live
 
 
-@pytest.mark.parametrize(("num_host_blocks", "prefix_caching"), first_of([(60, True), (0, True), (0, False)], 1))
+@pytest.mark.parametrize(
+    ("num_host_blocks", "prefix_caching"), first_of([(60, True), (0, True), (0, False)], 1, in_ci=2)
+)
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 async def test_texts_are_undisturbed_whatever_happens(

@@ -21,6 +21,7 @@ from shared.types import SamplingParams
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 from tests.support.runner_driver import Driver
 from tests.support.runners import MIB, load, open_runner
+from tests.support.seeds import first_of
 
 pytestmark = pytest.mark.kernels
 
@@ -49,7 +50,7 @@ def _reserve_and_peaks_of_full_batches(folder: Path, kernels: str, chunks: int) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [WIDE, replace(WIDE, family="qwen2", extra=WINDOWS)], ids=["llama", "qwen2, window"])
-@pytest.mark.parametrize(("kernels", "chunks"), [("torch", 4), ("auto", 12)])
+@pytest.mark.parametrize(("kernels", "chunks"), first_of([("auto", 12), ("torch", 4)], in_ci=1))
 def test_the_reserve_covers_the_peak_of_a_full_batch(
     shape: CheckpointShape, kernels: str, chunks: int, fresh_process: ProcessPoolExecutor
 ) -> None:
@@ -86,7 +87,9 @@ def _reserve_and_peak(folder: Path, num_rows: int, end: int, changes: dict[str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "shape", [LONG, replace(LONG, family="mistral", extra={"sliding_window": 3000})], ids=["whole", "window"]
+    "shape",
+    first_of([LONG, replace(LONG, family="mistral", extra={"sliding_window": 3000})], in_ci=1),
+    ids=["whole", "window"],
 )
 @pytest.mark.parametrize(
     ("num_rows", "changes"),

@@ -40,6 +40,7 @@ from tests.support.late_kv import exchange_of
 from tests.support.live_groups import SHAPES, check, dissolve, lead_and_join, live_devices, ranges_of
 from tests.support.long_story import LENGTHS, LONG_SHAPES, HeldKv, calm_long_texts, long_server
 from tests.support.runners import KERNELS, MIB
+from tests.support.seeds import first_of
 
 pytestmark = pytest.mark.kernels
 CASES = [
@@ -159,7 +160,7 @@ def remotes(devices: Sequence[TorchGroupDevice]) -> list[RemoteAttention]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranges", [HALVES, ranges_of(1, 3, 4)], ids=str)
+@pytest.mark.parametrize("ranges", first_of([(HALVES,), (ranges_of(1, 3, 4),)], in_ci=1), ids=str)
 @pytest.mark.parametrize(("name", "dtype", "kernels"), CASES)
 async def test_sequences_go_on_before_their_kv_has_moved(
     ranges: Sequence[LayerRange], name: str, dtype: str, kernels: str, monkeypatch: pytest.MonkeyPatch
