@@ -13,6 +13,7 @@ does where step time ends first.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 from collections.abc import Sequence, Set
 from concurrent.futures import ProcessPoolExecutor
@@ -64,9 +65,11 @@ class Chosen:
     def begin(self, at_s: float, num_moves: int) -> None:
         """Go on as two processes."""
         self.at_s, self.num_moves = at_s, num_moves
-        self._answer = os.pipe()
+        self._answer, loop = os.pipe(), asyncio.get_running_loop()
         self._twin_pid = os.fork()
         self.is_twin = self._twin_pid == 0
+        if self.is_twin:
+            asyncio._set_running_loop(loop)  # noqa: SLF001  a loop runs in the process that started it
 
     def end_twin(self, num_late: int | None) -> NoReturn:
         """Say to the other process how many were late here, None where this one failed, and end."""
@@ -173,7 +176,7 @@ def compare(seed: int, rate_per_s: float, limits: Limits, *, by_kv_alone: bool) 
     try:
         with (
             only_from("error"),
-            patch("services.planner.service.Consolidation", partial(_OneEmptying, chosen)),
+            patch("services.planner.config.Consolidation", partial(_OneEmptying, chosen)),
             patch("services.planner.policy.packing.consolidation.PACKED_STEP_S", limit_s),
             patch("services.dispatcher.policy.placement.PACKED_STEP_S", limit_s),
         ):
