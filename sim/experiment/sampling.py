@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from services.worker.engine.stats import take_stats
+from services.worker.engine.stats import count_blocks, take_stats
 from shared.messages.plan import PLAN_KEY, Plan, PlanPhase
 from shared.messages.report import Liveness, WorkerPhase
 from shared.subjects import Subjects
@@ -60,23 +60,23 @@ class ClusterSampler:
 
     def look(self) -> None:
         """Take one sample."""
-        stats = [take_stats(worker.service.engine) for worker in self._cluster.workers]
+        engines = [worker.service.engine for worker in self._cluster.workers]
         sessions = self._cluster.dispatcher.sessions
-        used = sum(each.num_used_blocks for each in stats)
-        wanted = sum(each.num_demanded_blocks for each in stats)
+        used, wanted = (sum(counts) for counts in zip(*map(count_blocks, engines), strict=True))
+        running = [len(engine.table.running) for engine in engines]
+        parked = [len(engine.table.waiting) + len(engine.table.preempted) for engine in engines]
+        num_busy = sum(any(counts) for counts in zip(running, parked, strict=True))
         self._grouped.append(self._grouped_ratio())
-        parked = sum(each.num_waiting + each.num_preempted for each in stats)
         self._rows.append(
             (
                 self._loop.time() - self._begin_s,
                 used,
                 used + wanted + (self._queued_blocks() if sessions.num_queued else 0),
-                sum(each.num_blocks for each in stats),
-                sum(each.num_running for each in stats),
-                parked + sessions.num_queued,
+                sum(engine.capacity_blocks for engine in engines),
+                sum(running),
+                sum(parked) + sessions.num_queued,
                 self._num_serving() * self._gpus_per_worker,
-                sum(each.num_running + each.num_waiting + each.num_preempted > 0 for each in stats)
-                * self._gpus_per_worker,
+                num_busy * self._gpus_per_worker,
             )
         )
 

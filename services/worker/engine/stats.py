@@ -83,7 +83,7 @@ def take_stats(engine: Engine, pace: StepPace = StepPace.STEPPING) -> EngineStat
         pace: what its step loop is at.
     """
     table, demand, host = engine.table, take_demand(engine), None if engine.swapping is None else engine.swapping.host
-    used = min(engine.num_used_blocks, engine.capacity_blocks)
+    used, demanded = count_blocks(engine)
     num_running = len(table.running)
     return EngineStats(
         num_running=num_running,
@@ -92,7 +92,7 @@ def take_stats(engine: Engine, pace: StepPace = StepPace.STEPPING) -> EngineStat
         num_preempted=len(table.preempted),
         num_blocks=engine.capacity_blocks,
         num_used_blocks=used,
-        num_demanded_blocks=engine.num_demanded_blocks + engine.num_used_blocks - used,
+        num_demanded_blocks=demanded,
         num_uncomputed_blocks=_num_uncomputed_blocks(engine),
         num_head_blocks=demand.num_head_blocks,
         num_queued_for_memory=demand.num_queued,
@@ -106,6 +106,12 @@ def take_stats(engine: Engine, pace: StepPace = StepPace.STEPPING) -> EngineStat
         best_effort=count_best_effort(engine, most_parked(engine)),
         totals=replace(engine.totals),
     )
+
+
+def count_blocks(engine: Engine) -> tuple[int, int]:
+    """Return `EngineStats.num_used_blocks` and `EngineStats.num_demanded_blocks`."""
+    used = min(engine.num_used_blocks, engine.capacity_blocks)
+    return used, engine.num_demanded_blocks + engine.num_used_blocks - used
 
 
 def most_waiting(engine: Engine) -> int:
