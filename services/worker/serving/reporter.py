@@ -9,7 +9,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from services.worker.cost.estimate import CostEstimate
@@ -247,8 +247,7 @@ class Reporter:
             "step_time_s": self._rates.step_time_s,
             "tokens_per_s": self._rates.tokens_per_s,
         }
-        facts = {field.name: getattr(self._facts, field.name) for field in fields(self._facts)}
-        return base.model_copy(update={**facts, **numbers, **_place(self._role), **self._looks()})
+        return base.model_copy(update={**_named(self._facts), **numbers, **_place(self._role), **self._looks()})
 
     def _looks(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -262,8 +261,13 @@ class Reporter:
         if self._migration is not None:
             found["migration"] = self._migration()
         if self._readers is not None:
-            found |= asdict(self._readers())
+            found |= _named(self._readers())
         return found
+
+
+def _named(parts: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass; `asdict` would copy what is in them."""
+    return {field.name: getattr(parts, field.name) for field in fields(parts)}
 
 
 def _place(role: Role | None) -> dict[str, Any]:
