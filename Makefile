@@ -68,17 +68,18 @@ test-slow: $(VENV)/.dev $(VENV)/.native ## run those that take more than a CPU s
 	$(PYTEST) -m "slow and not long and not gpu and not faults and not compose and not browser"
 
 test-faults: $(VENV)/.dev $(VENV)/.native ## kill, freeze and cut off real processes under load
-	$(BIN)/python -m pytest -m "faults and not long" tests/faults
+	$(PYTEST) -m "faults and not long" tests/faults
 
 test-long: $(VENV)/.dev $(VENV)/.native ## run the further cases for which CI has no time: an hour and more
-	$(BIN)/python -m pytest -m "long and not gpu"
+	$(PYTEST) -m "long and not gpu"
+	SLUICE_WORKER_KERNELS=torch $(PYTEST) -m "kernels and (slow or long) and not gpu and not faults"
 
 test-pauses: $(VENV)/.dev $(VENV)/.native ## look for tests that fail when the machine stands still: KIND=all|one|tests, SEED=n
 	$(BIN)/python -m tests.support.pauses --kind $(KIND) --seed $(SEED) -- \
 	  $(BIN)/python -m pytest -m "not long and not gpu and not compose and not browser" tests/integration tests/contract tests/faults
 
-test-torch-kernels: $(VENV)/.dev ## run every test that computes with a model once more without the CPU kernels
-	SLUICE_WORKER_KERNELS=torch $(PYTEST) -m "kernels and not long and not gpu and not faults"
+test-torch-kernels: $(VENV)/.dev ## run what computes with a model, and takes little time, once more without the CPU kernels
+	SLUICE_WORKER_KERNELS=torch $(PYTEST) -m "kernels and not slow and not long and not gpu and not faults"
 
 test-browser: $(VENV)/.dev ## use the API from pages in a real Chromium, which apt installs where it may
 	@if ! { command -v chromium || command -v chromium-browser || command -v google-chrome; }; then \

@@ -248,7 +248,7 @@ async def test_slow_and_delayed_links_lose_nothing(tmp_path: Path) -> None:
 
 async def test_a_dispatcher_that_the_broker_cuts_as_too_slow_loses_no_token(tmp_path: Path) -> None:
     """Row 25: the broker holds 64 KiB for a reader and then ends its connection; what it dropped is asked for again."""
-    wide: dict[str, Any] = {"temperature": 1.0, "logprobs": True, "top_logprobs": 20, "max_tokens": 900}
+    wide: dict[str, Any] = {"temperature": 1.0, "logprobs": True, "top_logprobs": 20, "max_tokens": 400}
     load = [ask(f"wide-{n}", CHAT, seed=n, **wide) for n in range(8)]
     shape = Shape(env=SMALL_STEPS, proxied=("dispatcher-0",), max_payload_bytes=64 * 1024, max_pending_bytes=64 * 1024)
     with staged(tmp_path, shape) as cluster:

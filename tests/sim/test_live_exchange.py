@@ -52,7 +52,7 @@ def run_watched(scenario: FaultScenario) -> tuple[SeedReport, int]:
     return report, seen[0].network.num_remote_steps
 
 
-@pytest.mark.parametrize("first", first_of(range(0, 24, 6), in_ci=2))
+@pytest.mark.parametrize("first", first_of(range(0, 24, 6), in_ci=1))
 def test_lots_of_both_modes_move_in_one_exchange(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange_modes, "modes_of", mixed)
     seeds = (*range(first, first + 6), *SEEDS[-4:])

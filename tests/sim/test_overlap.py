@@ -14,7 +14,7 @@ from sim.faults.cluster import FaultCluster
 from sim.faults.scenario import FaultScenario, draw_group_scenario, draw_scenario
 from sim.worker import SimWorker, StickyExecutor
 
-NUM_SEEDS = 15
+NUM_SEEDS = 8
 
 
 class Devices:

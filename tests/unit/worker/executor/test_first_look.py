@@ -119,7 +119,7 @@ def _take_and_let_go() -> None:
             (WIDE, {"kernels": "torch", "max_model_len": 3000}),
             (replace(WIDE, family="opt", num_kv_heads=2), {"block_size": 128, "max_batch_tokens": 17}),
         ],
-        in_ci=3,
+        in_ci=2,
     ),
     ids=str,
 )

@@ -115,15 +115,18 @@ async def exchange_by_price(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("link_bytes_per_s", "step_s", "names", "modes"),
-    [
-        (0.0, 1.0, EIGHT, [False, False]),
-        (1e5, 1.0, EIGHT, [True, True]),
-        (1e15, 1.0, EIGHT, [False, False]),
-        (1e5, 0.001, ([4], [1, 6, 7]), [False, False]),
-        (1e5, 0.0235, ([4], [1, 6, 7]), [True, False]),
-        (1e5, 0.0235, ([1, 6, 7], [4]), [False, True]),
-        (1e5, 1.0, ([4], [1, 6, 7]), [True, True]),
-    ],
+    first_of(
+        [
+            (1e5, 1.0, EIGHT, [True, True]),
+            (1e15, 1.0, EIGHT, [False, False]),
+            (1e5, 0.0235, ([4], [1, 6, 7]), [True, False]),
+            (0.0, 1.0, EIGHT, [False, False]),
+            (1e5, 0.001, ([4], [1, 6, 7]), [False, False]),
+            (1e5, 0.0235, ([1, 6, 7], [4]), [False, True]),
+            (1e5, 1.0, ([4], [1, 6, 7]), [True, True]),
+        ],
+        in_ci=3,
+    ),
     ids=str,
 )
 async def test_what_links_and_steps_cost_decides_whose_kv_is_attended(
