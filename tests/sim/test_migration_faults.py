@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from services.dispatcher.session.leases import Loss
 from services.worker.modelled.shadow_kv import ShadowKv
 from shared.messages.fetch import FetchOutcome
 from sim.faults.campaign import run_scenario
+from sim.faults.cluster import FaultCluster
 from sim.faults.kinds import FaultKind
 from sim.faults.scenario import MOVING_SYSTEMS, draw_migration_scenario, draw_scenario
 from tests.support.fault_seeds import FaultSeeds
@@ -88,3 +91,25 @@ def test_a_block_that_is_lost_in_a_move_would_be_noticed(monkeypatch: pytest.Mon
 def test_moves_are_drawn_only_where_they_are_what_a_run_is_about() -> None:
     assert draw_migration_scenario(1).plan.moves
     assert not draw_scenario(1).plan.moves
+
+
+@pytest.mark.slow
+def test_no_request_is_in_steps_of_two_workers_at_once() -> None:
+    """Where nothing fails; a worker that is given up computes until its lease is over."""
+    places: dict[str, set[int]] = {}
+
+    def look(cluster: FaultCluster) -> None:
+        engines = [node.worker.service.engine for node in cluster.workers if node.worker is not None]
+        found: dict[str, list[int]] = {}
+        for number, engine in enumerate(engines):
+            for request in {engine.table.sequence(row).key[0] for row in engine.flights.rows.tolist()}:
+                found.setdefault(request, []).append(number)
+        assert not [request for request, numbers in found.items() if len(numbers) > 1]
+        for name, numbers in found.items():
+            places.setdefault(f"{name} of {seed}", set()).update(numbers)
+
+    for seed in range(10):
+        scenario = draw_migration_scenario(seed)
+        report = run_scenario(replace(scenario, plan=replace(scenario.plan, faults=())), watch=look)
+        assert not report.violations
+    assert sum(len(numbers) > 1 for numbers in places.values()) > 20, "they move"
