@@ -17,6 +17,7 @@ from tests.support.fault_checks import StagedCluster, staged
 from tests.support.fault_cluster import Shape, http_session
 from tests.support.fault_streams import COMPLETIONS, ask
 from tests.support.live_movers import moving
+from tests.support.seeds import first_of
 from tests.support.waiting import rounds
 
 pytestmark = pytest.mark.timeout(240)
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.timeout(240)
 LASTING = [ask(f"long-{number}", COMPLETIONS, max_tokens=900, seed=number, temperature=1.0) for number in range(6)]
 
 
-@pytest.fixture(scope="module", params=["pack", "mell"])
+@pytest.fixture(scope="module", params=first_of(["pack", "mell"], in_ci=1))
 def system(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
