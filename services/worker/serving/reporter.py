@@ -247,7 +247,8 @@ class Reporter:
             "step_time_s": self._rates.step_time_s,
             "tokens_per_s": self._rates.tokens_per_s,
         }
-        return base.model_copy(update={**_named(self._facts), **numbers, **_place(self._role), **self._looks()})
+        facts = {field.name: getattr(self._facts, field.name) for field in fields(self._facts)}
+        return base.model_copy(update={**facts, **numbers, **_place(self._role), **self._looks()})
 
     def _looks(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -261,13 +262,9 @@ class Reporter:
         if self._migration is not None:
             found["migration"] = self._migration()
         if self._readers is not None:
-            found |= _named(self._readers())
+            readers = self._readers()
+            found |= {"slack_rows": readers.slack_rows, "slack_blocks": readers.slack_blocks, "qoe": readers.qoe}
         return found
-
-
-def _named(parts: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass; `asdict` would copy what is in them."""
-    return {field.name: getattr(parts, field.name) for field in fields(parts)}
 
 
 def _place(role: Role | None) -> dict[str, Any]:
