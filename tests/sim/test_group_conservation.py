@@ -26,7 +26,7 @@ from tests.support.layer_watch import LayerWatch
 from tests.support.page_twins import PageWatch
 
 pytestmark = pytest.mark.slow
-SEEDS = (*range(7), 18)
+SEEDS = (*range(7), 9, 18)
 """The last one forms a group of three."""
 NUM_READERS_FIRST = 3
 """Seeds that are lived through by readers first, too."""
