@@ -14,6 +14,8 @@ from tests.support.stage_tap import StageTap
 
 SMALL_STEPS: Final = {"SLUICE_WORKER_MAX_BATCH_TOKENS": "48"}
 """So that a prompt takes many steps, and a fault can come in between."""
+PATIENT: Final = {"SLUICE_DISPATCHER_QUEUE_LIMIT_S": "120"}
+"""Instead of 30 s: on a slow machine workers that were killed are not back sooner."""
 LEASE_S: Final = 3.0
 ORPHAN_S: Final = 5.0
 """Shortened from 60 s: how long a worker keeps what nobody asks about."""
@@ -34,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="module")
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StagedCluster]:
     """Two workers and a dispatcher, or the module's `SHAPE`, shared by its tests; each leaves them as it found them."""
-    shape = getattr(request.module, "SHAPE", Shape(env=SMALL_STEPS))
+    shape = getattr(request.module, "SHAPE", Shape(env={**SMALL_STEPS, **PATIENT}))
     with staged(tmp_path_factory.mktemp("cluster"), shape) as cluster:
         yield cluster
 
