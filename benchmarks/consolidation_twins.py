@@ -232,6 +232,7 @@ def main() -> None:
         late = [sum(pair.violations[side] for pair in pairs) for side in (0, 1)]
         moves = np.mean([pair.num_moves for pair in pairs])
         rows.append((name, str(len(pairs)), f"{moves:.1f}", f"{violated[0]}; {violated[1]}", f"{late[0]}; {late[1]}"))
+        print(*rows[-1], sep="  ", flush=True)
     head = ("", "consolidations", "moves of each", "with violations; twins", "requests late; twins")
     print_table("Consolidations", head, rows)
 
