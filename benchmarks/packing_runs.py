@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from sim.experiment.run import Progress, StopRun, run_system
 from sim.scenarios.files import load_scenario
 from sim.workload.workload import F64
 
-BITS: float = 8e-9
+BITS: Final = 8e-9
 """Gbps of a byte per second."""
 
 

@@ -96,24 +96,26 @@ class Balancer:
             view, now_s = self._look(), asyncio.get_running_loop().time()
             for wanted in () if view is None else self._rule(view, self._avoided(view), now_s):
                 source, targets = wanted.source.worker_id, {report.worker_id for report in wanted.targets}
-                if source not in self._who_waits(wanted, gives=True) and not self._who_waits(wanted) & targets:
+                can_give = source not in (self._giving if wanted.is_urgent else self._busy)
+                if can_give and not self._busy & targets:
                     self._giving.add(source)
                     self._taking |= targets
                     self._tasks.start(self._move(wanted, targets), name=f"move-{source}")
             await asyncio.sleep(self._params.pause_s)
 
-    def _who_waits(self, wanted: Wanted, *, gives: bool = False) -> set[WorkerId]:
-        """Return who gives nothing, or takes nothing, of what is wanted: who is in a move, or whose link had enough."""
-        if wanted.is_urgent:
-            return self._giving if gives else self._giving | self._taking
-        return self._giving | self._taking | self._links.spent(asyncio.get_running_loop().time())
+    @property
+    def _busy(self) -> set[WorkerId]:
+        """Who is in a move."""
+        return self._giving | self._taking
 
     async def _move(self, wanted: Wanted, targets: set[WorkerId]) -> None:
         """Have carried out what is wanted; whoever takes part is in no other move until it is over, see the module."""
         source = wanted.source.worker_id
         try:
             running = (await self._running(wanted)).requests
-            moves = wanted.choose(running, self._who_waits(wanted) - targets)
+            spent = set() if wanted.is_urgent else self._links.spent(asyncio.get_running_loop().time())
+            moves = wanted.choose(running, (self._busy - targets) | spent)
+            moves = [move for move in moves if not spent & {source, move.target.worker_id}]
             targets |= {move.target.worker_id for move in moves}
             self._taking |= targets
             await self._carry_out_all(wanted, moves)
