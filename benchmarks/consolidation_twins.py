@@ -204,7 +204,7 @@ def num_late(records: Records, at_s: float, limits: Limits) -> int:
 
 
 def collect(num_pairs: int, jobs: int, rate_per_s: float, limits: Limits, *, by_kv_alone: bool) -> list[Pair]:
-    """Return that many pairs, from as many seeds as it takes, ten for each at most; each process has its own patches."""
+    """Return that many pairs, or what enough seeds gave; each process has its own patches."""
     look = partial(compare, rate_per_s=rate_per_s, limits=limits, by_kv_alone=by_kv_alone)
     pairs: list[Pair] = []
     seeds = iter(range(MOST_SEEDS * num_pairs))

@@ -274,6 +274,7 @@ async def test_moves_take_their_share_of_a_links_time_and_no_more_but_for_urgent
         in_a_minute = [sum(at_s <= later_s < at_s + LINK_WINDOW_S for later_s in begun) for at_s in begun]
         assert max(in_a_minute) == (12 if is_urgent else 3)
         assert len(begun) >= (55 if is_urgent else 12)
+        assert cluster.num_listed["full"] > 55, "a rule that keeps books hears who is there all the same"
 
 
 def test_of_a_links_time_counts_what_lies_in_the_last_minute() -> None:
