@@ -103,8 +103,8 @@ class PlannerSettings(ServiceSettings):
     """Seconds between two looks at who is fuller than whom, where running requests move; reports have to show the last
     moves."""
     move_link_share: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Of the last minute, from which on a worker whose link has had requests to move is left alone, but for requests
-    that leave before its memory runs out."""
+    """Share of the last minute for which moves may have had a worker's link: from then on only urgent ones begin, of
+    requests that leave before memory runs out."""
     batch_per_worker: Annotated[int, Field(ge=0, le=65_536)] = 256
     """Requests that a worker runs well at a time, by its profile, and a group for each of its workers: no more are
     brought there; 0: none ever."""

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from sim.experiment.alone import alone_records
+from sim.experiment.records import UNFINISHED
 from sim.experiment.result import RunResult
-from sim.experiment.run import Progress, run_workload
+from sim.experiment.run import Progress, StopRun, run_workload
 from sim.experiment.setup import ExperimentCluster
 from sim.experiment.summary import summarise
 from sim.workload.workload import Workload
@@ -122,6 +123,28 @@ def test_progress_only_grows(tight: tuple[Workload, RunResult, list[Progress]]) 
     assert [each.at_s for each in progress] == sorted(each.at_s for each in progress)
     assert [each.num_done for each in progress] == sorted(each.num_done for each in progress)
     assert progress[-1].num_requests == len(workload)
+
+
+def test_a_run_that_is_stopped_has_what_the_whole_one_had_by_then(
+    tight: tuple[Workload, RunResult, list[Progress]],
+) -> None:
+    workload, whole, _ = tight
+    stopped_s: list[float] = []
+
+    def stop(progress: Progress) -> None:
+        if progress.at_s > 2.0:
+            stopped_s.append(progress.at_s)
+            raise StopRun
+
+    found = run_workload(cluster(num_blocks=60), workload, stop).records
+    (end_s,) = stopped_s
+    for index in range(len(workload)):
+        tokens_s, all_s = (
+            each.token_s[each.token_begin[index] : each.token_begin[index + 1]] for each in (found, whole.records)
+        )
+        assert tokens_s.tolist() == all_s[all_s <= end_s].tolist()
+        assert (found.failure[index] == UNFINISHED) == (tokens_s.size < all_s.size)
+    assert 0 < found.is_complete.sum() < len(workload)
 
 
 def test_what_can_never_fit_is_refused_and_the_others_go_on() -> None:
