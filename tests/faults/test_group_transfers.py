@@ -42,11 +42,14 @@ from tests.support.waiting import rounds
 
 pytestmark = pytest.mark.timeout(180)
 
+GREETED_BYTES = 512
+"""Of one direction: two stages have met by then, which has a short limit, and have not said yet what they hold."""
+
 
 @pytest.fixture(scope="module")
 def cluster(tap: StageTap, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StagedCluster]:
     """Two workers, shared by the tests of this module; each leaves them whole."""
-    with staged(tmp_path_factory.mktemp("cluster"), tap.before(shape(2, exchange_limit_s=20)), load()) as cluster:
+    with staged(tmp_path_factory.mktemp("cluster"), tap.before(shape(2, exchange_limit_s=60)), load()) as cluster:
         yield cluster
 
 
@@ -123,15 +126,15 @@ async def test_of_two_planners_the_older_one_is_fenced_off(cluster: StagedCluste
     async with cluster.bus() as bus, cluster.unchanged(2, load()):
         await bus.subscribe("sluice.*.event.>", lambda message: events.append(decode_json(message.data, Event)))
         await bus.flush()
-        met = tap.hold(0)  # the stages cannot agree on what moves, so the group does not come about yet
+        met = tap.hold(GREETED_BYTES)  # the stages cannot agree on what moves, so the group does not come about yet
         asking = asyncio.ensure_future(change(cluster, bus, "drop"))
         await until(met.is_set, "KV is on its way", 20.0)
         cluster.freeze("planner")
         cluster.start("planner-1")
         try:
-            await until(lambda: was_told("plan_committed", "planner-1", "taken up"), "it is driven on", 20.0)
+            await until(lambda: was_told("plan_committed", "planner-1", "taken up"), "it is driven on", 40.0)
             tap.go_on()
-            await until(lambda: was_told("plan_done", "planner-1", "2 of 2 workers"), "it is done", 20.0)
+            await until(lambda: was_told("plan_done", "planner-1", "2 of 2 workers"), "it is done", 40.0)
             cluster.thaw("planner")
             await until(lambda: was_told("planner_superseded", "planner"), "the older one knows that it is over", 20.0)
             assert not (await asking)["done"]

@@ -10,6 +10,7 @@ import numpy as np
 
 from shared.cluster_views import ViewWriter
 from shared.ids import Incarnation, StreamId, WorkerId
+from shared.messages.fetch import Fetch, Fetched, FetchOutcome
 from shared.messages.lease import Renew, Renewed
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
 from shared.messages.request import (
@@ -101,6 +102,9 @@ class FakeWorker:
         """True: replays are answered as by a worker that was restarted."""
         self.num_preemptions = 0
         """That it says of each request which it accepts."""
+        self.fetch_outcome = FetchOutcome.REFUSED
+        """Of whatever it is to fetch."""
+        self.fetches: list[Fetch] = []
         self._subjects = Subjects(cluster)
         self._counter = 0
         self._tasks = TaskOwner()
@@ -118,6 +122,7 @@ class FakeWorker:
                 Endpoint("cancel", self._subjects.cancel(self.worker_id), self._cancel),
                 Endpoint("replay", self._subjects.replay(self.worker_id), self._replay),
                 Endpoint("renew", self._subjects.renew(self.worker_id), self._renew),
+                Endpoint("fetch", self._subjects.fetch(self.worker_id), self._fetch),
             ],
         )
 
@@ -158,6 +163,10 @@ class FakeWorker:
         for name in renew.drop:
             self.running.pop(name, None)
         return encode(Renewed(incarnation=self.incarnation, counter=self._counter, num_sequences=len(self.running)))
+
+    async def _fetch(self, message: Message) -> bytes:
+        self.fetches.append(decode(message.data, Fetch))
+        return encode(Fetched(outcome=self.fetch_outcome))
 
     async def _stream(self, running: Running) -> None:
         assert self.script is not None

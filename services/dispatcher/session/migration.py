@@ -21,7 +21,7 @@ from shared.ids import WorkerId
 from shared.messages.fetch import FETCH_LIMIT_S, Fetch, FetchOutcome, FetchReason
 
 RELEASE_LIMIT_S: Final = 1.0
-"""How long after the answer of who has fetched a session its source's word may come."""
+"""How long after the answer that a session has left its source's word may come."""
 RELEASE_POLL_S: Final = 0.01
 LOST_LIMIT_S: Final = 6.0
 """Longest time for which a session that has lost its worker waits for its KV: whoever fetches it may be lost, too."""
@@ -59,14 +59,14 @@ class SessionMigration:
             if address is None:
                 continue
             outcome = await self._fetch(session, before, target, address, FetchReason.DRAIN)
-            if outcome is FetchOutcome.MOVED:
+            if outcome in {FetchOutcome.MOVED, FetchOutcome.GONE}:
                 await self._until_left(session, before.number)
             if session.attempt != before.number or session.is_over:
                 return True
             if outcome is FetchOutcome.BUSY:
                 tried.discard(target)
                 self._together.pop(first, None)
-            if outcome in {FetchOutcome.GONE, FetchOutcome.LOST}:
+            if outcome is FetchOutcome.GONE:
                 break
         return False
 

@@ -13,6 +13,7 @@ from services.dispatcher.session.request import FailureCode
 from services.dispatcher.session.session import Session
 from shared.api_keys import Tier
 from shared.ids import Incarnation
+from shared.messages.fetch import FetchOutcome
 from shared.messages.report import Liveness, WorkerPhase
 from shared.messages.request import RefusalReason, Submit
 from shared.types import FinishReason, LatencyLimits
@@ -178,6 +179,29 @@ async def test_requests_leave_a_draining_worker_only_if_another_one_takes_them(m
     await finish_whole(made, session, taker)
     assert [cancel.attempt for cancel in first.cancels] == [1]
     assert second.submits[-1].generated_ids().tolist() == ANSWER[:4]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "num_asked"),
+    [(FetchOutcome.LOST, 2), (FetchOutcome.FULL, 2), (FetchOutcome.REFUSED, 2), (FetchOutcome.GONE, 1)],
+)
+@with_cluster()
+async def test_whoever_could_not_fetch_a_request_is_not_the_last_one_asked(
+    made: Cluster, outcome: FetchOutcome, num_asked: int
+) -> None:
+    """Only one that has left has no KV to fetch; a link that was lost was perhaps that worker's own."""
+    first, *others = [await made.add(name, script=None) for name in ("a", "b", "c")]
+    session, taker = await run_on(made, "a", num_tokens=0)
+    await first.emit(first.running["r", 1], ANSWER[:2])
+    for each in others:
+        each.fetch_outcome = outcome
+    status = partial(make_status, model_digest="0" * 64, stage_address="10.0.0.1:1")
+    await made.view(status("a", phase=WorkerPhase.DRAINING), status("b"), status("c"))
+    await asyncio.sleep(2.0)
+    assert [len(each.fetches) for each in others].count(1) == num_asked
+    (taken,) = [each for each in others if each.submits]
+    await taken.emit(taken.running["r", 2], ANSWER[2:], FinishReason.STOP)
+    await finish_whole(made, session, taker)
 
 
 @with_cluster(queue_limit_s=5.0)
