@@ -16,6 +16,8 @@ ROOM_FOR_GROWTH: Final = 0.05
 """Share of a worker's KV memory that stays free where a request is put so as to pack."""
 PACKED_STEP_S: Final = 0.1
 """Longest step of a worker that gets more so that others get less: ten tokens per second for each of its readers."""
+PACKED_WAIT_S: Final = 0.25
+"""Most seconds of computing prompts that wait at a worker which gets another one so that others get less."""
 
 
 class Memory(StrEnum):

@@ -11,8 +11,9 @@ group computes with all of its stages. Every worker says what a token costs it, 
 differ in what they do and not in how they are placed; who does not say it is compared by memory.
 
 Best fit and worst fit are what packing is compared with: they fill workers that are in use, and take another one only
-if none has room. They look at memory alone; `gradient` is best fit that looks at steps as well. When memory runs out,
-the worker preempts as ever. By class goes where a planner says that requests of a size go next.
+if none has room. They look at memory alone; `gradient` is best fit that looks at steps and at prompts that wait as
+well. When memory runs out, the worker preempts as ever. By class goes where a planner says that requests of a size go
+next.
 
 Pure: a snapshot in, a choice with its reason out. Source: the project's own design; KunServe v1 (section 4.3) has the
 dispatcher look at how many requests a group runs well; the fits are baselines of Mell (section VIII-B), and `gradient`
@@ -29,7 +30,7 @@ from typing import Protocol
 from shared.hot import hot_dataclass
 from shared.ids import WorkerId
 from shared.messages.report_parts import DecodeCost
-from shared.systems import PACKED_STEP_S, ROOM_FOR_GROWTH
+from shared.systems import PACKED_STEP_S, PACKED_WAIT_S, ROOM_FOR_GROWTH
 
 WAITING_WEIGHT = 0.5
 """Of a second of prompts that wait, against all of a worker's KV memory. Higher spreads bursts more evenly, and lets
@@ -140,17 +141,19 @@ def place_pack(
 ) -> Placed | None:
     """Choose the fullest worker in use that has room for what is known of the request, and room for growth besides.
 
-    So with its steps: they are to stay below what packing allows.
+    So with its steps: they are to stay below what packing allows. A prompt goes where few others wait: while one worker
+    computes them one after the other, another one could.
     """
-    fit = _Fit(growth=ROOM_FOR_GROWTH, max_step_s=PACKED_STEP_S * (1 - ROOM_FOR_GROWTH))
+    fit = _Fit(ROOM_FOR_GROWTH, max_step_s=PACKED_STEP_S * (1 - ROOM_FOR_GROWTH), max_waiting_s=PACKED_WAIT_S)
     return _fit(workers, num_tokens, refused, num_known, fit)
 
 
 def place_gradient(
     workers: Sequence[PlacementLoad], num_tokens: int, refused: Collection[WorkerId] = (), num_known: int = 0
 ) -> Placed | None:
-    """Choose the fullest worker in use that has room, and whose steps stay short enough for its readers (PolyServe)."""
-    return _fit(workers, num_tokens, refused, num_known, _Fit(max_step_s=PACKED_STEP_S))
+    """Choose the fullest worker in use that has room and keeps limits of steps and of waiting (PolyServe)."""
+    fit = _Fit(max_step_s=PACKED_STEP_S, max_waiting_s=PACKED_WAIT_S)
+    return _fit(workers, num_tokens, refused, num_known, fit)
 
 
 def place_by_class(
@@ -172,12 +175,14 @@ def place_by_class(
 class _Fit:
     """What fits."""
 
-    which: str = "fullest"
-    """Or "emptiest": of those that are in use and have room."""
     growth: float = 0.0
     """Share of a worker's memory that has to be left then."""
+    which: str = "fullest"
+    """Or "emptiest": of those that are in use and have room."""
     max_step_s: float = inf
     """Longest step there."""
+    max_waiting_s: float = inf
+    """Most computing of prompts that wait there."""
 
 
 def _fit(
@@ -193,6 +198,7 @@ def _fit(
         for each in able
         if each.num_sequences
         and _free_tokens(each, fit.growth) >= num_known
+        and each.waiting_s <= fit.max_waiting_s
         and _step_s(each, num_known) <= fit.max_step_s
     ]
     sign = 1 if fit.which == "fullest" else -1

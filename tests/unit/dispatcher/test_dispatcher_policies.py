@@ -128,6 +128,18 @@ def test_who_is_packed_by_steps_takes_no_more_than_its_readers_can_stand(
         assert some(place(loads, 1000, num_known=200)).worker_id == chosen
 
 
+@pytest.mark.parametrize(("waiting_s", "others_s", "chosen"), [(0.2, 0.0, "a"), (0.3, 0.0, "b"), (0.3, 0.4, "u")])
+def test_a_prompt_is_not_packed_behind_many_others(waiting_s: float, others_s: float, chosen: str) -> None:
+    """A quarter of a second is the limit; who looks at memory alone does not see it."""
+    loads = [
+        make_load("a", num_sequences=9, num_demanded_blocks=50, waiting_s=waiting_s),
+        make_load("b", num_sequences=9, num_demanded_blocks=20, waiting_s=others_s),
+        make_load("u"),
+    ]
+    for place, expected in ((place_pack, chosen), (place_gradient, chosen), (place_best_fit, "a")):
+        assert some(place(loads, 1000, num_known=100)).worker_id == expected
+
+
 @pytest.mark.parametrize("place", [place_best_fit, place_worst_fit, place_pack, place_gradient])
 def test_who_is_closing_comes_after_all_others_that_have_room(place: Placement) -> None:
     fuller, emptier = (
