@@ -198,7 +198,8 @@ class Divided:
             for name, (move, _) in self._waiting.items()
         ]
         self._links.refill({each: link for move in asked for each in move.links})
-        self._prefills.refill({move.target: self._boundary(packer, move.target) for move in asked})
+        targets = {move.target for move, _ in self._waiting.values()}
+        self._prefills.refill({target: self._boundary(packer, target) for target in targets})
         for name, kind in divide(asked, self._links, self._prefills, self.kinds).items():
             if kind is not MoveKind.LATER:
                 move, since_s = self._waiting.pop(name)

@@ -254,6 +254,7 @@ def _migrated(view: ClusterView) -> list[str]:
         why = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
         not_moved = f"; {others} did not ({why})" if others else ""
         kv = f"{describe_bytes(migration.num_bytes_total)} of KV, {migration.num_recomputed_total} computed again"
+        kv += f", {migration.num_as_tokens_total} as tokens" if migration.num_as_tokens_total else ""
         lines.append(f"migrated: {report.worker_id}: {came} running requests came, {kv}{not_moved}")
     return lines
 

@@ -140,14 +140,15 @@ class SimCluster:
         await serve_choices(self.dispatcher, answers)
         return answers
 
-    async def fetch(self, name: str, source: str, target: str, attempt: int = 1) -> Fetched:
-        """Have a worker fetch a request that another one runs, with its KV; return its answer."""
+    async def fetch(self, name: str, source: str, target: str, attempt: int = 1, *, as_tokens: bool = False) -> Fetched:
+        """Have a worker fetch a request that another one runs; return its answer."""
         asked = Fetch(
             request_id=RequestId(name),
             attempt=attempt,
             source=WorkerId(source),
             source_address=source,
             reason=FetchReason.BALANCE,
+            as_tokens=as_tokens,
         )
         bus = self.broker.connect(f"mover-{next(_MOVERS)}")
         data = await bus.request(Subjects().fetch(WorkerId(target)), encode(asked), timeout_s=FETCH_LIMIT_S)

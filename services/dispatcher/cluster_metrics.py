@@ -67,8 +67,9 @@ class ClusterMetrics:
         self._fetches = Growing(counter("sluice:migration", of_fetches, (*_WORKER, "reason", "outcome")))
         migrated = {
             "bytes": "KV that has come to a worker with them, bytes",
-            "recomputed_tokens": "Tokens of requests that have come whose KV was computed again",
-            "recomputed": "Requests that have come of which more than two blocks were computed again",
+            "as_tokens": "Requests that have come without KV, as a planner wanted it",
+            "recomputed_tokens": "Tokens of the others whose KV was computed again",
+            "recomputed": "The others of which more than two blocks were computed again",
         }
         self._migrated = {
             name: Growing(counter(f"sluice:migration_{name}", meaning, _WORKER)) for name, meaning in migrated.items()
@@ -145,6 +146,7 @@ class ClusterMetrics:
         for each in migration.fetches_total:
             self._fetches.follow(each.count, **labels, reason=each.reason, outcome=each.outcome)
         self._migrated["bytes"].follow(migration.num_bytes_total, **labels)
+        self._migrated["as_tokens"].follow(migration.num_as_tokens_total, **labels)
         self._migrated["recomputed_tokens"].follow(migration.num_recomputed_tokens_total, **labels)
         self._migrated["recomputed"].follow(migration.num_recomputed_total, **labels)
 

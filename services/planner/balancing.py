@@ -3,9 +3,9 @@
     view ─► a rule ─► ListRunning to the source ─► choose ─► Fetch to the target, which answers when it is over
 
 Not a plan: nothing is written down. A worker is in one move at a time, and afterwards reports have to show it; but one
-that takes gives what is urgent. What is not urgent waits where moves have had their share of a link's time. Who is to
-be emptied is closing meanwhile (`Close`); if that takes a request that found no room elsewhere, it keeps what has not
-left.
+that takes gives what is urgent. A request travels as KV as long as links have time left for moves, else as tokens,
+which its target computes again, if that has; what is not urgent waits otherwise. Who is to be emptied is closing
+meanwhile (`Close`); if that takes a request that found no room elsewhere, it keeps what has not left.
 Rules: `policy/load_balance.py`, and `consolidation.py` and `by_class.py` in `policy/packing`; how requests travel:
 `shared/messages/fetch.py`.
 """
@@ -17,13 +17,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from services.planner.policy.moves import LinkShare, MoveRule, Wanted, WantedMove
+from services.planner.policy.moves import MoveRule, Wanted, WantedMove
+from services.planner.policy.packing.adaptive import MoveBudget, MoveKind
 from services.planner.policy.packing.by_class import ByClass
 from services.planner.policy.patience import Backoff, PatienceParams
-from shared.ids import RequestId, WorkerId
+from shared.ids import WorkerId
 from shared.messages.fetch import FETCH_LIMIT_S, Close, Closed, Fetch, Fetched, FetchOutcome, ListRunning, RunningList
 from shared.messages.plan import FILLING_KEY, Filling
-from shared.messages.report import ClusterView, WorkerReport
+from shared.messages.report import ClusterView
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
 from shared.subjects import Subjects
@@ -47,6 +48,8 @@ class BalancerParams:
     """After a move, until the workers are looked at again: reports have to show it."""
     link_share: float
     """Of the time of a worker's link that moves may have, but for urgent ones."""
+    kinds: frozenset[MoveKind]
+    """How requests may travel."""
     patience: PatienceParams
     """With pairs between which nothing could move."""
 
@@ -86,7 +89,7 @@ class Balancer:
         self._announce = announce
         self._giving: set[WorkerId] = set()
         self._taking: set[WorkerId] = set()
-        self._links = LinkShare(params.link_share)
+        self._budget = MoveBudget(params.link_share, params.kinds)
         self._failures: dict[tuple[WorkerId, WorkerId], Backoff] = {}
         """Of pairs between which nothing could move."""
 
@@ -94,6 +97,8 @@ class Balancer:
         """Begin what is worth it, again and again, until cancelled."""
         while True:
             view, now_s = self._look(), asyncio.get_running_loop().time()
+            if view is not None:
+                self._budget.refill(view, now_s)
             for wanted in () if view is None else self._rule(view, self._avoided(view), now_s):
                 source, targets = wanted.source.worker_id, {report.worker_id for report in wanted.targets}
                 can_give = source not in (self._giving if wanted.is_urgent else self._busy)
@@ -113,10 +118,11 @@ class Balancer:
         source = wanted.source.worker_id
         try:
             running = (await self._running(wanted)).requests
-            spent = set() if wanted.is_urgent else self._links.spent(asyncio.get_running_loop().time())
-            moves = wanted.choose(running, (self._busy - targets) | spent)
-            moves = [move for move in moves if not spent & {source, move.target.worker_id}]
-            targets |= {move.target.worker_id for move in moves}
+            spent = set() if wanted.is_urgent else self._budget.spent(source)
+            chosen = wanted.choose(running, (self._busy - targets) | spent)
+            divided = self._budget.divide(source, chosen, is_urgent=wanted.is_urgent)
+            moves = [(move, kind) for move, kind in divided if kind is not MoveKind.LATER]
+            targets |= {move.target.worker_id for move, _ in moves}
             self._taking |= targets
             await self._carry_out_all(wanted, moves)
             if moves or wanted.targets:
@@ -129,18 +135,18 @@ class Balancer:
             self._giving.discard(source)
             self._taking -= targets
 
-    async def _carry_out_all(self, wanted: Wanted, moves: Sequence[WantedMove]) -> None:
+    async def _carry_out_all(self, wanted: Wanted, moves: Sequence[tuple[WantedMove, MoveKind]]) -> None:
         """Have requests fetched one after the other, until one cannot go, or their worker is not to be emptied now."""
         named, is_closing = wanted.open_worker, False
-        for move in moves:
+        for number, (move, kind) in enumerate(moves):
             if named is not None:
-                close = Close(begins=move is moves[0], for_s=CLOSE_S, open_worker=named, why=wanted.tell(move))
+                close = Close(begins=not number, for_s=CLOSE_S, open_worker=named, why=wanted.tell(move))
                 is_closing = await self._close(wanted, close)
                 if not is_closing:
                     break
                 if close.begins:
                     await self._announce("worker_closing", f"{close.why}; it takes no new requests")
-            if not await self._carry_out(wanted, move):
+            if not await self._carry_out(wanted, move, kind):
                 break
         if is_closing and named is not None:
             await self._close(wanted, Close(for_s=0.0, open_worker=named))
@@ -150,15 +156,22 @@ class Balancer:
         subject = self._subjects.fetch(wanted.source.worker_id)
         return decode(await self._bus.request(subject, encode(close), timeout_s=LIST_LIMIT_S), Closed).is_closing
 
-    async def _carry_out(self, wanted: Wanted, move: WantedMove) -> bool:
+    async def _carry_out(self, wanted: Wanted, move: WantedMove, kind: MoveKind) -> bool:
         """Have all choices of a request fetched; return whether all have gone."""
-        source, target, loop = wanted.source.worker_id, move.target.worker_id, asyncio.get_running_loop()
+        source, target = wanted.source.worker_id, move.target.worker_id
+        how = " as tokens" if kind is MoveKind.TOKENS else ""
         for request_id, attempt in move.part.choices:
-            begin_s = loop.time()
-            outcome = await self._fetch(wanted, move.target, request_id, attempt)
-            self._links.note((source, target), begin_s, loop.time())
+            fetch = Fetch(
+                request_id=request_id,
+                attempt=attempt,
+                source=source,
+                source_address=wanted.source.stage_address,
+                reason=wanted.reason,
+                as_tokens=kind is MoveKind.TOKENS,
+            )
+            outcome = await self._fetch(target, fetch)
             if outcome is FetchOutcome.MOVED:
-                told = f"{request_id} goes from {source} to {target}: {wanted.tell(move)}"
+                told = f"{request_id} goes from {source} to {target}{how}: {wanted.tell(move)}"
                 await self._announce("request_moved", told)
             self.outcomes[outcome] += 1
             self._note(source, target, has_failed=outcome not in {FetchOutcome.MOVED, FetchOutcome.GONE})
@@ -180,16 +193,9 @@ class Balancer:
         else:
             self._failures.pop((source, target), None)
 
-    async def _fetch(self, wanted: Wanted, target: WorkerReport, request_id: RequestId, attempt: int) -> FetchOutcome:
+    async def _fetch(self, target: WorkerId, fetch: Fetch) -> FetchOutcome:
         """Have a choice fetched; return what came of it."""
-        fetch = Fetch(
-            request_id=request_id,
-            attempt=attempt,
-            source=wanted.source.worker_id,
-            source_address=wanted.source.stage_address,
-            reason=wanted.reason,
-        )
-        subject = self._subjects.fetch(target.worker_id)
+        subject = self._subjects.fetch(target)
         return decode(await self._bus.request(subject, encode(fetch), timeout_s=FETCH_LIMIT_S), Fetched).outcome
 
     async def _running(self, wanted: Wanted) -> RunningList:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -16,6 +16,7 @@ from services.planner.policy.levers.pipeline_lever import PipelineLever
 from services.planner.policy.load_balance import balance
 from services.planner.policy.moves import MoveRule
 from services.planner.policy.observe import ObserveParams, linear_profile
+from services.planner.policy.packing.adaptive import ALL_KINDS, MoveKind
 from services.planner.policy.packing.by_class import ByClass
 from services.planner.policy.packing.consolidation import Consolidation
 from services.planner.policy.packing.mell import Mell
@@ -103,8 +104,11 @@ class PlannerSettings(ServiceSettings):
     """Seconds between two looks at who is fuller than whom, where running requests move; reports have to show the last
     moves."""
     move_link_share: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Share of the last minute for which moves may have had a worker's link: from then on only urgent ones begin, of
-    requests that leave before memory runs out."""
+    """Share of a worker's link that moves may have, by the rate at which KV came of late: from then on only urgent ones
+    go as KV, of requests that leave before memory runs out."""
+    moves_as: Literal["adaptive", "kv", "tokens"] = "adaptive"
+    """How running requests change their worker: with their KV, as tokens that are computed again, or as whatever links
+    and computing have room for."""
     batch_per_worker: Annotated[int, Field(ge=0, le=65_536)] = 256
     """Requests that a worker runs well at a time, by its profile, and a group for each of its workers: no more are
     brought there; 0: none ever."""
@@ -154,7 +158,8 @@ class PlannerSettings(ServiceSettings):
 
     def balancer(self) -> BalancerParams:
         """Return how much is moved."""
-        return BalancerParams(self.balance_pause_s, self.move_link_share, self.patience())
+        kinds = ALL_KINDS if self.moves_as == "adaptive" else frozenset({MoveKind(self.moves_as)})
+        return BalancerParams(self.balance_pause_s, self.move_link_share, kinds, self.patience())
 
     def observation(self) -> ObserveParams:
         """Return what is known of groups besides what workers report.

@@ -61,6 +61,8 @@ class Fetch(ControlMessage):
     source_address: Annotated[str, Field(max_length=256)]
     """`ProcessFacts.stage_address` of the source."""
     reason: FetchReason
+    as_tokens: bool = False
+    """Only make room for it, and have it released: its KV is computed again."""
 
 
 class ListRunning(ControlMessage):

@@ -73,9 +73,11 @@ class MigrationPart(MessagePart):
     """Of KV that came."""
     seconds_total: Annotated[float, Field(ge=0)] = 0.0
     """For which they were under way."""
+    num_as_tokens_total: _Total = 0
+    """Of those that have come: without KV, as a planner wanted it."""
     num_recomputed_tokens_total: _Total = 0
-    """Of those that have come: tokens whose KV was computed again."""
+    """Of the others: tokens whose KV was computed again."""
     num_recomputed_total: _Total = 0
-    """Of those that have come: requests of which more than two blocks were computed again."""
+    """Of the others: requests of which more than two blocks were computed again."""
     bytes_per_s: Annotated[float, Field(ge=0)] = 0.0
     """Moving average of the rate at which KV comes, while it does; 0 before any has."""

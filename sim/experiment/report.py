@@ -103,6 +103,7 @@ _ROWS: Final = (
     _Row("restores", ("restores",), _count, if_any=True),
     _Row("time in groups", ("grouped_ratio",), _share, if_any=True),
     _Row("migrations", ("migrations",), _count, if_any=True),
+    _Row("of these, as tokens", ("moves_as_tokens",), _count, if_any=True),
     _Row("KV moved", ("moved_bytes",), _gigabytes, if_any=True),
     _Row("GPUs at most", ("gpus_peak",), _count),
     _Row("GPU seconds", ("gpu_seconds",), _count),

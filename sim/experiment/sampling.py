@@ -122,6 +122,11 @@ class ClusterSampler:
                 for worker in self._cluster.workers
                 if worker.service.migration is not None
             ),
+            moves_as_tokens=sum(
+                worker.service.migration.fetching.num_as_tokens
+                for worker in self._cluster.workers
+                if worker.service.migration is not None
+            ),
             gpus_peak=int(samples.num_gpus.max()),
             gpu_seconds=float((samples.num_gpus[:-1] * elapsed_s).sum()),
             busy_gpus_peak=int(samples.num_busy_gpus.max()),

@@ -100,6 +100,8 @@ class SystemFacts:
     count)."""
     migrations: int | None = None
     """Requests moved between instances."""
+    moves_as_tokens: int | None = None
+    """Of these, the ones that were moved without KV."""
     gpus_peak: int | None = None
     """Most GPUs in use at one instant."""
     gpu_seconds: float | None = None

@@ -43,7 +43,10 @@ class Movers:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, move: Move) -> None:
-        """Have another worker fetch a request that one runs now, if it runs any; now and then it is asked twice."""
+        """Have another worker fetch a request that one runs now, if it runs any; now and then it is asked twice.
+
+        Some go as tokens.
+        """
         source, others = self._workers[move.source], [name for name in self._workers if name != move.source]
         if source.worker is None or not others:
             return
@@ -61,6 +64,7 @@ class Movers:
             source=address,
             source_address=address,
             reason=FetchReason.BALANCE,
+            as_tokens=move.choice % 5 == 1,
         )
         for _ in range(1 + move.is_twice):
             self._start(self._fetch(fetch, _UnderWay(request_id, source, target)))

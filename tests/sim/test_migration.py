@@ -273,7 +273,28 @@ async def test_a_move_by_hand_leaves_what_it_has_and_goes_on_elsewhere() -> None
 
 
 @pytest.mark.virtual_time
-async def test_a_target_without_room_refuses_and_nothing_has_changed() -> None:
+async def test_a_request_goes_elsewhere_as_tokens_too() -> None:
+    """No KV travels, all of it is computed again, and that is not counted as if it had been lost on the way."""
+    async with SimCluster(linked(cluster_of(2, 1200))) as cluster:
+        (request,) = requests_of(1, num_output=1200)
+        asked = asyncio.ensure_future(cluster.ask(request))
+        await asyncio.sleep(0.5)
+        workers = {worker.params.worker_id: worker for worker in cluster.workers}
+        source = next(name for name, w in workers.items() if w.service.engine.table.num_sequences)
+        (target,) = workers.keys() - {source}
+        moved = await cluster.fetch("r0", source, target, as_tokens=True)
+        assert (moved.outcome, moved.num_blocks) == (FetchOutcome.MOVED, 0)
+        check_answers(cluster, [await asked])
+        report = migration_of(workers[target]).look()
+        assert (report.num_bytes_total, report.num_as_tokens_total, report.num_recomputed_tokens_total) == (0, 1, 0)
+        assert workers[target].service.engine.totals.num_prefix_cache_hits == 0
+        await asyncio.sleep(max(KEPT_S, LEASE_S) + 0.1)
+        check_nothing_is_kept(cluster.workers)
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("as_tokens", [False, True])
+async def test_a_target_without_room_refuses_and_nothing_has_changed(*, as_tokens: bool) -> None:
     params = cluster_of(2, 1200)
     small = replace(params.workers[1], num_blocks=30, max_model_len=400)
     async with SimCluster(linked(replace(params, workers=(params.workers[0], small)))) as cluster:
@@ -281,7 +302,7 @@ async def test_a_target_without_room_refuses_and_nothing_has_changed() -> None:
         asked = asyncio.ensure_future(cluster.ask(request))
         await asyncio.sleep(1.0)
         assert cluster.workers[0].service.engine.table.num_sequences
-        assert (await cluster.fetch("r0", "w0", "w1")).outcome is FetchOutcome.FULL
+        assert (await cluster.fetch("r0", "w0", "w1", as_tokens=as_tokens)).outcome is FetchOutcome.FULL
         check_nothing_is_kept(cluster.workers[1:])
         check_answers(cluster, [await asked])
 

@@ -56,6 +56,7 @@ class Movers:
             source=WorkerId(source),
             source_address=addresses[source],
             reason=FetchReason.BALANCE,
+            as_tokens=self._random.random() < 0.2,
         )
         self.num_under_way += 1
         try:

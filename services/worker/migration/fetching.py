@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Final
 
 from services.worker.blocks.prefix import RunName
+from services.worker.contract.kept_kv import KeptKv
 from services.worker.engine.demand import count_promised_blocks, count_queued_for_memory
 from services.worker.engine.engine import Engine
 from services.worker.migration.kv_link import SILENCE_S, KvLink, KvNetwork
@@ -88,6 +89,8 @@ class KvFetching:
     ) -> None:
         self.outcomes: Counter[tuple[FetchReason, FetchOutcome]] = Counter()
         """Of all that were asked for since the start."""
+        self.num_as_tokens = 0
+        """Of these, the ones that were moved without KV."""
         self.num_bytes = 0
         """That have come since the start."""
         self.busy_s = 0.0
@@ -155,6 +158,7 @@ class KvFetching:
                 limit.reschedule(asyncio.get_running_loop().time() + LIMIT_S)
                 await self._bring(one)
             has_moved = True
+            self.num_as_tokens += asked.as_tokens
             answer = _answered(FetchOutcome.MOVED)
         except _FetchFailedError as error:
             answer = _answered(error.outcome, error.detail)
@@ -254,6 +258,9 @@ class _Fetch:
         is_lost = self.asked.reason is FetchReason.RECOVERY
         while True:
             names, is_prefilling = await self._list(link)
+            if self.asked.as_tokens:
+                self._reserve((), len(names) + ROOM_BLOCKS)
+                break
             num_came = await self._get_missing(link, names)
             if self._are_here(names) and (is_lost or not (num_came or is_prefilling)):
                 break
@@ -266,7 +273,7 @@ class _Fetch:
         left = await link.ask(LetGo())
         if not isinstance(left, HasLeft):
             raise self._failed(left)
-        self.state, self.num_computed = "done", left.num_computed
+        self.state, self.num_computed = "done", 0 if self.asked.as_tokens else left.num_computed
 
     async def _list(self, link: KvLink) -> tuple[tuple[RunName, ...], bool]:
         listed = await link.ask(ListKv(request_id=self.asked.request_id, attempt=self.asked.attempt))
@@ -276,11 +283,7 @@ class _Fetch:
 
     async def _get_missing(self, link: KvLink, names: tuple[RunName, ...]) -> int:
         """Have what is not here and comes for nobody else; return how many blocks came."""
-        self.state = "reserved"
-        coming_kv, promised = self._engine.sharing.coming, count_promised_blocks(self._engine)
-        missing = coming_kv.reserve(self.asked.request_id, names, ROOM_BLOCKS, promised)
-        if missing is None:
-            raise _FetchFailedError(FetchOutcome.FULL, "its KV finds no room")
+        coming_kv, missing = self._engine.sharing.coming, self._reserve(names, ROOM_BLOCKS)
         for first in range(0, len(missing), PIECE_BLOCKS):
             piece = missing.only(range(first, min(first + PIECE_BLOCKS, len(missing))))
             self.state = "copying"
@@ -291,6 +294,15 @@ class _Fetch:
             coming_kv.arrived(piece)
             self._wake()
         return len(missing)
+
+    def _reserve(self, names: tuple[RunName, ...], num_more: int) -> KeptKv:
+        """Keep room for blocks and, the first time, for so many more; return which of them have to come."""
+        self.state = "reserved"
+        promised = count_promised_blocks(self._engine)
+        missing = self._engine.sharing.coming.reserve(self.asked.request_id, names, num_more, promised)
+        if missing is None:
+            raise _FetchFailedError(FetchOutcome.FULL, "its KV finds no room")
+        return missing
 
     def _are_here(self, names: tuple[RunName, ...]) -> bool:
         index = self._engine.blocks.index

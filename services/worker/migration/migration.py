@@ -95,6 +95,7 @@ class Migration:
             ),
             num_bytes_total=fetching.num_bytes,
             seconds_total=fetching.busy_s,
+            num_as_tokens_total=fetching.num_as_tokens,
             num_recomputed_tokens_total=coming.num_recomputed_tokens,
             num_recomputed_total=coming.num_recomputed,
             bytes_per_s=fetching.bytes_per_s,

@@ -10,13 +10,13 @@ from functools import partial
 from itertools import pairwise
 from typing import Annotated, Any
 
-import numpy as np
 import pytest
 from pydantic import Field, TypeAdapter
 
 from services.planner.balancing import CLOSE_S, Balancer, BalancerParams
 from services.planner.policy.load_balance import balance
-from services.planner.policy.moves import LINK_WINDOW_S, Avoided, LinkShare, MoveRule, Wanted, WantedMove
+from services.planner.policy.moves import Avoided, MoveRule, Wanted, WantedMove
+from services.planner.policy.packing.adaptive import ALL_KINDS, TICK_S, MoveKind
 from services.planner.policy.patience import PatienceParams
 from shared.ids import RequestId, WorkerId
 from shared.messages.fetch import (
@@ -31,6 +31,7 @@ from shared.messages.fetch import (
     RunningPart,
 )
 from shared.messages.report import ClusterView, WorkerReport
+from shared.messages.report_parts import DecodeCost, MigrationPart
 from shared.process.tasks import TaskOwner
 from shared.subjects import Subjects
 from shared.systems import Migrates
@@ -54,6 +55,10 @@ class Cluster:
     def __init__(self, broker: MemoryBroker, requests: Sequence[RunningPart]) -> None:
         self.asked: list[tuple[float, RequestId, int]] = []
         """When each was to be fetched, and its attempt."""
+        self.as_tokens: list[bool] = []
+        """Which of these come without KV."""
+        self.facts: dict[str, Any] = {}
+        """What both report besides."""
         self.told: list[tuple[str, str]] = []
         """Events."""
         self.outcome = FetchOutcome.MOVED
@@ -84,7 +89,7 @@ class Cluster:
 
     def view(self) -> ClusterView:
         used = {"full": 90 if self.is_full else 50, "empty": 10 if self.is_full else 50}
-        common: dict[str, Any] = {"num_blocks": 100, "model_digest": "m", "stage_address": "a"}
+        common: dict[str, Any] = {"num_blocks": 100, "model_digest": "m", "stage_address": "a", **self.facts}
         return make_view(*(make_status(name, num_used_blocks=blocks, **common) for name, blocks in used.items()))
 
     async def _answer(self, name: str, message: Message) -> bytes:
@@ -99,6 +104,7 @@ class Cluster:
             return encode(RunningList(requests=tuple(self._requests) if name == "full" else ()))
         assert (name, asked.source, asked.source_address) == ("empty", "full", "a")
         self.asked.append((asyncio.get_running_loop().time(), asked.request_id, asked.attempt))
+        self.as_tokens.append(asked.as_tokens)
         await asyncio.sleep(self.fetch_s)
         if self.holds:
             await self.is_held.wait()
@@ -112,7 +118,7 @@ def request(*names: str, num_blocks: int = 5) -> RunningPart:
 
 @asynccontextmanager
 async def balanced(
-    *requests: RunningPart, rule: MoveRule = EVENLY, link_share: float = 1.0
+    *requests: RunningPart, rule: MoveRule = EVENLY, kinds: frozenset[MoveKind] = ALL_KINDS
 ) -> AsyncIterator[tuple[Cluster, Balancer]]:
     broker, tasks = MemoryBroker(), TaskOwner(lambda name, error: pytest.fail(f"{name}: {error!r}"))
     cluster = Cluster(broker, requests)
@@ -122,7 +128,7 @@ async def balanced(
         bus,
         Subjects(),
         rule,
-        BalancerParams(PAUSE_S, link_share, PATIENCE),
+        BalancerParams(PAUSE_S, 0.2, kinds, PATIENCE),
         look=cluster.view,
         tasks=tasks,
         announce=cluster.hear,
@@ -260,39 +266,42 @@ async def test_who_takes_gives_only_what_is_urgent_and_takes_nothing_more(is_urg
 
 
 @pytest.mark.parametrize("is_urgent", [True, False])
-async def test_moves_take_their_share_of_a_links_time_and_no_more_but_for_urgent_ones(is_urgent: bool) -> None:
-    """Three moves are a fifth of a minute."""
+@pytest.mark.parametrize("kinds", [ALL_KINDS, frozenset({MoveKind.KV}), frozenset({MoveKind.TOKENS})])
+async def test_moves_take_their_share_of_links_then_of_computing_and_wait_unless_they_are_urgent(
+    is_urgent: bool, kinds: frozenset[MoveKind]
+) -> None:
+    """In each tick links carry two requests of 80 tokens, and a worker computes one beside its decodes."""
 
     def always(view: ClusterView, avoided: Avoided, now_s: float) -> Sequence[Wanted]:
         full, empty = (status.report for status in view.workers)
         return [Emptied(full, empty, num_requests=1, is_urgent=is_urgent, open_worker=None)]
 
-    async with balanced(request("r"), rule=always, link_share=0.2) as (cluster, _):
-        cluster.fetch_s = 4.0
-        await asyncio.sleep(300.0)
-        begun = [at_s for at_s, *_ in cluster.asked]
-        in_a_minute = [sum(at_s <= later_s < at_s + LINK_WINDOW_S for later_s in begun) for at_s in begun]
-        assert max(in_a_minute) == (12 if is_urgent else 3)
-        assert len(begun) >= (55 if is_urgent else 12)
-        assert cluster.num_listed["full"] > 55, "a rule that keeps books hears who is there all the same"
-
-
-def test_of_a_links_time_counts_what_lies_in_the_last_minute() -> None:
-    rng, links = np.random.default_rng(0), LinkShare(0.3)
-    done: dict[WorkerId, list[tuple[float, float]]] = {WorkerId(name): [] for name in "abc"}
-    now_s, num_spent = 0.0, 0
-    for _ in range(500):
-        begin_s = now_s + rng.exponential(4.0)
-        now_s = begin_s + rng.exponential(3.0)
-        pair = [WorkerId(str(name)) for name in rng.choice(list("abc"), 2, replace=False)]
-        links.note(pair, begin_s, now_s)
-        for worker in pair:
-            done[worker].append((begin_s, now_s))
-        now_s += rng.exponential(2.0)
-        spent_s = {
-            worker: sum(max(0.0, end - max(begin, now_s - LINK_WINDOW_S)) for begin, end in moves)
-            for worker, moves in done.items()
+    async with balanced(request("r"), rule=always, kinds=kinds) as (cluster, _):
+        cluster.facts = {
+            "block_size": 16,
+            "kv_bytes": 16_000,
+            "token_s": 0.005,
+            "decode_cost": DecodeCost(step_s=0.1),
+            "migration": MigrationPart(bytes_per_s=850.0),
         }
-        assert links.spent(now_s) == {worker for worker, seconds in spent_s.items() if seconds >= 0.3 * LINK_WINDOW_S}
-        num_spent += bool(links.spent(now_s))
-    assert 50 < num_spent < 450
+        num_ticks = 30
+        await asyncio.sleep(num_ticks * TICK_S)
+        num_asked = len(cluster.asked) / num_ticks
+        as_kv, as_tokens = (cluster.as_tokens.count(kind) / num_ticks for kind in (False, True))
+        if is_urgent:
+            assert num_asked > 8
+            assert as_kv or MoveKind.KV not in kinds
+            assert as_tokens or MoveKind.TOKENS not in kinds
+        else:
+            assert as_kv == pytest.approx(2.0 * (MoveKind.KV in kinds), abs=0.1)
+            assert as_tokens == pytest.approx(1.0 * (MoveKind.TOKENS in kinds), abs=0.1)
+        told = [reason for name, reason in cluster.told if name == "request_moved"]
+        assert sum(" as tokens: " in reason for reason in told) == sum(cluster.as_tokens)
+        assert cluster.num_listed["full"] > 8 * num_ticks, "a rule that keeps books hears who is there all the same"
+
+
+async def test_as_long_as_nobody_knows_how_fast_links_are_all_go_with_their_kv() -> None:
+    async with balanced(request("r")) as (cluster, _):
+        await asyncio.sleep(5.0)
+        assert len(cluster.asked) > 3
+        assert not any(cluster.as_tokens)

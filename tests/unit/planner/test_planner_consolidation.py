@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.planner.policy.moves import Wanted, WantedMove
+from services.planner.policy.moves import Wanted, WantedMove, move_rate
 from services.planner.policy.packing.consolidation import (
     DECISION_S,
     EMPTY_HORIZON_S,
@@ -20,7 +20,6 @@ from services.planner.policy.packing.consolidation import (
     free_blocks,
     grown_blocks,
     lacking_blocks,
-    move_rate,
     move_s,
 )
 from services.planner.policy.packing.pack import EMPTY_PERIOD_S, NUM_EMPTIEST

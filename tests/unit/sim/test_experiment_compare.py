@@ -33,9 +33,9 @@ FIXED_KEYS = [
     "demand_over_capacity_peak", "preemptions", "stall_s", "stall_at_drops_s", "stall_at_restores_s", "first_drop_s",
     "pauses", "opened_blocks", "met_blocks", "queue_peak",
     "recomputed_tokens", "given_up_tokens", "brought_back_tokens", "swapped_out_bytes",
-    "bubble_ratio", "drops", "restores", "grouped_ratio", "overflows", "migrations", "gpus_peak", "gpu_seconds",
-    "busy_gpus_peak", "busy_gpu_seconds", "paid_60_s_gpu_seconds", "paid_300_s_gpu_seconds", "busy_kv_ratio",
-    "moved_bytes", "cut_off_s",
+    "bubble_ratio", "drops", "restores", "grouped_ratio", "overflows", "migrations", "moves_as_tokens", "gpus_peak",
+    "gpu_seconds", "busy_gpus_peak", "busy_gpu_seconds", "paid_60_s_gpu_seconds", "paid_300_s_gpu_seconds",
+    "busy_kv_ratio", "moved_bytes", "cut_off_s",
     "cut_off", "drained_s", "drained", "best_effort",
 ]  # fmt: skip
 

@@ -6,6 +6,10 @@ Dividing all moves of a tick is a packing into two
 kinds of bins: the largest first, each as KV if every link on its way has room left, else as tokens if its target has,
 else in the next tick. Those whose worker overflows come first and wait for nothing: what they exceed least takes them.
 
+    moves of a tick ─► divide ─► as KV, as tokens, later        workers' reports ─► MoveBudget ─► divide ─► the same
+
+A planner divides what a rule wants to move, by what reports say of links and of computing (`MoveBudget`).
+
 Pure. Source: Mell, section V. The paper has each instance compute the same division; here there is one who decides.
 That who overflows does not wait, and what
 takes more than a tick, is the project's own.
@@ -13,11 +17,21 @@ takes more than a tick, is the project's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+import math
+import sys
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
+from services.planner.policy.moves import WantedMove, move_rate
 from services.planner.policy.packing.bins import Name
+from services.planner.policy.packing.consolidation import needed_blocks, num_sequences
+from shared.ids import WorkerId
+from shared.messages.report import ClusterView, WorkerReport, cost_beside_prompts
+
+TICK_S: Final = 10.0
+"""Over which a planner divides. A move or two of a large model's requests take a fifth of it."""
 
 Link = Hashable
 
@@ -42,7 +56,7 @@ class AskedMove:
     """Of its KV."""
     links: tuple[Link, ...]
     """On the way to its target."""
-    target: int
+    target: Hashable
     overflows: bool = False
     """Its worker has no room for it any more."""
 
@@ -121,3 +135,73 @@ def prefill_boundary(step_s: Callable[[int], float], tick_s: float, slowdown: fl
         middle = (low + high) // 2
         low, high = (middle, high) if step_s(middle) <= limit_s else (low, middle)
     return int(low * tick_s / limit_s)
+
+
+class MoveBudget:
+    """What is left for moves in a planner's tick: of workers' links, whichever way, and of their computing.
+
+    Args:
+        link_share: of a link's time that moves may have.
+        kinds: that there are.
+    """
+
+    def __init__(self, link_share: float, kinds: frozenset[MoveKind] = ALL_KINDS) -> None:
+        self._link_share = link_share
+        self._kinds = kinds
+        self._links, self._prefills = TickBudget(), TickBudget()
+        self._workers: tuple[WorkerId, ...] = ()
+        self._next_s = -math.inf
+
+    def refill(self, view: ClusterView, now_s: float) -> None:
+        """Begin a tick, if the last one is over."""
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + TICK_S
+        reports = [status.report for status in view.workers]
+        rate = self._link_share * move_rate(reports)
+        self._links.refill({report.worker_id: _link_tokens(report, rate) for report in reports})
+        self._prefills.refill({report.worker_id: _prefill_tokens(report) for report in reports})
+        self._workers = tuple(report.worker_id for report in reports)
+
+    def spent(self, source: WorkerId) -> set[WorkerId]:
+        """Return to whom nothing goes from there in this tick, unless it is urgent."""
+        return {
+            target
+            for target in self._workers
+            if (MoveKind.KV not in self._kinds or self._links.room((source, target), 1) < 0)
+            and (MoveKind.TOKENS not in self._kinds or self._prefills.room((target,), 1) < 0)
+        }
+
+    def divide(
+        self, source: WorkerId, moves: Sequence[WantedMove], *, is_urgent: bool
+    ) -> Sequence[tuple[WantedMove, MoveKind]]:
+        """Return how each goes; see `divide`."""
+        asked = [
+            AskedMove(
+                number,
+                needed_blocks(move.part, move.target) * move.target.block_size,
+                (source, move.target.worker_id),
+                move.target.worker_id,
+                is_urgent,
+            )
+            for number, move in enumerate(moves)
+        ]
+        kinds = divide(asked, self._links, self._prefills, self._kinds)
+        return [(move, kinds[number]) for number, move in enumerate(moves)]
+
+
+def _link_tokens(report: WorkerReport, bytes_per_s: float) -> int:
+    """Return the tokens of KV that moves may bring there or take from there in a tick; all, where no rate is known."""
+    num_tokens = report.num_blocks * report.block_size
+    if not (bytes_per_s and report.kv_bytes and num_tokens):
+        return sys.maxsize
+    return link_boundary(bytes_per_s, math.ceil(report.kv_bytes / num_tokens), TICK_S)
+
+
+def _prefill_tokens(report: WorkerReport) -> int:
+    """Return the tokens that a worker computes in a tick beside its decodes; 0 where it does not say what they cost."""
+    held = report.num_used_blocks * report.block_size
+    decode_s = cost_beside_prompts(report).of(num_sequences(report), held)
+    if not (decode_s and report.token_s):
+        return 0
+    return prefill_boundary(lambda num_tokens: decode_s + num_tokens * report.token_s, TICK_S)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Final
 
-from services.planner.policy.moves import Avoided, Wanted, WantedMove, takes_part
+from services.planner.policy.moves import Avoided, Wanted, WantedMove, move_rate, takes_part
 from services.planner.policy.packing.bins import Bin, Name
 from services.planner.policy.packing.class_packer import ClassPacker
 from services.planner.policy.packing.classes import SizeClass, least_size
@@ -28,7 +28,6 @@ from services.planner.policy.packing.consolidation import (
     DECISION_S,
     free_blocks,
     grown_blocks,
-    move_rate,
     move_s,
     needed_blocks,
     num_sequences,

@@ -18,10 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Final
 
-from services.planner.policy.moves import Avoided, Wanted, WantedMove, takes_part
+from services.planner.policy.moves import Avoided, Wanted, WantedMove, move_rate, takes_part
 from services.planner.policy.packing.bins import Bin, Item
 from services.planner.policy.packing.pack import EMPTY_PERIOD_S, NUM_EMPTIEST, Elsewhere
 from shared.ids import WorkerId
@@ -167,12 +166,6 @@ class Consolidation:
 def _is_short(status: WorkerStatus, rate: float) -> bool:
     report = status.report
     return status.throttled or report.num_queued_for_memory > 0 or lacking_blocks(report, rate) > 0
-
-
-def move_rate(reports: Sequence[WorkerReport]) -> float:
-    """Return the bytes per second at which KV comes to workers, on average; 0: none has."""
-    rates = [report.migration.bytes_per_s for report in reports if report.migration.bytes_per_s]
-    return fmean(rates) if rates else 0.0
 
 
 def move_s(report: WorkerReport, rate: float) -> float:
