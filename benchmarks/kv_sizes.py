@@ -128,6 +128,8 @@ def replay(
     token_s: float,
     until_s: float,
     each_second: Callable[[Packer, Sequence[BinMove], float], None] = lambda *_: None,
+    *,
+    warm_up_s: float = WARM_UP_S,
 ) -> Replay:
     """Have a packer keep all requests of a load; see the module.
 
@@ -137,6 +139,7 @@ def replay(
         token_s: seconds per output token.
         until_s: the end.
         each_second: is told the moves of each second; may change capacities.
+        warm_up_s: nothing before counts.
     """
     done, sizes, next_arrival, capacity = Replay(num_requests=len(workload)), dict[Any, int](), 0, packer.capacity
     arrival_s, end_s = workload.arrival_s, workload.arrival_s + workload.num_output * token_s
@@ -162,7 +165,7 @@ def replay(
         done.num_moves += len(moves)
         done.num_moved_tokens += sum(size for move in moves for size in move.members.values())
         assert not packer.evicted, "there is no end of bins"
-        if now_s >= WARM_UP_S:
+        if now_s >= warm_up_s:
             done.num_bins.append(len(packer.bins))
             done.total.append(sum(sizes.values()) / capacity)
             done.bound.append(lower_bound(list(sizes.values()), capacity))

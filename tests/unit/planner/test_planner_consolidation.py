@@ -95,6 +95,7 @@ def test_how_long_a_move_takes_is_what_moves_took() -> None:
     assert move_rate([fast.report, slow.report, none.report]) == 100e6
     assert move_rate([none.report]) == 0.0
     assert move_s(fast.report, 100e6) == 2.0
+    assert move_s(fast.report.model_copy(update={"token_s": 1e-4}), 100e6) == pytest.approx(0.32), "3 200 tokens"
     assert move_s(fast.report, 0.0) == move_s(none.report, 100e6) == MOVE_S
     assert [lacking_blocks(busy("w", 986, 2, kv_bytes=10**9).report, rate) for rate in (0.0, 1e9, 1e8)] == [-6, -10, 0]
 

@@ -1,18 +1,17 @@
 """Whether a request moves as KV, over a link, or as tokens, which its target computes again.
 
 Both are used only as far as nobody else notices: a link carries so many tokens of KV in a tick, and a worker computes
-so many tokens of prompts beside its decodes (the *boundaries*). What is larger than a boundary takes several ticks.
-Dividing all moves of a tick is a packing into two
+so many tokens of prompts beside its decodes (the *boundaries*). Dividing all moves of a tick is a packing into two
 kinds of bins: the largest first, each as KV if every link on its way has room left, else as tokens if its target has,
-else in the next tick. Those whose worker overflows come first and wait for nothing: what they exceed least takes them.
+else in the next tick. What is larger than both boundaries takes several ticks, as few as can be. Those whose worker
+overflows come first and wait for nothing: what they exceed least takes them.
 
     moves of a tick ─► divide ─► as KV, as tokens, later        workers' reports ─► MoveBudget ─► divide ─► the same
 
 A planner divides what a rule wants to move, by what reports say of links and of computing (`MoveBudget`).
 
 Pure. Source: Mell, section V. The paper has each instance compute the same division; here there is one who decides.
-That who overflows does not wait, and what
-takes more than a tick, is the project's own.
+That who overflows does not wait, and what takes more than a tick, is the project's own.
 """
 
 from __future__ import annotations
@@ -30,6 +29,8 @@ from services.planner.policy.packing.consolidation import needed_blocks, num_seq
 from shared.ids import WorkerId
 from shared.messages.report import ClusterView, WorkerReport, cost_beside_prompts
 
+NEVER: Final = 1e-9
+"""Tokens per tick of what has no boundary."""
 TICK_S: Final = 10.0
 """Over which a planner divides. A move or two of a large model's requests take a fifth of it."""
 
@@ -75,13 +76,19 @@ class TickBudget:
             each: boundary + min(self._left.get(each, 0), 0) for each, boundary in self._boundaries.items() if boundary
         }
 
-    def room(self, users: Iterable[Hashable], num_tokens: int) -> int:
-        """Return what would be left at the least of all of these; below 0: it does not fit.
+    def ticks(self, users: Iterable[Hashable], num_tokens: int) -> float:
+        """Return how many of the next ticks it takes besides, at whoever has least; 0: there is room in this one."""
+        lacking = {each: num_tokens - self._left.get(each, 0) for each in users}
+        late = {each: lack for each, lack in lacking.items() if lack > 0}
+        return max((lack / (self._boundaries.get(each) or NEVER) for each, lack in late.items()), default=0.0)
+
+    def fits(self, users: Iterable[Hashable], num_tokens: int) -> bool:
+        """Return whether there is room for a move at all of these.
 
         What is larger than a boundary fits if nothing of that has been used.
         """
-        return min(
-            self._left.get(each, 0) - min(num_tokens, self._boundaries.get(each, 0) or num_tokens) for each in users
+        return all(
+            self._left.get(each, 0) >= min(num_tokens, self._boundaries.get(each, 0) or num_tokens) for each in users
         )
 
     def take(self, users: Iterable[Hashable], num_tokens: int) -> None:
@@ -104,10 +111,11 @@ def divide(
     chosen: dict[Name, MoveKind] = {}
     for move in sorted(moves, key=lambda each: (not each.overflows, -each.num_tokens)):
         users = {MoveKind.KV: (links, move.links), MoveKind.TOKENS: (prefills, (move.target,))}
-        room = {kind: users[kind][0].room(users[kind][1], move.num_tokens) for kind in users if kind in kinds}
-        kind = next((each for each in room if room[each] >= 0), MoveKind.LATER)
-        if kind is MoveKind.LATER and move.overflows:
-            kind = max(room, key=lambda each: room[each])
+        ticks = {kind: users[kind][0].ticks(users[kind][1], move.num_tokens) for kind in users if kind in kinds}
+        fitting = [each for each in ticks if users[each][0].fits(users[each][1], move.num_tokens)]
+        if move.overflows:
+            fitting = fitting or list(ticks)
+        kind = min(fitting, key=lambda each: ticks[each], default=MoveKind.LATER)
         if kind is not MoveKind.LATER:
             users[kind][0].take(users[kind][1], move.num_tokens)
         chosen[move.name] = kind
@@ -168,8 +176,8 @@ class MoveBudget:
         return {
             target
             for target in self._workers
-            if (MoveKind.KV not in self._kinds or self._links.room((source, target), 1) < 0)
-            and (MoveKind.TOKENS not in self._kinds or self._prefills.room((target,), 1) < 0)
+            if not (MoveKind.KV in self._kinds and self._links.fits((source, target), 1))
+            and not (MoveKind.TOKENS in self._kinds and self._prefills.fits((target,), 1))
         }
 
     def divide(

@@ -169,10 +169,15 @@ def _is_short(status: WorkerStatus, rate: float) -> bool:
 
 
 def move_s(report: WorkerReport, rate: float) -> float:
-    """Return the seconds in which a request of a worker's average size leaves it, as fast as others moved."""
+    """Return the seconds in which a request of a worker's average size leaves it, as fast as others moved.
+
+    Or in which its tokens are computed elsewhere, if that is faster.
+    """
     if not rate or not report.kv_bytes or not report.num_running:
         return MOVE_S
-    return report.kv_bytes / report.num_blocks * report.num_used_blocks / report.num_running / rate
+    num_blocks = report.num_used_blocks / report.num_running
+    kv_s = report.kv_bytes / report.num_blocks * num_blocks / rate
+    return min(kv_s, num_blocks * report.block_size * report.token_s) if report.token_s else kv_s
 
 
 def needed_blocks(part: RunningPart, target: WorkerReport) -> int:

@@ -68,6 +68,15 @@ def test_what_is_larger_than_a_boundary_takes_the_ticks_that_it_needs() -> None:
     assert kinds == [MoveKind.LATER] * 2 + [MoveKind.KV] * 3, "of the third tick 5 are left"
 
 
+@pytest.mark.parametrize("overflows", [False, True])
+@pytest.mark.parametrize(("computed", "kind"), [(35, MoveKind.TOKENS), (11, MoveKind.TOKENS), (10, MoveKind.KV)])
+def test_what_is_larger_than_what_links_carry_goes_the_way_that_takes_fewer_ticks(
+    computed: int, kind: MoveKind, *, overflows: bool
+) -> None:
+    move = asked("large", 35, overflows=overflows)
+    assert divide([move], budget(out=10, **{"in": 10}), budget(w0=computed))["large"] is kind
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_over_time_nobody_carries_or_computes_more_than_its_boundaries_and_one_move(seed: int) -> None:
     random, links, prefills = Random(seed), TickBudget(), TickBudget()
