@@ -64,7 +64,7 @@ class Load:
     gbps: float | None
     """Of an instance's link; None: the scenario's."""
     rate_per_s: float | None
-    moves_as: str = "adaptive"
+    moves_as: str | None = None
     """See `PlannerSettings`."""
 
     def scenario_of(self, system: str) -> Scenario:
@@ -74,7 +74,7 @@ class Load:
             scenario = scenario.with_overrides(rate_per_s=self.rate_per_s)
         changes: dict[str, Any] = {
             "duration_s": self.duration_s,
-            "variants": {"run": Variant(system=system, planner={"moves_as": self.moves_as})},
+            "variants": {"run": Variant(system=system, planner={"moves_as": self.moves_as} if self.moves_as else {})},
         }
         if self.gbps is not None:
             changes["network_bytes_per_s"] = self.gbps / BITS
@@ -199,13 +199,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--gbps", type=float, help="of an instance's link; the scenario's if nothing is said")
     parser.add_argument("--rate", type=float, help="requests per second; the scenario's if nothing is said")
-    parser.add_argument("--moves-as", nargs="+", choices=["adaptive", "kv", "tokens"], default=["adaptive"])
+    parser.add_argument("--moves-as", nargs="+", choices=["adaptive", "kv", "tokens"], default=[None])
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw workers over time, of seed 0")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     asked = parser.parse_args()
     load = partial(Load, asked.scenario, asked.duration, asked.warm_up, asked.gbps, asked.rate)
     ways = {
-        system if kind == "adaptive" else f"{system}, moves as {kind}": (system, load(kind))
+        f"{system}, moves {kind}" if kind else system: (system, load(kind))
         for system, kind in product(asked.systems, asked.moves_as)
     }
     rows: list[Sequence[str]] = []

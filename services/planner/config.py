@@ -106,9 +106,9 @@ class PlannerSettings(ServiceSettings):
     move_link_share: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Share of a worker's link that moves may have, by the rate at which KV came of late: from then on only urgent ones
     go as KV, of requests that leave before memory runs out."""
-    moves_as: Literal["adaptive", "kv", "tokens"] = "adaptive"
+    moves_as: Literal["adaptive", "kv", "tokens"] | None = None
     """How running requests change their worker: with their KV, as tokens that are computed again, or as whatever links
-    and computing have room for."""
+    and computing have room for; not given: that, where a system packs, else with their KV."""
     batch_per_worker: Annotated[int, Field(ge=0, le=65_536)] = 256
     """Requests that a worker runs well at a time, by its profile, and a group for each of its workers: no more are
     brought there; 0: none ever."""
@@ -157,8 +157,10 @@ class PlannerSettings(ServiceSettings):
         return PatienceParams(**{field.name: getattr(self, field.name) for field in fields(PatienceParams)})
 
     def balancer(self) -> BalancerParams:
-        """Return how much is moved."""
-        kinds = ALL_KINDS if self.moves_as == "adaptive" else frozenset({MoveKind(self.moves_as)})
+        """Return how much is moved, and how."""
+        packs = find_system(self.system).migrates not in {Migrates.WHEN_SHORT, Migrates.TO_BALANCE}
+        moves_as = self.moves_as or ("adaptive" if packs else "kv")
+        kinds = ALL_KINDS if moves_as == "adaptive" else frozenset({MoveKind(moves_as)})
         return BalancerParams(self.balance_pause_s, self.move_link_share, kinds, self.patience())
 
     def observation(self) -> ObserveParams:

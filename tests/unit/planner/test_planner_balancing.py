@@ -14,6 +14,7 @@ import pytest
 from pydantic import Field, TypeAdapter
 
 from services.planner.balancing import CLOSE_S, Balancer, BalancerParams
+from services.planner.config import PlannerSettings
 from services.planner.policy.load_balance import balance
 from services.planner.policy.moves import Avoided, MoveRule, Wanted, WantedMove
 from services.planner.policy.packing.adaptive import ALL_KINDS, TICK_S, MoveKind
@@ -305,3 +306,19 @@ async def test_as_long_as_nobody_knows_how_fast_links_are_all_go_with_their_kv()
         await asyncio.sleep(5.0)
         assert len(cluster.asked) > 3
         assert not any(cluster.as_tokens)
+
+
+@pytest.mark.parametrize(
+    ("system", "given", "kinds"),
+    [
+        ("pack", {}, ALL_KINDS),
+        ("mell-printed", {}, ALL_KINDS),
+        ("load-balance", {}, {MoveKind.KV}),
+        ("migrate", {"moves_as": "adaptive"}, ALL_KINDS),
+        ("pack", {"moves_as": "tokens"}, {MoveKind.TOKENS}),
+    ],
+)
+def test_packing_moves_by_both_ways_and_balancing_with_kv_unless_it_is_said(
+    system: str, given: dict[str, Any], kinds: Set[MoveKind]
+) -> None:
+    assert PlannerSettings(instance_id="planner", system=system, **given).balancer().kinds == kinds
