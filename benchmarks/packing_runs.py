@@ -1,13 +1,15 @@
 """How few workers serve a load, and what readers notice: packing systems on the virtual clock, steps, queues and links.
 
     python -m benchmarks.packing_runs [--scenario mell-chat-7b] [--systems worst-fit load-balance mell pack]
-        [--duration 300] [--warm-up 120] [--seeds 1] [--gbps 25] [--rate R] [--moves-as adaptive kv tokens]
-        [--plot FILE]
+        [--duration 300] [--warm-up 120] [--seeds 1] [--gbps 25] [--rate R] [--instances N]
+        [--moves-as adaptive kv tokens] [--plot FILE]
 
 Conversations times ten come for some time, and after a warm-up everything is counted until the last arrival: *peak* and
 *GPU-s* of workers in use, over what the KV that is held would need as if it were a fluid; *by sizes*, the same of a
-replay of sizes alone (`kv_sizes`) of the same requests, which decode as fast as they did; *recomputed*, how often a
-request lost its KV, per request. Means over seeds, and P99 of all requests that came after the warm-up.
+replay of sizes alone (`kv_sizes`) of the same requests, which decode as fast as they did; *kept*, how many requests
+were whole by then and never lost their KV (what the paper's request serving ratio counts), of how many that came;
+*recomputed*, how often a request lost it, per request. Means over seeds, and P99 of all requests that came after the
+warm-up.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ HEAD: Final = (
     "peak",
     "GPU-s",
     "by sizes",
+    "kept",
     "moves",
     "recomputed",
     "overflows",
@@ -64,6 +67,8 @@ class Load:
     gbps: float | None
     """Of an instance's link; None: the scenario's."""
     rate_per_s: float | None
+    instances: int | None = None
+    """None: as many as the scenario has."""
     moves_as: str | None = None
     """See `PlannerSettings`."""
 
@@ -78,6 +83,8 @@ class Load:
         }
         if self.gbps is not None:
             changes["network_bytes_per_s"] = self.gbps / BITS
+        if self.instances is not None:
+            changes["instances"] = self.instances
         return scenario.model_copy(update=changes)
 
 
@@ -93,6 +100,7 @@ class Seen:
     mean_gpus: float
     by_sizes: float
     """GPU-s of the replay of sizes; NaN: the system has none."""
+    num_kept: int
     num_moves: int
     num_preemptions: int
     num_overflows: int
@@ -129,6 +137,7 @@ def look(system: str, seed: int, load: Load) -> Seen:
         gpu_s,
         mean,
         by_sizes,
+        int((run.records.is_complete & (run.records.num_preemptions == 0)).sum()),
         run.facts.migrations or 0,
         run.facts.preemptions or 0,
         run.facts.overflows or 0,
@@ -160,6 +169,7 @@ def row_of(system: str, runs: Sequence[Seen]) -> Sequence[str]:
         f"{np.mean([run.peak for run in runs]):.3f}",
         f"{np.mean([run.gpu_s for run in runs]):.3f}",
         "" if math.isnan(by_sizes) else f"{by_sizes:.3f}",
+        f"{sum(run.num_kept for run in runs)} of {requests}",
         f"{sum(run.num_moves for run in runs) / requests:.2f}",
         f"{sum(run.num_preemptions for run in runs) / requests:.3f}",
         f"{sum(run.num_overflows for run in runs)}",
@@ -199,11 +209,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--gbps", type=float, help="of an instance's link; the scenario's if nothing is said")
     parser.add_argument("--rate", type=float, help="requests per second; the scenario's if nothing is said")
+    parser.add_argument("--instances", type=int, help="so many, and no more; the scenario's if nothing is said")
     parser.add_argument("--moves-as", nargs="+", choices=["adaptive", "kv", "tokens"], default=[None])
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw workers over time, of seed 0")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     asked = parser.parse_args()
-    load = partial(Load, asked.scenario, asked.duration, asked.warm_up, asked.gbps, asked.rate)
+    load = partial(Load, asked.scenario, asked.duration, asked.warm_up, asked.gbps, asked.rate, asked.instances)
     ways = {
         f"{system}, moves {kind}" if kind else system: (system, load(kind))
         for system, kind in product(asked.systems, asked.moves_as)

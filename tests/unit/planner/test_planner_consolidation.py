@@ -125,11 +125,21 @@ def test_if_no_request_is_large_enough_the_largest_goes_and_one_that_is_alone_st
     assert nowhere.choose([part("x", 100), part("y", 900)]) == ()
 
 
+def test_where_nobody_has_room_for_long_it_gives_what_fits_to_where_there_is_most_of_it() -> None:
+    """Three seconds are room enough then; one that is enough is taken before larger ones, and these before smaller."""
+    others = busy("a", 930), busy("b", 900), busy("c", 925)
+    relief = only_relief(busy("full", 999), *others)
+    assert told(relief.choose([part("larger", 80), part("enough", 70)])) == [("enough", "b")]
+    assert told(relief.choose([part("large", 500), part("some", 40), part("less", 30)])) == [("some", "b")]
+    assert told(relief.choose([part("large", 500)])) == []
+    assert told(relief.choose([part("enough", 70), part("rests", 10)])) == [("rests", "b")]
+
+
 @pytest.mark.parametrize(("used", "fits"), [(807, True), (808, False)])
 def test_a_target_keeps_room_for_growth_beside_what_all_there_grow_by_in_ten_seconds(used: int, *, fits: bool) -> None:
     """Two rows there and one that comes, 11 blocks each, 110 that it has, and 50: 5 % of its memory."""
-    relief = only_relief(busy("full", 999), busy("a", used))
-    assert bool(relief.choose([part("x", 110), part("y", 889)])) == fits
+    relief = only_relief(busy("full", 999), busy("a", used), unused("u"))
+    assert told(relief.choose([part("x", 110), part("y", 889)])) == [("x", "a" if fits else "u")]
 
 
 def test_a_pair_that_rests_and_workers_of_other_models_take_no_part() -> None:
@@ -161,8 +171,8 @@ def test_what_the_target_has_by_name_weighs_nothing_there_and_all_that_it_lacks_
     """Of 1 000 there are 50 left, 22 by which those grow who are there, and for who comes 60 and 11, and the prefix."""
     running = [part("x", 60, prefix="p", num_shared=100), part("y", 898)]
     for used, prefixes, fits in ((757, "", True), (758, "", False), (857, "p", True), (858, "p", False)):
-        relief = only_relief(busy("full", 999), busy("a", used, migration=knows(*prefixes)))
-        assert bool(relief.choose(running)) == fits, (used, prefixes)
+        relief = only_relief(busy("full", 999), busy("a", used, migration=knows(*prefixes)), unused("u"))
+        assert told(relief.choose(running)) == [("x", "a" if fits else "u")], (used, prefixes)
 
 
 def test_requests_over_one_prefix_go_together_unless_all_others_have_it() -> None:

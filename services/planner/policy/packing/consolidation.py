@@ -65,21 +65,29 @@ class Relief(_Leaving):
     """Blocks that it will lack before the move could be over."""
 
     def choose(self, running: Sequence[RunningPart], busy: Set[WorkerId] = frozenset()) -> Sequence[WantedMove]:
-        """Return the smallest request without which there is room for growth again, else the largest."""
-        enough = self.num_lacking + _room(self.source)
-        by_size = sorted(running, key=lambda part: (part.num_blocks, part.choices))
-        part = next((each for each in by_size if each.num_blocks >= enough), by_size[-1] if by_size else None)
-        if part is None or num_sequences(self.source) < 2:
+        """Return the smallest request without which there is room for growth again, else the largest that can go.
+
+        To the fullest worker where it rests for a while; if there is none, to where it has room for longest.
+        """
+        if num_sequences(self.source) < 2:
             return ()  # a request that is alone has all the room there is
-        growth = grown_blocks(self.source, len(part.choices), REST_S)
-        fitting = [
-            other
-            for other in self.free_of(busy)
-            if other.num_blocks - _later_blocks(other, REST_S) - _room(other) >= needed_blocks(part, other) + growth
-            and _is_fast([part], other, REST_S)
-        ]
-        fullest = min(fitting, key=lambda other: (free_blocks(other), other.worker_id), default=None)
-        return () if fullest is None else (WantedMove(part, fullest),)
+        enough, others = self.num_lacking + _room(self.source), self.free_of(busy)
+        by_size = sorted(running, key=lambda part: (part.num_blocks, part.choices))
+        first = [part for part in by_size if part.num_blocks >= enough]
+        in_order = (*first, *reversed(by_size[: len(by_size) - len(first)]))
+        for horizon_s, keeps_room, sign in ((REST_S, True, 1), (DECISION_S + MOVE_S, False, -1)):
+            for part in in_order:
+                fitting = [other for other in others if self._fits(part, other, horizon_s, keeps_room=keeps_room)]
+                if fitting:
+                    target = min(fitting, key=lambda other: (sign * free_blocks(other), other.worker_id))
+                    return (WantedMove(part, target),)
+        return ()
+
+    def _fits(self, part: RunningPart, other: WorkerReport, horizon_s: float, *, keeps_room: bool) -> bool:
+        """Return whether a worker has room for a request for so long, and its steps stay short."""
+        growth = grown_blocks(self.source, len(part.choices), horizon_s)
+        free = other.num_blocks - _later_blocks(other, horizon_s) - keeps_room * _room(other)
+        return free >= needed_blocks(part, other) + growth and _is_fast([part], other, horizon_s)
 
     def tell(self, move: WantedMove) -> str:
         """See `Wanted`."""
