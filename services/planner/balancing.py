@@ -120,7 +120,7 @@ class Balancer:
             running = (await self._running(wanted)).requests
             spent = set() if wanted.is_urgent else self._budget.spent(source)
             chosen = wanted.choose(running, (self._busy - targets) | spent)
-            divided = self._budget.divide(source, chosen, is_urgent=wanted.is_urgent)
+            divided = self._budget.divide(source, chosen)
             moves = [(move, kind) for move, kind in divided if kind is not MoveKind.LATER]
             targets |= {move.target.worker_id for move, _ in moves}
             self._taking |= targets

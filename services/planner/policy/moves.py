@@ -30,6 +30,8 @@ class WantedMove:
 
     part: RunningPart
     target: WorkerReport
+    is_urgent: bool = False
+    """Its worker has no room for it any more."""
 
 
 class Wanted(Protocol):
@@ -53,7 +55,7 @@ class Wanted(Protocol):
 
     @property
     def is_urgent(self) -> bool:
-        """Whether it begins while others still come there."""
+        """Whether it begins while others still come there, however much its links have carried."""
 
     @property
     def open_worker(self) -> WorkerId | None:

@@ -200,7 +200,7 @@ class Emptied:
 
     def choose(self, running: Sequence[RunningPart], busy: Set[WorkerId]) -> Sequence[WantedMove]:
         assert self.source.worker_id in busy
-        return [WantedMove(part, self.target) for part in running[: self.num_requests]]
+        return [WantedMove(part, self.target, self.is_urgent) for part in running[: self.num_requests]]
 
     def tell(self, move: WantedMove) -> str:
         return f"{move.part.choices[0][0]} goes"

@@ -180,9 +180,7 @@ class MoveBudget:
             and not (MoveKind.TOKENS in self._kinds and self._prefills.fits((target,), 1))
         }
 
-    def divide(
-        self, source: WorkerId, moves: Sequence[WantedMove], *, is_urgent: bool
-    ) -> Sequence[tuple[WantedMove, MoveKind]]:
+    def divide(self, source: WorkerId, moves: Sequence[WantedMove]) -> Sequence[tuple[WantedMove, MoveKind]]:
         """Return how each goes; see `divide`."""
         asked = [
             AskedMove(
@@ -190,7 +188,7 @@ class MoveBudget:
                 needed_blocks(move.part, move.target) * move.target.block_size,
                 (source, move.target.worker_id),
                 move.target.worker_id,
-                is_urgent,
+                move.is_urgent,
             )
             for number, move in enumerate(moves)
         ]

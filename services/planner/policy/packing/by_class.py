@@ -28,6 +28,7 @@ from services.planner.policy.packing.consolidation import (
     DECISION_S,
     free_blocks,
     grown_blocks,
+    lacking_blocks,
     move_s,
     needed_blocks,
     num_sequences,
@@ -59,6 +60,7 @@ class Relocation:
         """Return who goes where, of those for whom there is room by now."""
         self.by_class.note(self.source.worker_id, running)
         moves: list[WantedMove] = []
+        is_urgent = self.by_class.is_short(self.source)
         taken: Counter[WorkerId] = Counter()
         for part in running:
             target = self.by_class.place_of(part)
@@ -67,7 +69,7 @@ class Relocation:
             needed, pair = needed_blocks(part, target), (self.source.worker_id, target.worker_id)
             if pair not in self.avoided and taken[target.worker_id] + needed <= free_blocks(target):
                 taken[target.worker_id] += needed
-                moves.append(WantedMove(part, target))
+                moves.append(WantedMove(part, target, is_urgent=is_urgent))
         return moves
 
     def tell(self, move: WantedMove) -> str:
@@ -130,6 +132,10 @@ class ByClass:
         """Return the worker that a request lies at; None: nowhere."""
         place = self._lies_at(_name(part))
         return None if place is None else self._reports.get(place)
+
+    def is_short(self, report: WorkerReport) -> bool:
+        """Return whether a worker will lack memory before a move could be over."""
+        return lacking_blocks(report, self._rate) > 0
 
     @property
     def filling(self) -> Filling:
