@@ -237,7 +237,7 @@ def test_a_worker_whose_requests_are_not_told_yet_comes_after_those_that_have_no
     assert {each.worker_id for each in cluster.rule.filling.by_size} == {"w1"}
 
 
-@pytest.mark.parametrize(("num_blocks", "size"), [(100, 105), (998, 1000)])
+@pytest.mark.parametrize(("num_blocks", "size"), [(100, 106), (998, 1000)])
 def test_a_request_weighs_what_it_will_hold_when_a_move_could_be_over_and_no_more_than_a_worker(
     num_blocks: int, size: int
 ) -> None:

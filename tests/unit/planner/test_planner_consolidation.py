@@ -78,14 +78,14 @@ def only_relief(*statuses: WorkerStatus) -> Relief:
 
 
 def test_a_worker_will_lack_memory_when_what_runs_outgrows_it_before_a_move_could_end() -> None:
-    """Two rows of a block per second: in 3 s each needs four blocks, rounded up."""
-    assert DECISION_S + MOVE_S == 3.0
+    """Two rows of a block per second: in 4 s each needs five blocks, rounded up."""
+    assert DECISION_S + MOVE_S == 4.0
     report = busy("w", 995).report
-    assert grown_blocks(report, 2, DECISION_S + MOVE_S) == 8
-    assert lacking_blocks(report) == 3
-    assert lacking_blocks(busy("w", 992).report) == 0
-    assert lacking_blocks(busy("w", 900, num_demanded_blocks=95).report) == 3
-    assert lacking_blocks(busy("w", 900, num_uncomputed_blocks=95).report) == 3
+    assert grown_blocks(report, 2, DECISION_S + MOVE_S) == 10
+    assert lacking_blocks(report) == 5
+    assert lacking_blocks(busy("w", 990).report) == 0
+    assert lacking_blocks(busy("w", 900, num_demanded_blocks=95).report) == 5
+    assert lacking_blocks(busy("w", 900, num_uncomputed_blocks=95).report) == 5
 
 
 def test_how_long_a_move_takes_is_what_moves_took() -> None:
@@ -95,9 +95,11 @@ def test_how_long_a_move_takes_is_what_moves_took() -> None:
     assert move_rate([fast.report, slow.report, none.report]) == 100e6
     assert move_rate([none.report]) == 0.0
     assert move_s(fast.report, 100e6) == 2.0
-    assert move_s(fast.report.model_copy(update={"token_s": 1e-4}), 100e6) == pytest.approx(0.32), "3 200 tokens"
+    tokens = [fast.report.model_copy(update={"token_s": token_s}) for token_s in (1e-4, 2e-3)]
+    assert [move_s(report, 100e6) for report in tokens] == [2.0, 2.0], "as KV"
+    assert [move_s(report, 10e6) for report in tokens] == pytest.approx([3.0, 6.4]), "3 200 tokens"
     assert move_s(fast.report, 0.0) == move_s(none.report, 100e6) == MOVE_S
-    assert [lacking_blocks(busy("w", 986, 2, kv_bytes=10**9).report, rate) for rate in (0.0, 1e9, 1e8)] == [-6, -10, 0]
+    assert [lacking_blocks(busy("w", 986, 2, kv_bytes=10**9).report, rate) for rate in (0.0, 1e9, 1e8)] == [-4, -8, 2]
 
 
 def test_it_gives_the_smallest_request_that_leaves_it_room_to_the_fullest_worker_in_use_that_has_room() -> None:
@@ -107,7 +109,7 @@ def test_it_gives_the_smallest_request_that_leaves_it_room_to_the_fullest_worker
     assert relief.reason is FetchReason.PACK
     (move,) = relief.choose(running)
     assert told([move]) == [("fits", "b")]
-    assert relief.tell(move) == "full will lack 7 KV blocks; b has room"
+    assert relief.tell(move) == "full will lack 9 KV blocks; b has room"
 
 
 def test_where_nobody_in_use_has_room_it_gives_to_one_that_is_not_in_use() -> None:
@@ -126,7 +128,7 @@ def test_if_no_request_is_large_enough_the_largest_goes_and_one_that_is_alone_st
 
 
 def test_where_nobody_has_room_for_long_it_gives_what_fits_to_where_there_is_most_of_it() -> None:
-    """Three seconds are room enough then; one that is enough is taken before larger ones, and these before smaller."""
+    """Four seconds are room enough then; one that is enough is taken before larger ones, and these before smaller."""
     others = busy("a", 930), busy("b", 900), busy("c", 925)
     relief = only_relief(busy("full", 999), *others)
     assert told(relief.choose([part("larger", 80), part("enough", 70)])) == [("enough", "b")]

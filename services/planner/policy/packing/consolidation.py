@@ -16,6 +16,7 @@ Pure, but for when it looked last. Source: the project's own (`pack.py`, whose p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Final
@@ -28,10 +29,12 @@ from shared.messages.fetch import MAX_RUNNING, FetchReason, RunningPart
 from shared.messages.report import ClusterView, WorkerReport, WorkerStatus, cost_beside_prompts
 from shared.systems import PACKED_STEP_S, ROOM_FOR_GROWTH
 
-DECISION_S: Final = 1.5
-"""From what a worker reports until a move begins because of it."""
+DECISION_S: Final = 2.5
+"""From what a worker reports until a move begins because of it, and for another one if the first target refuses."""
 MOVE_S: Final = 1.5
 """Of a move, as long as no KV has moved, or where nobody says how large it is."""
+LONG_MOVE_S: Final = 3.0
+"""Up to which a move takes its time, if its tokens could be computed as well."""
 REST_S: Final = 10.0
 """For which a request that is given away finds room where it goes, as all who are there grow."""
 EMPTY_HORIZON_S: Final = 30.0
@@ -179,13 +182,14 @@ def _is_short(status: WorkerStatus, rate: float) -> bool:
 def move_s(report: WorkerReport, rate: float) -> float:
     """Return the seconds in which a request of a worker's average size leaves it, as fast as others moved.
 
-    Or in which its tokens are computed elsewhere, if that is faster.
+    Where that is long, it goes as tokens if these are computed before.
     """
     if not rate or not report.kv_bytes or not report.num_running:
         return MOVE_S
     num_blocks = report.num_used_blocks / report.num_running
     kv_s = report.kv_bytes / report.num_blocks * num_blocks / rate
-    return min(kv_s, num_blocks * report.block_size * report.token_s) if report.token_s else kv_s
+    tokens_s = num_blocks * report.block_size * report.token_s if report.token_s else math.inf
+    return min(kv_s, max(tokens_s, LONG_MOVE_S))
 
 
 def needed_blocks(part: RunningPart, target: WorkerReport) -> int:
