@@ -17,7 +17,7 @@ from services.planner.balancing import CLOSE_S, Balancer, BalancerParams
 from services.planner.config import PlannerSettings
 from services.planner.policy.load_balance import balance
 from services.planner.policy.moves import Avoided, MoveRule, Wanted, WantedMove
-from services.planner.policy.packing.adaptive import ALL_KINDS, TICK_S, MoveKind
+from services.planner.policy.packing.adaptive import ALL_KINDS, TICK_S, MoveBudget, MoveKind
 from services.planner.policy.patience import PatienceParams
 from shared.ids import RequestId, WorkerId
 from shared.messages.fetch import (
@@ -31,7 +31,7 @@ from shared.messages.fetch import (
     RunningList,
     RunningPart,
 )
-from shared.messages.report import ClusterView, WorkerReport
+from shared.messages.report import ClusterView, WorkerReport, WorkerStatus
 from shared.messages.report_parts import DecodeCost, MigrationPart
 from shared.process.tasks import TaskOwner
 from shared.subjects import Subjects
@@ -306,6 +306,31 @@ async def test_as_long_as_nobody_knows_how_fast_links_are_all_go_with_their_kv()
         await asyncio.sleep(5.0)
         assert len(cluster.asked) > 3
         assert not any(cluster.as_tokens)
+
+
+def test_who_comes_in_the_middle_of_a_tick_takes_part_at_once_and_nobody_gets_more_for_that() -> None:
+    facts: dict[str, Any] = {
+        "num_blocks": 100,
+        "block_size": 16,
+        "kv_bytes": 16_000,
+        "model_digest": "m",
+        "migration": MigrationPart(bytes_per_s=850.0),
+    }
+    old, new, newer = (make_status(name, **facts) for name in ("old", "new", "newer"))
+    budget = MoveBudget(0.2, frozenset({MoveKind.KV}))
+
+    def kinds(source: str, target: WorkerStatus, count: int) -> list[MoveKind]:
+        moves = [WantedMove(request(f"r{number}"), target.report) for number in range(count)]
+        return [kind for _, kind in budget.divide(WorkerId(source), moves)]
+
+    budget.refill(make_view(old), 0.0)
+    assert kinds("old", new, 1) == [MoveKind.LATER]
+    budget.refill(make_view(old, new), 1.0)
+    assert kinds("old", new, 3) == [MoveKind.KV, MoveKind.KV, MoveKind.LATER]
+    budget.refill(make_view(old, new, newer), 2.0)
+    assert kinds("old", newer, 1) == kinds("new", newer, 1) == [MoveKind.LATER]
+    budget.refill(make_view(old, new, newer), TICK_S)
+    assert kinds("old", newer, 1) == [MoveKind.KV]
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,11 @@ class TickBudget:
             each: boundary + min(self._left.get(each, 0), 0) for each, boundary in self._boundaries.items() if boundary
         }
 
+    def add(self, boundaries: Mapping[Hashable, int]) -> None:
+        """Have more of them in the tick that there is."""
+        self._boundaries |= boundaries
+        self._left |= boundaries
+
     def ticks(self, users: Iterable[Hashable], num_tokens: int) -> float:
         """Return how many of the next ticks it takes besides, at whoever has least; 0: there is room in this one."""
         lacking = {each: num_tokens - self._left.get(each, 0) for each in users}
@@ -161,14 +166,21 @@ class MoveBudget:
         self._next_s = -math.inf
 
     def refill(self, view: ClusterView, now_s: float) -> None:
-        """Begin a tick, if the last one is over."""
-        if now_s < self._next_s:
+        """Begin a tick, if the last one is over; who has come meanwhile takes part in what is left of it."""
+        reports, is_due = [status.report for status in view.workers], now_s >= self._next_s
+        here = {report.worker_id: report for report in reports if is_due or report.worker_id not in self._workers}
+        if not here:
             return
-        self._next_s = now_s + TICK_S
-        reports = [status.report for status in view.workers]
         rate = self._link_share * move_rate(reports)
-        self._links.refill({report.worker_id: _link_tokens(report, rate) for report in reports})
-        self._prefills.refill({report.worker_id: _prefill_tokens(report) for report in reports})
+        links: dict[Hashable, int] = {worker_id: _link_tokens(report, rate) for worker_id, report in here.items()}
+        prefills: dict[Hashable, int] = {worker_id: _prefill_tokens(report) for worker_id, report in here.items()}
+        if is_due:
+            self._next_s = now_s + TICK_S
+            self._links.refill(links)
+            self._prefills.refill(prefills)
+        else:
+            self._links.add(links)
+            self._prefills.add(prefills)
         self._workers = tuple(report.worker_id for report in reports)
 
     def spent(self, source: WorkerId) -> set[WorkerId]:
