@@ -32,8 +32,8 @@ async def test_eight_requests_over_one_long_prefix_move_once_and_if_they_outgrow
 ) -> None:
     """Each grows by 125 or by 188 blocks: together they fit one worker, or outgrow it after half a minute.
 
-    They are placed by their whole length, four on each of two workers, and come together because their prefix counts
-    once.
+    Each prompt takes too long to wait for others, so they are placed on all three workers; then two of these are emptied,
+    because their prefix counts once.
     """
     workers = cluster_of(3, NUM_BLOCKS, system="pack", kv_bytes_per_token=131_072, max_model_len=16_384)
     async with SimCluster(workers) as cluster:
@@ -41,9 +41,9 @@ async def test_eight_requests_over_one_long_prefix_move_once_and_if_they_outgrow
         await ask_all(cluster, over_one_prefix(8, seed, num_output))
         told = reasons(events, "request_moved")
         moves = Counter(reason.split()[2] for reason in told)
-        assert 4 <= moves.total() <= 4 * most, told
+        assert 4 <= moves.total() <= 5 * most, told
         assert max(moves.values()) == most, told
-        assert len(reasons(events, "worker_closing")) == 1
+        assert len(reasons(events, "worker_closing")) == 2
         assert [worker.service.engine.totals.num_preemptions for worker in cluster.workers] == [0, 0, 0]
         assert cluster.monitor.counters["overflows"] == 0
 
