@@ -32,8 +32,8 @@ async def test_eight_requests_over_one_long_prefix_move_once_and_if_they_outgrow
 ) -> None:
     """Each grows by 125 or by 188 blocks: together they fit one worker, or outgrow it after half a minute.
 
-    Each prompt takes too long to wait for others, so they are placed on all three workers; then two of these are emptied,
-    because their prefix counts once.
+    Each prompt takes too long to wait for others, so they are placed on all three workers; then two of these are
+    emptied, because their prefix counts once.
     """
     workers = cluster_of(3, NUM_BLOCKS, system="pack", kv_bytes_per_token=131_072, max_model_len=16_384)
     async with SimCluster(workers) as cluster:
