@@ -4,12 +4,12 @@
         [--duration 300] [--warm-up 120] [--seeds 1] [--gbps 25] [--rate R] [--instances N]
         [--moves-as adaptive kv tokens] [--plot FILE]
 
-Conversations times ten come for some time, and after a warm-up everything is counted until the last arrival: *peak* and
-*GPU-s* of workers in use, over what the KV that is held would need as if it were a fluid; *by sizes*, the same of a
-replay of sizes alone (`kv_sizes`) of the same requests, which decode as fast as they did; *kept*, how many requests
-were whole by then and never lost their KV (what the paper's request serving ratio counts), of how many that came;
-*recomputed*, how often a request lost it, per request. Means over seeds, and P99 of all requests that came after the
-warm-up.
+Conversations times ten come for some time; a run ends with the last arrival. From a warm-up on: *peak* and *GPU-s* of
+workers in use, over what the KV that is held would need as if it were a fluid; *by sizes*, the same of a replay of
+sizes alone (`kv_sizes`) of the same requests, which decode as fast as they did; TTFT and TPOT of the requests that
+came since and have begun. Of the whole run: *kept*, how many requests were whole by its end and never lost their KV
+(what the paper's request serving ratio counts), of how many that came; *recomputed*, how often a request lost it, per
+request; moves and overflows. Means over seeds, and P99 of all requests together.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ class ClusterMetrics:
         migrated = {
             "bytes": "KV that has come to a worker with them, bytes",
             "as_tokens": "Requests that have come without KV, as a planner wanted it",
-            "recomputed_tokens": "Tokens of the others whose KV was computed again",
-            "recomputed": "The others of which more than two blocks were computed again",
+            "recomputed_tokens": "Tokens of requests that have come with KV, computed again",
+            "recomputed": "Requests that have come with KV, more than two blocks of which were computed again",
         }
         self._migrated = {
             name: Growing(counter(f"sluice:migration_{name}", meaning, _WORKER)) for name, meaning in migrated.items()

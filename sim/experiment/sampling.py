@@ -97,6 +97,7 @@ class ClusterSampler:
     def facts(self) -> SystemFacts:
         """Return the run's figures."""
         samples, stats = self.samples(), [take_stats(worker.service.engine) for worker in self._cluster.workers]
+        migrations = [w.service.migration for w in self._cluster.workers if w.service.migration is not None]
         elapsed_s = np.diff(samples.at_s)
         return SystemFacts(
             kv_peak_ratio=float((samples.used_blocks / samples.num_blocks).max()),
@@ -117,16 +118,8 @@ class ClusterSampler:
             restore_times_s=tuple(self._plans["restore"]),
             grouped_ratio=float(np.dot(self._grouped[:-1], elapsed_s) / max(elapsed_s.sum(), PERIOD_S)),
             overflows=self._cluster.monitor.counters["overflows"],
-            migrations=sum(
-                worker.service.migration.departures.num_left
-                for worker in self._cluster.workers
-                if worker.service.migration is not None
-            ),
-            moves_as_tokens=sum(
-                worker.service.migration.fetching.num_as_tokens
-                for worker in self._cluster.workers
-                if worker.service.migration is not None
-            ),
+            migrations=sum(each.departures.num_left for each in migrations),
+            moves_as_tokens=sum(each.fetching.num_as_tokens for each in migrations),
             gpus_peak=int(samples.num_gpus.max()),
             gpu_seconds=float((samples.num_gpus[:-1] * elapsed_s).sum()),
             busy_gpus_peak=int(samples.num_busy_gpus.max()),

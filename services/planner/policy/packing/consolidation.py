@@ -1,7 +1,7 @@
 """Packs running requests onto fewer workers: who overflows gives one away, and one of the emptiest is emptied.
 
     a worker whose memory runs out before a move could end    gives one request to the fullest worker with room for it,
-                                                              or to one that is not in use
+                                                              or to one that is not in use, else for a moment
     every few seconds one of the four emptiest in use         gives all of them to others in use, if all find room there
 
 What is packed are KV blocks, but for those that are at the target by name, with what requests grow by: until the move
