@@ -273,6 +273,27 @@ async def test_a_move_by_hand_leaves_what_it_has_and_goes_on_elsewhere() -> None
 
 
 @pytest.mark.virtual_time
+async def test_how_fast_a_link_is_gets_known_with_the_first_piece_that_comes() -> None:
+    """A planner divides moves by it, and a long request's KV may take half a minute."""
+    async with SimCluster(linked(cluster_of(2, 1200, kv_bytes_per_token=100_000), gbits=1)) as cluster:
+        (request,) = requests_of(1, num_prompt=3000, num_output=1000)
+        asked = asyncio.ensure_future(cluster.ask(request))
+        await asyncio.sleep(2.0)
+        workers = {worker.params.worker_id: worker for worker in cluster.workers}
+        source = next(name for name, w in workers.items() if w.service.engine.table.num_sequences)
+        (target,) = workers.keys() - {source}
+        moving = asyncio.ensure_future(cluster.fetch("r0", source, target))
+        fetching = migration_of(workers[target]).fetching
+        while not fetching.bytes_per_s:
+            await asyncio.sleep(0.01)
+        assert (fetching.num_bytes, fetching.num_under_way) == (0, 1), "it is not over"
+        assert fetching.bytes_per_s == pytest.approx(1e9 / 8, rel=0.01)
+        assert (await moving).outcome is FetchOutcome.MOVED
+        assert fetching.bytes_per_s == pytest.approx(1e9 / 8, rel=0.01)
+        check_answers(cluster, [await asked])
+
+
+@pytest.mark.virtual_time
 async def test_a_request_goes_elsewhere_as_tokens_too() -> None:
     """No KV travels, all of it is computed again, and that is not counted as if it had been lost on the way."""
     async with SimCluster(linked(cluster_of(2, 1200))) as cluster:

@@ -95,8 +95,7 @@ class KvFetching:
         """That have come since the start."""
         self.busy_s = 0.0
         """Seconds for which they were under way."""
-        self.bytes_per_s = 0.0
-        """See `MigrationPart`."""
+        self._bytes_per_s = 0.0
         self._engine = engine
         self._network = network
         self._wake = wake
@@ -133,6 +132,11 @@ class KvFetching:
     def num_under_way(self) -> int:
         """Requests that come now."""
         return len(self._under_way)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """See `MigrationPart`."""
+        return self._bytes_per_s or max((one.bytes_per_s for one in self._states.values()), default=0.0)
 
     def state_of(self, request_id: RequestId) -> str:
         """Return how far a request is, in a word; empty: nothing is under way for it, and nothing kept."""
@@ -180,9 +184,8 @@ class KvFetching:
                 self._wake()
             self.num_bytes += one.num_bytes
             self.busy_s += self._now() - began_s
-            if one.num_bytes and one.copying_s:
-                rate = one.num_bytes / one.copying_s
-                self.bytes_per_s += (rate - self.bytes_per_s) * (RATE_WEIGHT if self.bytes_per_s else 1.0)
+            if rate := one.bytes_per_s:
+                self._bytes_per_s += (rate - self._bytes_per_s) * (RATE_WEIGHT if self._bytes_per_s else 1.0)
         said = answer.outcome.value, answer.detail, one.num_blocks, round(self._now() - began_s, 4)
         names = ("outcome", "detail", "num_blocks", "took_s")
         _log.info("request_fetched", rid=asked.request_id, source=asked.source, **dict(zip(names, said, strict=True)))
@@ -247,6 +250,11 @@ class _Fetch:
         self.state = "asked"
         self._engine = engine
         self._wake = wake
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The rate of the pieces that have come; 0: none has."""
+        return self.num_bytes / self.copying_s if self.copying_s else 0.0
 
     async def bring(self, link: KvLink) -> None:
         """Return once the source has released it; or, of what is recovered, once all KV is here that it has.

@@ -308,6 +308,24 @@ async def test_as_long_as_nobody_knows_how_fast_links_are_all_go_with_their_kv()
         assert not any(cluster.as_tokens)
 
 
+def test_the_first_rate_that_is_heard_of_begins_a_tick() -> None:
+    """What is known of links does not wait until a tick is over in which all went as KV."""
+    facts: dict[str, Any] = {"num_blocks": 100, "block_size": 16, "kv_bytes": 16_000, "model_digest": "m"}
+    before = [make_status(name, **facts) for name in ("full", "empty")]
+    after = [make_status(name, **facts, migration=MigrationPart(bytes_per_s=850.0)) for name in ("full", "empty")]
+    budget = MoveBudget(0.2, frozenset({MoveKind.KV}))
+
+    def num_kv(statuses: list[WorkerStatus], now_s: float) -> int:
+        budget.refill(make_view(*statuses), now_s)
+        moves = [WantedMove(request(f"r{number}"), statuses[1].report) for number in range(50)]
+        return [kind for _, kind in budget.divide(WorkerId("full"), moves)].count(MoveKind.KV)
+
+    assert num_kv(before, 0.0) == num_kv(before, 1.0) == 50
+    assert num_kv(after, 2.0) == 2
+    assert num_kv(after, 3.0) == 0
+    assert num_kv(after, 2.0 + TICK_S) == 2
+
+
 def test_who_comes_in_the_middle_of_a_tick_takes_part_at_once_and_nobody_gets_more_for_that() -> None:
     facts: dict[str, Any] = {
         "num_blocks": 100,

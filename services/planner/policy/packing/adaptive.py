@@ -164,14 +164,20 @@ class MoveBudget:
         self._links, self._prefills = TickBudget(), TickBudget()
         self._workers: tuple[WorkerId, ...] = ()
         self._next_s = -math.inf
+        self._has_rate = False
 
     def refill(self, view: ClusterView, now_s: float) -> None:
-        """Begin a tick, if the last one is over; who has come meanwhile takes part in what is left of it."""
-        reports, is_due = [status.report for status in view.workers], now_s >= self._next_s
+        """Begin a tick, if the last one is over, or the first rate of a link is known.
+
+        Who has come meanwhile takes part in what is left of it.
+        """
+        reports = [status.report for status in view.workers]
+        rate = self._link_share * move_rate(reports)
+        is_due = now_s >= self._next_s or (rate > 0 and not self._has_rate)
         here = {report.worker_id: report for report in reports if is_due or report.worker_id not in self._workers}
         if not here:
             return
-        rate = self._link_share * move_rate(reports)
+        self._has_rate = rate > 0
         links: dict[Hashable, int] = {worker_id: _link_tokens(report, rate) for worker_id, report in here.items()}
         prefills: dict[Hashable, int] = {worker_id: _prefill_tokens(report) for worker_id, report in here.items()}
         if is_due:
