@@ -28,6 +28,7 @@ _PROGRAMS: Final = (
 _START: Final = re.compile(
     rf"(?:\$ )?(?:[A-Z][A-Z_]*=\S+ +)*(?:\.venv/bin/)?(?:{'|'.join(re.escape(each) for each in _PROGRAMS)})(?: +\S|$)"
 )
+_OPENED: Final = re.compile(f"`{_START.pattern}")
 _ALONE: Final = re.compile(r"^[\w./-]+$")
 _QUOTED: Final = re.compile(r"`([^`]+)`")
 
@@ -137,7 +138,10 @@ def of_code() -> Iterator[Line]:
     """Give the commands between backticks in strings that are no docstrings; an expression of an f-string is `{…}`."""
     for folder in CODE:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            tree = ast.parse(path.read_text(encoding="utf-8"))
+            source = path.read_text(encoding="utf-8")
+            if not _OPENED.search(source):
+                continue
+            tree = ast.parse(source)
             silent = _docstrings(tree)
             inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
             for node in ast.walk(tree):
