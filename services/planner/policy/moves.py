@@ -30,7 +30,7 @@ class WantedMove:
 
     part: RunningPart
     target: WorkerReport
-    is_urgent: bool = False
+    overflows: bool = False
     """Its worker has no room for it any more."""
 
 

@@ -70,8 +70,9 @@ class TickBudget:
         self._left: dict[Hashable, int] = {}
 
     def refill(self, boundaries: Mapping[Hashable, int]) -> None:
-        """Begin a tick; who is not named has the boundary that it had."""
-        self._boundaries |= boundaries
+        """Begin a tick; who is not named is forgotten, but for those of whom next ticks have been taken."""
+        owing = {each: boundary for each, boundary in self._boundaries.items() if self._left.get(each, 0) < 0}
+        self._boundaries = {**owing, **boundaries}
         self._left = {
             each: boundary + min(self._left.get(each, 0), 0) for each, boundary in self._boundaries.items() if boundary
         }
@@ -206,7 +207,7 @@ class MoveBudget:
                 needed_blocks(move.part, move.target) * move.target.block_size,
                 (source, move.target.worker_id),
                 move.target.worker_id,
-                move.is_urgent,
+                move.overflows,
             )
             for number, move in enumerate(moves)
         ]

@@ -60,7 +60,7 @@ class Relocation:
         """Return who goes where, of those for whom there is room by now."""
         self.by_class.note(self.source.worker_id, running)
         moves: list[WantedMove] = []
-        is_urgent = self.by_class.is_short(self.source)
+        is_short = self.by_class.is_short(self.source)
         taken: Counter[WorkerId] = Counter()
         for part in running:
             target = self.by_class.place_of(part)
@@ -69,7 +69,7 @@ class Relocation:
             needed, pair = needed_blocks(part, target), (self.source.worker_id, target.worker_id)
             if pair not in self.avoided and taken[target.worker_id] + needed <= free_blocks(target):
                 taken[target.worker_id] += needed
-                moves.append(WantedMove(part, target, is_urgent=is_urgent))
+                moves.append(WantedMove(part, target, overflows=is_short))
         return moves
 
     def tell(self, move: WantedMove) -> str:

@@ -83,7 +83,7 @@ class Relief(_Leaving):
                 fitting = [other for other in others if self._fits(part, other, horizon_s, keeps_room=keeps_room)]
                 if fitting:
                     target = min(fitting, key=lambda other: (sign * free_blocks(other), other.worker_id))
-                    return (WantedMove(part, target, is_urgent=True),)
+                    return (WantedMove(part, target, overflows=True),)
         return ()
 
     def _fits(self, part: RunningPart, other: WorkerReport, horizon_s: float, *, keeps_room: bool) -> bool:

@@ -63,9 +63,20 @@ def test_what_is_larger_than_a_boundary_takes_the_ticks_that_it_needs() -> None:
     links, prefills, kinds = budget(out=10, **{"in": 10}), budget(), list[MoveKind]()
     assert divide([asked("large", 35)], links, prefills)["large"] is MoveKind.KV
     for tick in range(5):
-        links.refill({})
+        links.refill({"out": 10, "in": 10} if tick > 1 else {})
         kinds.append(divide([asked(tick, 5)], links, prefills)[tick])
     assert kinds == [MoveKind.LATER] * 2 + [MoveKind.KV] * 3, "of the third tick 5 are left"
+
+
+def test_who_is_gone_is_forgotten_once_its_ticks_are_over() -> None:
+    left = budget(gone=10, owing=10)
+    left.take(["owing"], 25)
+    left.refill({})
+    assert (left.fits(["gone"], 1), left.ticks(["owing"], 0)) == (False, 0.5)
+    left.refill({})
+    assert left.fits(["owing"], 5)
+    left.refill({})
+    assert not left.fits(["owing"], 1)
 
 
 @pytest.mark.parametrize("overflows", [False, True])
