@@ -55,9 +55,9 @@ def shared(harness: EngineHarness) -> Counter[str]:
     return Counter(opened=totals.num_opened_blocks, met=totals.num_met_blocks, copied=num_copied)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("num_host_blocks", [0, 60])
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("depth", "num_host_blocks"), first_of([(1, 0), (2, 60), (2, 0), (1, 60)], in_ci=2))
 @pytest.mark.parametrize("scheduler", FULL)
 def test_requests_meet_in_blocks_and_nobody_loses_a_token(scheduler: str, depth: int, num_host_blocks: int) -> None:
     """No copy is made but where two meet: nobody forks, and prefixes are not kept."""

@@ -24,12 +24,12 @@ from tests.support.engine_chaos import Chaos, make_chaos
 from tests.support.engine_harness import make_harness
 from tests.support.seeds import first_of
 
-CASES = [
-    case
-    for prefix_caching, num_host_blocks, count in ((True, 0, 2), (False, 0, 2), (True, 12, 2), (False, 30, 2))
-    for case in first_of([(seed, prefix_caching, num_host_blocks) for seed in range(count)], in_ci=1)
-]
-"""Seeds, with prefix caching and without, and with host memory."""
+SHAPES = ((1, True, 0), (1, False, 30), (2, False, 0), (2, True, 12))
+"""Batches in flight, with prefix caching and without, and with host memory."""
+CASES = first_of(
+    [(0, *shape) for shape in SHAPES] + [(1, depth, *memory) for depth in (2, 1) for _, *memory in SHAPES], in_ci=4
+)
+"""Seeds and shapes."""
 PIPELINES = [{"depth": depth, "num_lanes": num_lanes} for depth, num_lanes in ((4, 1), (2, 2), (4, 2), (3, 3))]
 """Batches in flight, and stages: as many as lanes over which the schedulers spread decodes."""
 PIPELINE_CASES = [
@@ -62,11 +62,10 @@ def chaotic_run(
 overlapping_run = partial(chaotic_run, depth=2, whims=0.05, overlaps=True)
 
 
-@pytest.mark.parametrize(("seed", "prefix_caching", "num_host_blocks"), CASES)
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("seed", "depth", "prefix_caching", "num_host_blocks"), CASES)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_texts_survive_any_order_of_operations(
-    scheduler: str, depth: int, seed: int, *, prefix_caching: bool, num_host_blocks: int
+    scheduler: str, seed: int, depth: int, *, prefix_caching: bool, num_host_blocks: int
 ) -> None:
     case = chaotic_run(scheduler, depth, seed, prefix_caching=prefix_caching, num_host_blocks=num_host_blocks)
     case.live_through()
@@ -81,7 +80,7 @@ def test_texts_survive_any_order_of_operations_in_a_pipeline(
     chaotic_run(scheduler, **lanes, **case).live_through()
 
 
-OVERLAP_CASES = first_of([(seed, num_host_blocks) for seed in range(3) for num_host_blocks in (0, 12)], in_ci=4)
+OVERLAP_CASES = first_of([(seed, num_host_blocks) for seed in range(3) for num_host_blocks in (0, 12)], in_ci=2)
 
 
 @pytest.mark.parametrize(("seed", "num_host_blocks"), OVERLAP_CASES)
@@ -94,10 +93,10 @@ def test_texts_survive_any_order_of_operations_where_steps_overlap(
 
 
 LEAVING_SHAPES: tuple[dict[str, Any], ...] = ({"depth": 1}, {"depth": 2, "overlaps": True, "whims": 0.05})
+LEAVING_CASES = [(seed, 12 * (seed % 2), LEAVING_SHAPES[(seed + seed // 2) % 2]) for seed in range(4)]
 
 
-@pytest.mark.parametrize("shape", LEAVING_SHAPES)
-@pytest.mark.parametrize(("seed", "num_host_blocks"), first_of([(seed, 12 * (seed % 2)) for seed in range(4)], in_ci=2))
+@pytest.mark.parametrize(("seed", "num_host_blocks", "shape"), first_of(LEAVING_CASES, in_ci=2))
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_texts_survive_that_sequences_leave_between_any_two_steps_and_come_again(
     scheduler: str, seed: int, num_host_blocks: int, shape: dict[str, Any]
@@ -198,8 +197,10 @@ def test_the_random_operations_reach_every_kind_of_copy() -> None:
     assert counts["preempted"] - counts["swapped out"] > 20, "some were computed again"
 
 
-@pytest.mark.parametrize("num_host_blocks", [0, 5, 40])
-@pytest.mark.parametrize("num_stages", [1, 3])
+ALONE_CASES = [(1, 0), (1, 40), (3, 5), (3, 0), (3, 40), (1, 5)]
+
+
+@pytest.mark.parametrize(("num_stages", "num_host_blocks"), first_of(ALONE_CASES, in_ci=3))
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_everything_finishes_with_kv_for_only_one_request(
     scheduler: str, num_stages: int, num_host_blocks: int

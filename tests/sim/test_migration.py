@@ -165,7 +165,7 @@ def cut_off(cluster: SimCluster, *names: str) -> None:
 @pytest.mark.parametrize("lives", [True, False])
 async def test_what_a_lost_worker_has_computed_is_fetched_if_it_merely_cannot_be_heard(*, lives: bool) -> None:
     async with SimCluster(linked(cluster_of(3, 2400, system="sluice"))) as cluster:
-        asked = [asyncio.ensure_future(cluster.ask(request)) for request in requests_of(30, num_output=2000)]
+        asked = [asyncio.ensure_future(cluster.ask(request)) for request in requests_of(30, num_output=1000)]
         await asyncio.sleep(2.0)
         lost, others = cluster.workers[0], cluster.workers[1:]
         num_here = lost.service.engine.table.num_sequences
@@ -187,7 +187,7 @@ async def test_what_a_lost_worker_has_computed_is_fetched_if_it_merely_cannot_be
 @pytest.mark.virtual_time
 async def test_full_blocks_are_fetched_beside_a_step_that_does_not_end() -> None:
     async with SimCluster(linked(cluster_of(3, 2400, system="sluice"))) as cluster:
-        asked = [asyncio.ensure_future(cluster.ask(request)) for request in requests_of(30, num_output=2000)]
+        asked = [asyncio.ensure_future(cluster.ask(request)) for request in requests_of(30, num_output=600)]
         await asyncio.sleep(2.0)
         hung, others = cluster.workers[0], cluster.workers[1:]
         num_here, device = hung.service.engine.table.num_sequences, some(hung.device)
@@ -202,7 +202,7 @@ async def test_full_blocks_are_fetched_beside_a_step_that_does_not_end() -> None
 async def test_who_waits_for_kv_of_a_lost_worker_does_not_wait_for_whoever_fetches_it() -> None:
     """That one is lost, too, with its answers on their way."""
     async with SimCluster(linked(cluster_of(3, 2400, system="sluice"))) as cluster:
-        asked = [asyncio.ensure_future(cluster.ask(request)) for request in requests_of(30, num_output=2000)]
+        asked = [asyncio.ensure_future(cluster.ask(request)) for request in requests_of(30, num_output=600)]
         await asyncio.sleep(2.0)
         sessions, now = cluster.dispatcher.sessions, asyncio.get_running_loop().time
         cut_off(cluster, "w0")

@@ -67,7 +67,7 @@ def test_greedy_text_with_repetition_penalty_and_minimal_length_is_transformers(
     with torch.inference_mode():
         while len(text) < LENGTH:
             known = torch.tensor([PROMPT + text])
-            scores = chain(known, reference(known).logits[:, -1])[0]  # type: ignore[arg-type]
+            scores = chain(known, reference(known).logits[:, -1])[0]
             best = scores.topk(2)
             assert best.values[0] - best.values[1] > 1e-3, "choose another seed: the checkpoint has near-ties"
             text.append(int(best.indices[0]))
