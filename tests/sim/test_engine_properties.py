@@ -1,4 +1,4 @@
-"""The engine under random operations: its invariants hold after each one, and no surviving text is disturbed.
+"""The engine under random operations: its invariants hold after them, and no surviving text is disturbed.
 
 Each scheduler runs without host memory and with some, to which the KV of preempted sequences may go. Turns are short,
 so that round-robin has some.
