@@ -1,4 +1,4 @@
-"""Drives an engine with the shadow KV, checks its invariants after each operation, and judges what came out."""
+"""Drives an engine with the shadow KV, checks its invariants, and judges what came out."""
 
 from __future__ import annotations
 
