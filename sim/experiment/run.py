@@ -30,6 +30,7 @@ from sim.experiment.setup import ExperimentCluster, build_cluster
 from sim.requests import DAY_S
 from sim.scenarios.scenario import Scenario
 from sim.virtual_time import run as run_virtually
+from sim.worker import SimWorker
 from sim.workload.workload import BestEffort, Workload
 
 SETTLE_S = 1.0
@@ -117,12 +118,21 @@ async def _run(built: ExperimentCluster, workload: Workload, on_progress: Callab
 
 
 async def _settle(cluster: SimCluster) -> None:
-    """Return when what belongs to requests should be gone; a worker learns late that what it fetches has ended."""
+    """Return when what belongs to requests is gone, or should be.
+
+    A worker learns late that what it fetches has ended, and after a step that somebody has.
+    """
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + FETCH_LIMIT_S
     await asyncio.sleep(SETTLE_S)
-    migrations = [worker.service.migration for worker in cluster.workers if worker.service.migration is not None]
-    async with asyncio.timeout(FETCH_LIMIT_S):
-        while any(each.fetching.num_under_way for each in migrations):
-            await asyncio.sleep(SETTLE_S)
+    while loop.time() < until_s and any(map(_is_busy, cluster.workers)):
+        await asyncio.sleep(SETTLE_S)
+
+
+def _is_busy(worker: SimWorker) -> bool:
+    service = worker.service
+    is_fetching = service.migration is not None and service.migration.fetching.num_under_way > 0
+    return is_fetching or service.engine.table.num_sequences > 0
 
 
 async def feed(cluster: SimCluster, workload: Workload, recorder: Recorder) -> None:

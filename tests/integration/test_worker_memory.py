@@ -20,8 +20,8 @@ BESIDES = 1024 * MIB
 """Beyond the budget: the interpreter, torch's and numpy's libraries and their heaps (docs/design/executor.md)."""
 NUM_REQUESTS = 60
 BY_TORCH = os.environ.get("SLUICE_WORKER_KERNELS", "auto") == "torch" or find_compiler() is None
-NUM_TOKENS = 100 if BY_TORCH else 200
-"""Of each answer; torch's operators take several times as long for each."""
+NUM_TOKENS = 100
+"""Of each answer."""
 
 pytestmark = [
     pytest.mark.kernels,

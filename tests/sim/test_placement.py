@@ -83,7 +83,7 @@ def test_packing_needs_about_as_few_instances_as_the_fits_and_nobody_gives_way()
 @pytest.mark.slow
 def test_systems_that_schedule_alike_are_as_fast_where_memory_suffices() -> None:
     """Equal schedulers, equal requests: only where they were placed could make a difference."""
-    scenario = validated(AMPLE, "ample")
+    scenario = validated({**AMPLE, "duration_s": 8.0}, "ample")
     results = {name: run_system(scenario, name, 0) for name in ("fcfs-chunked", "swap", "kunserve", "oracle")}
     plain = results["fcfs-chunked"]
     assert plain.facts.demand_over_capacity_peak is not None
