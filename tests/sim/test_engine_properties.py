@@ -104,7 +104,7 @@ def test_texts_survive_that_sequences_leave_between_any_two_steps_and_come_again
     chaotic_run(scheduler, seed=seed, num_host_blocks=num_host_blocks, leaves=12, **shape).live_through()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_random_operations_reach_every_kind_of_leaving() -> None:
     cases = ((seed, shape) for seed in range(10) for shape in LEAVING_SHAPES)
     counts = lived(chaotic_run("chunked", seed=seed, num_host_blocks=20, leaves=12, **shape) for seed, shape in cases)
@@ -152,7 +152,7 @@ def lived(runs: Iterable[Chaos], **adds: int) -> Counter[str]:
     return counts
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_random_operations_reach_every_kind_of_event() -> None:
     """Else the test above could pass because it does nothing."""
     cases = (*((seed, True) for seed in range(13)), (0, False), (1, False))
@@ -170,7 +170,7 @@ def test_the_random_operations_reach_every_kind_of_event() -> None:
     assert counts["moved"] > 30
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_random_operations_let_stages_run_apart_and_steps_fail_on_all_of_them() -> None:
     counts = lived(chaotic_run("chunked", 3, seed, num_lanes=3) for seed in range(4))
     assert counts["stages apart"] > 40
@@ -180,7 +180,7 @@ def test_the_random_operations_let_stages_run_apart_and_steps_fail_on_all_of_the
     assert {"cancel in flight", "fork", "shrink held", "pin", "limit in flight", "limit held"} <= set(counts)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_random_operations_reach_every_kind_of_copy() -> None:
     """Some of them with a step in flight beside them: else the copies would prove little."""
     counts = lived(chaotic_run("chunked", 2, seed, num_host_blocks=20) for seed in range(20))
@@ -242,7 +242,7 @@ def test_a_small_memory_delays_but_never_changes_a_text(
     assert stats.totals.peak_used_blocks <= 24 < stats.totals.peak_demanded_blocks
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_random_operations_reach_every_kind_of_event_where_steps_overlap() -> None:
     runs = (overlapping_run(scheduler, seed=seed) for scheduler in SCHEDULERS for seed in range(2))
     counts = lived(runs, adds=4)
@@ -252,7 +252,7 @@ def test_the_random_operations_reach_every_kind_of_event_where_steps_overlap() -
     assert counts["stale"] > 5
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("scheduler", ["andes", "lqsf"])
 def test_who_serves_readers_first_reaches_every_way_of_giving_way_by_itself(scheduler: str) -> None:
     """Without whims: what is decided is the policy's own."""

@@ -203,8 +203,9 @@ def test_the_oracle_preempts_nobody_and_reports_the_real_memory() -> None:
 
 
 @pytest.mark.slow
-async def test_the_oracle_refuses_what_the_real_memory_refuses() -> None:
+async def test_the_oracle_refuses_what_the_real_memory_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     """60 blocks of 16 are 960 tokens."""
+    monkeypatch.setattr("sim.cluster.QUEUE_LIMIT_S", 5.0)
     for system in ("oracle", "fcfs-chunked"):
         async with SimCluster(one_worker(system, max_model_len=4096)) as cluster:
             with pytest.raises(RequestFailedError, match="queue_full"):

@@ -102,6 +102,7 @@ def test_one_seed_gives_one_trace() -> None:
     assert run_scenario(live_scenario(4)).digest == lived(4)[0].digest
 
 
+@pytest.mark.long
 def test_keys_that_are_read_in_the_wrong_place_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof that texts depend on what lies elsewhere: read here, other words are said."""
     monkeypatch.setattr(ShadowKv, "attend_elsewhere", lambda *_: None)

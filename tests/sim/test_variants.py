@@ -161,6 +161,7 @@ def test_without_exchange_kv_is_computed_again(scenario: Scenario, found: dict[s
         assert (elastic.link_bytes_per_s > 0) == exchanges
 
 
+@pytest.mark.long
 def test_over_a_slow_link_live_exchange_stalls_less() -> None:
     """Contexts of more than a split: of shorter ones there is nothing to attend elsewhere."""
     by_price = {"system": "kunserve", "network_bytes_per_s": 1e9}
