@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, cycle, repeat
 from typing import Any
 
 import numpy as np
@@ -30,8 +32,8 @@ from tests.support.staged_kv import StagedKv
 STEP_S = 0.05
 CHECKED_OPERATIONS = 50
 """After each of which what must hold is looked at."""
-CHECK_EVERY = 3
-"""Of further ones: looking takes longer than they do, and what one of them breaks stays broken."""
+TURNS = (False, False, True)
+"""After which of further ones: looking takes longer than they do, and what one of them breaks stays broken."""
 
 
 @dataclass
@@ -74,6 +76,12 @@ def check_contents(engine: Engine, contents: dict[int, bytes]) -> None:
         for index, block in enumerate(engine.blocks.block_table[row, :num_full].tolist()):
             content = salt + tokens[: 4 * size * (index + 1)]
             assert contents.setdefault(block, content) == content, f"row {row} holds another's block {block}"
+
+
+def check_all(engine: Engine, contents: dict[int, bytes]) -> None:
+    """Check what must hold between any two operations."""
+    check_engine(engine)
+    check_contents(engine, contents)
 
 
 def check_order(engine: Engine, kv: StagedKv, batch: Batch) -> None:
@@ -122,7 +130,7 @@ class EngineHarness:
     pinned: dict[str, tuple[I32, NDArray[np.uint64]]] = field(default_factory=dict)
     contents: dict[int, bytes] = field(default_factory=dict)
     """By block that a row has been seen to fill: everything that its KV depends on."""
-    num_operations: int = 0
+    looks: Iterator[bool] = field(default_factory=lambda: chain(repeat(True, CHECKED_OPERATIONS), cycle(TURNS)))
     num_copies: int = 0
     """Blocks that were copied because a row may not write into another's."""
     num_moved: int = 0
@@ -301,8 +309,8 @@ class EngineHarness:
 
     def check_going_on(self) -> None:
         """Check that something is under way as long as somebody is here."""
-        under_way = self.flights or self.host_copies
-        assert under_way or not self.engine.table.num_sequences, "sequences are left, but no step runs"
+        is_idle = not (self.flights or self.host_copies)
+        assert not (is_idle and self.engine.table.num_sequences), "sequences are left, but no step runs"
 
     def check_empty(self) -> None:
         """Check that everything was given back."""
@@ -313,12 +321,9 @@ class EngineHarness:
         assert self.engine.swapping is None or not self.engine.swapping.host.num_used
 
     def settle(self) -> None:
-        """Take in what an operation told, and check what must hold: after the first ones, then after every third."""
         self.record(self.engine.registry.take_events())
-        self.num_operations += 1
-        if self.num_operations <= CHECKED_OPERATIONS or not self.num_operations % CHECK_EVERY:
-            check_engine(self.engine)
-            check_contents(self.engine, self.contents)
+        if next(self.looks):
+            check_all(self.engine, self.contents)
 
     def lose(self, ids: I32) -> None:
         self.kv.poison(ids)
