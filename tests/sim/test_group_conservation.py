@@ -105,11 +105,13 @@ def with_readers_first(seed: int) -> Counter[str]:
     return live_through(seed, ("kunserve-andes", "kunserve-sluice")[seed % 2])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(NUM_READERS_FIRST))
 def test_they_are_where_readers_come_first(seed: int) -> None:
     with_readers_first(seed)
 
 
+@pytest.mark.long
 def test_readers_first_went_through_changes_while_rows_gave_way() -> None:
     total = sum(map(with_readers_first, range(NUM_READERS_FIRST)), Counter[str]())
     wanted = ("dropped", "restored", "led", "preempted", "swapped out", "swapped in", "given up", "commit done")

@@ -80,7 +80,7 @@ def test_one_seed_gives_one_trace_in_any_process() -> None:
     assert outputs_of(program) == {FOUND.report_of(4).digest}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_block_that_is_lost_in_a_move_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof that texts depend on what is fetched: where nothing is copied, other words are said."""
     monkeypatch.setattr(ShadowKv, "take_from", lambda *_: None)

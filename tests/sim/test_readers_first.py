@@ -66,7 +66,7 @@ def test_a_thousand_greedy_readers_take_nothing_from_the_others() -> None:
     assert after.records.qoe[is_greedy].mean() < before.records.qoe[is_greedy].mean()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_worst_readers_are_no_worse_off_than_first_come_first_served() -> None:
     scenario = load_scenario("burst-demo").model_copy(update={"instances": 1, "upscale": 0.575, "duration_s": 120.0})
     workload = scenario.workload(1, None)
