@@ -64,7 +64,7 @@ def test_requests_change_their_instance_in_experiments_of_systems_that_say_so() 
     assert 0 == moved[0] < moved[1] < moved[2]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_packing_needs_about_as_few_instances_as_the_fits_and_nobody_gives_way() -> None:
     """Ten small instances, of which a few are enough, and answers that triple what their prompts hold."""
     few = {"model": "llama-2-13b", "gpu": "a100-40", "instances": 10, "lengths": "1000x2000"}

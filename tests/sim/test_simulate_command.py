@@ -190,7 +190,7 @@ def test_a_plan_that_cannot_be_kept_says_so(scenario: str, capsys: pytest.Captur
     assert "2 instances do not suffice" in captured.err
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is an optional extra")
 def test_figures_are_drawn_and_the_same_each_time(scenario: str, tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("a", "b")]

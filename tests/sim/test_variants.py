@@ -86,7 +86,6 @@ def test_another_scheduler_cuts_otherwise_in_groups(found: dict[str, Summary]) -
     assert found["by-count"]["bubble_ratio"] > found["kunserve"]["bubble_ratio"] > 0
 
 
-@pytest.mark.long
 def test_host_memory_makes_one_system_the_other_and_its_size_and_link_are_the_variants() -> None:
     """Turns make rows give way all the time, so with somewhere to go the run is another one."""
     turns = {"system": "round-robin", "host_memory": "64GiB"}
@@ -121,7 +120,6 @@ def test_host_memory_makes_one_system_the_other_and_its_size_and_link_are_the_va
     assert plain.host_link_bytes_per_s == as_catalogued.instance().host_link_bytes_per_s
 
 
-@pytest.mark.long
 def test_settings_of_a_policy_change_what_it_does_and_those_that_it_has_change_nothing() -> None:
     variants = {
         "short": {"system": "round-robin", "policy": {"quantum_tokens": 5}},

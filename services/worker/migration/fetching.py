@@ -96,6 +96,7 @@ class KvFetching:
         self.busy_s = 0.0
         """Seconds for which they were under way."""
         self._bytes_per_s = 0.0
+        """Moving average over requests of which some has come; 0: there was none."""
         self._engine = engine
         self._network = network
         self._wake = wake
