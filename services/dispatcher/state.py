@@ -311,7 +311,7 @@ def _loads(
     every = PlacementLoad(
         worker_id=report.worker_id,
         ready=ready,
-        num_sequences=report.num_running + report.num_waiting + report.num_preempted,
+        num_sequences=report.num_running + report.num_waiting + report.num_preempted + report.migration.num_fetching,
         max_sequences=report.max_sequences,
         num_waiting=flex.num_waiting + flex.num_preempted,
         max_waiting=flex.max_parked,

@@ -283,9 +283,11 @@ async def test_how_fast_a_link_is_gets_known_with_the_first_piece_that_comes() -
         source = next(name for name, w in workers.items() if w.service.engine.table.num_sequences)
         (target,) = workers.keys() - {source}
         moving = asyncio.ensure_future(cluster.fetch("r0", source, target))
-        fetching = migration_of(workers[target]).fetching
+        fetching, loop = migration_of(workers[target]).fetching, asyncio.get_running_loop()
+        began_s = loop.time()
         while not fetching.bytes_per_s:
             await asyncio.sleep(0.01)
+        assert loop.time() - began_s < 0.1, "a first piece of four blocks takes half of that"
         assert (fetching.num_bytes, fetching.num_under_way) == (0, 1), "it is not over"
         assert fetching.bytes_per_s == pytest.approx(1e9 / 8, rel=0.01)
         assert (await moving).outcome is FetchOutcome.MOVED

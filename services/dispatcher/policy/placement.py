@@ -45,7 +45,7 @@ class PlacementLoad:
     ready: bool
     """Loaded, alive, not draining, and no plan holds its steps up."""
     num_sequences: int
-    """Sequences that run or wait there."""
+    """Sequences that run or wait there, or whose KV comes."""
     max_sequences: int
     """Sequences that it takes; 0 if unknown."""
     num_waiting: int
@@ -168,7 +168,7 @@ def place_by_class(
         is_next = any(least <= num_known < above for least, above in worker.next_for)
         if is_next and not worker.is_closing and _free_tokens(worker) >= num_known:
             return Placed(worker.worker_id, "filled next by requests of its size class")
-    return _unused(able) or place_best_fit(workers, num_tokens, refused, num_known)
+    return _unused(able, num_known) or place_best_fit(workers, num_tokens, refused, num_known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,8 @@ def _fit(
 ) -> Placed | None:
     """Choose among the workers that have something to do, and memory for what is known of a request.
 
-    If there is none: the first that has nothing to do, else one that is closing and has room, else the least loaded.
+    If there is none: the first that has nothing to do and memory for it, else one that is closing and has room, else
+    the least loaded.
     """
     able = [each for each in workers if each.worker_id not in refused and _can_take(each, num_tokens)]
     fitting = [
@@ -208,7 +209,7 @@ def _fit(
         default=None,
     )
     if best is None or best.is_closing:
-        unused = _unused(able)
+        unused = _unused(able, num_known)
         if unused is not None:
             return unused
     if best is None:
@@ -217,9 +218,10 @@ def _fit(
     return Placed(best.worker_id, told)
 
 
-def _unused(able: Sequence[PlacementLoad]) -> Placed | None:
-    """Choose the first that has nothing to do."""
-    first = min((each.worker_id for each in able if not each.num_sequences and not each.is_closing), default=None)
+def _unused(able: Sequence[PlacementLoad], num_known: int) -> Placed | None:
+    """Choose the first that has nothing to do, and room: some may be kept there for a request that has just come."""
+    unused = [each for each in able if not each.num_sequences and not each.is_closing]
+    first = min((each.worker_id for each in unused if _free_tokens(each) >= num_known), default=None)
     return None if first is None else Placed(first, "nobody who is in use has room, and this one is not")
 
 

@@ -46,7 +46,9 @@ RATE_WEIGHT: Final = 0.3
 POLL_S: Final = 0.01
 """Between looks for what is being computed, or comes for another request that began alike."""
 PIECE_BLOCKS: Final = 64
-"""Asked for at a time, so that what has come is there if the rest does not come."""
+"""Most that is asked for at a time, so that what has come is there if the rest does not come."""
+FIRST_BLOCKS: Final = 4
+"""Asked for first, and then twice as many each time: how fast a slow link is gets known soon."""
 LOST_SILENCE_S: Final = 0.5
 """After which a source that its dispatcher has lost is not waited for: its requests could be computed again instead."""
 SILENT_S: Final = 5.0
@@ -293,8 +295,10 @@ class _Fetch:
     async def _get_missing(self, link: KvLink, names: tuple[RunName, ...]) -> int:
         """Have what is not here and comes for nobody else; return how many blocks came."""
         coming_kv, missing = self._engine.sharing.coming, self._reserve(names, ROOM_BLOCKS)
-        for first in range(0, len(missing), PIECE_BLOCKS):
-            piece = missing.only(range(first, min(first + PIECE_BLOCKS, len(missing))))
+        first, size = 0, FIRST_BLOCKS
+        while first < len(missing):
+            piece = missing.only(range(first, min(first + size, len(missing))))
+            first, size = first + len(piece), min(2 * size, PIECE_BLOCKS)
             self.state = "copying"
             began_s = self._now()
             self.num_bytes += await link.get(piece)

@@ -95,7 +95,9 @@ def test_a_fit_is_the_fullest_or_emptiest_worker_in_use_with_room_then_unused_th
     free = {each.worker_id: (100 - each.num_demanded_blocks) * 16 for each in able if each.num_sequences}
     fits = {name: room for name, room in free.items() if room >= num_known + (80 if place is place_pack else 0)}
     closing = {each.worker_id for each in able if each.is_closing}
+    has_room = {each.worker_id for each in able if (100 - each.num_demanded_blocks) * 16 >= num_known}
     unused = [each.worker_id for each in able if not each.num_sequences and not each.is_closing]
+    unused = [name for name in unused if name in has_room]
     fitting = {name: room for name, room in fits.items() if name not in closing} or ({} if unused else fits)
     if fitting:
         extreme = max(fitting.values()) if place is place_worst_fit else min(fitting.values())

@@ -11,7 +11,7 @@ from services.dispatcher.state import UNNAMED_LIMIT_S, ClusterState
 from shared.ids import WorkerId
 from shared.messages.plan import FilledNext, Filling
 from shared.messages.report import Liveness, WorkerPhase, WorkerStatus
-from shared.messages.report_parts import DecodeCost
+from shared.messages.report_parts import DecodeCost, MigrationPart
 from tests.support.fake_worker import make_status
 from tests.support.statuses import make_view
 
@@ -134,6 +134,12 @@ def test_memory_is_asked_for_by_prompts_under_way_and_by_kv_on_the_host_or_beyon
     for demanded, uncomputed in ((3, 8), (8, 3)):
         status = make_status(num_used_blocks=20, num_demanded_blocks=demanded, num_uncomputed_blocks=uncomputed)
         assert load_of(make_state(status)) == (0, 28)
+
+
+def test_who_comes_with_its_kv_is_there() -> None:
+    """So the worker is in use, whoever else has gone."""
+    status = make_status(num_used_blocks=4, migration=MigrationPart(num_fetching=1))
+    assert load_of(make_state(status)) == (1, 4)
 
 
 def test_a_worker_that_is_not_known_is_not_counted() -> None:

@@ -112,9 +112,10 @@ def test_it_gives_the_smallest_request_that_leaves_it_room_to_the_fullest_worker
     assert relief.tell(move) == "full will lack 9 KV blocks; b has room"
 
 
-def test_where_nobody_in_use_has_room_it_gives_to_one_that_is_not_in_use() -> None:
+def test_where_nobody_in_use_has_room_it_gives_to_the_last_that_is_not_in_use() -> None:
+    """Dispatchers take the first."""
     relief = only_relief(busy("full", 999), busy("a", 900), unused("u1"), unused("u0"))
-    assert told(relief.choose([part("fits", 100), part("other", 899)])) == [("fits", "u0")]
+    assert told(relief.choose([part("fits", 100), part("other", 899)])) == [("fits", "u1")]
 
 
 def test_if_no_request_is_large_enough_the_largest_goes_and_one_that_is_alone_stays() -> None:

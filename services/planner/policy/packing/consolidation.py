@@ -70,7 +70,8 @@ class Relief(_Leaving):
     def choose(self, running: Sequence[RunningPart], busy: Set[WorkerId] = frozenset()) -> Sequence[WantedMove]:
         """Return the smallest request without which there is room for growth again, else the largest that can go.
 
-        To the fullest worker where it rests for a while; if there is none, to where it has room for longest.
+        To the fullest worker where it rests for a while; if there is none, to where it has room for longest. Of those
+        that are not in use it takes the last: a dispatcher that sends a prompt meanwhile takes the first.
         """
         if num_sequences(self.source) < 2:
             return ()  # a request that is alone has all the room there is
@@ -82,7 +83,7 @@ class Relief(_Leaving):
             for part in in_order:
                 fitting = [other for other in others if self._fits(part, other, horizon_s, keeps_room=keeps_room)]
                 if fitting:
-                    target = min(fitting, key=lambda other: (sign * free_blocks(other), other.worker_id))
+                    target = max(fitting, key=lambda other: (-sign * free_blocks(other), other.worker_id))
                     return (WantedMove(part, target, overflows=True),)
         return ()
 
