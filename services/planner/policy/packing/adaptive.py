@@ -118,10 +118,8 @@ def divide(
     for move in sorted(moves, key=lambda each: (not each.overflows, -each.num_tokens)):
         users = {MoveKind.KV: (links, move.links), MoveKind.TOKENS: (prefills, (move.target,))}
         ticks = {kind: users[kind][0].ticks(users[kind][1], move.num_tokens) for kind in users if kind in kinds}
-        fitting = [each for each in ticks if users[each][0].fits(users[each][1], move.num_tokens)]
-        if move.overflows:
-            fitting = fitting or list(ticks)
-        kind = min(fitting, key=lambda each: ticks[each], default=MoveKind.LATER)
+        able = [each for each in ticks if move.overflows or users[each][0].fits(users[each][1], move.num_tokens)]
+        kind = min(able, key=lambda each: ticks[each], default=MoveKind.LATER)
         if kind is not MoveKind.LATER:
             users[kind][0].take(users[kind][1], move.num_tokens)
         chosen[move.name] = kind

@@ -88,6 +88,15 @@ def test_what_is_larger_than_what_links_carry_goes_the_way_that_takes_fewer_tick
     assert divide([move], budget(out=10, **{"in": 10}), budget(w0=computed))["large"] is kind
 
 
+@pytest.mark.parametrize(("overflows", "second"), [(False, MoveKind.KV), (True, MoveKind.TOKENS)])
+def test_who_overflows_goes_the_quickest_way_though_another_one_has_carried_nothing(
+    second: MoveKind, *, overflows: bool
+) -> None:
+    moves = [asked(name, 35, overflows=overflows) for name in ("a", "b")]
+    chosen = divide(moves, budget(out=10, **{"in": 10}), budget(w0=35))
+    assert chosen == {"a": MoveKind.TOKENS, "b": second}, "one tick later instead of two and a half"
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_over_time_nobody_carries_or_computes_more_than_its_boundaries_and_one_move(seed: int) -> None:
     random, links, prefills = Random(seed), TickBudget(), TickBudget()
