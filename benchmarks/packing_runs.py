@@ -2,7 +2,7 @@
 
     python -m benchmarks.packing_runs [--scenario mell-chat-7b] [--systems worst-fit load-balance mell pack]
         [--duration 300] [--warm-up 120] [--seeds 1] [--gbps 25] [--rate R] [--instances N]
-        [--moves-as adaptive kv tokens] [--plot FILE]
+        [--per-host N] [--host-gbps 200] [--moves-as adaptive kv tokens] [--plot FILE]
 
 Conversations times ten come for some time; a run ends with the last arrival. From a warm-up on: *peak* and *GPU-s* of
 workers in use, over what the KV that is held would need as if it were a fluid; *by sizes*, the same of a replay of
@@ -19,8 +19,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
@@ -34,6 +33,7 @@ from sim.experiment.result import Samples
 from sim.experiment.run import Progress, StopRun, run_workload
 from sim.experiment.setup import build_cluster
 from sim.scenarios.files import load_scenario
+from sim.scenarios.parts import HostSpec
 from sim.scenarios.scenario import Scenario
 from sim.scenarios.variants import Variant
 from sim.workload.workload import F64
@@ -71,6 +71,10 @@ class Load:
     """None: as many as the scenario has."""
     moves_as: str | None = None
     """See `PlannerSettings`."""
+    per_host: int | None = None
+    """Instances that share a host; None: as the scenario has them."""
+    host_gbps: float = 200.0
+    """From one to another there."""
 
     def scenario_of(self, system: str) -> Scenario:
         """Return it, with a variant of the system by the name "run"."""
@@ -85,6 +89,8 @@ class Load:
             changes["network_bytes_per_s"] = self.gbps / BITS
         if self.instances is not None:
             changes["instances"] = self.instances
+        if self.per_host is not None:
+            changes["hosts"] = HostSpec(instances=self.per_host, bytes_per_s=self.host_gbps / BITS)
         return scenario.model_copy(update=changes)
 
 
@@ -210,13 +216,24 @@ def main() -> None:
     parser.add_argument("--gbps", type=float, help="of an instance's link; the scenario's if nothing is said")
     parser.add_argument("--rate", type=float, help="requests per second; the scenario's if nothing is said")
     parser.add_argument("--instances", type=int, help="so many, and no more; the scenario's if nothing is said")
+    parser.add_argument("--per-host", type=int, help="instances that share a host; the scenario's if nothing is said")
+    parser.add_argument("--host-gbps", type=float, default=200.0, help="from one to another there (PCIe 4.0: 200)")
     parser.add_argument("--moves-as", nargs="+", choices=["adaptive", "kv", "tokens"], default=[None])
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw workers over time, of seed 0")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     asked = parser.parse_args()
-    load = partial(Load, asked.scenario, asked.duration, asked.warm_up, asked.gbps, asked.rate, asked.instances)
+    load = Load(
+        asked.scenario,
+        asked.duration,
+        asked.warm_up,
+        asked.gbps,
+        asked.rate,
+        asked.instances,
+        per_host=asked.per_host,
+        host_gbps=asked.host_gbps,
+    )
     ways = {
-        f"{system}, moves {kind}" if kind else system: (system, load(kind))
+        f"{system}, moves {kind}" if kind else system: (system, replace(load, moves_as=kind))
         for system, kind in product(asked.systems, asked.moves_as)
     }
     rows: list[Sequence[str]] = []

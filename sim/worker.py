@@ -85,6 +85,8 @@ class SimWorkerParams:
     """Host memory for KV of preempted sequences; None: 64 GiB where the system swaps, none elsewhere."""
     host_link_bytes_per_s: float = 25e9
     """Between device and host, each way: PCIe 4.0 x16 unless told otherwise."""
+    host: str | None = None
+    """What it shares with others; None: nobody is on the same one."""
     cluster: str = "default"
     failure: FailureInjector | None = None
     """Makes steps fail."""
@@ -198,7 +200,8 @@ class SimWorker:
         if network is None or self.params.pipeline is not None:
             return None
         block_kv_bytes = self.params.kv_bytes_per_token * self.params.block_size
-        return ModelledKvNetwork(WorkerId(self.params.worker_id), network.migration, self._memory, block_kv_bytes)
+        worker_id, host = WorkerId(self.params.worker_id), self.params.host
+        return ModelledKvNetwork(worker_id, network.migration, self._memory, block_kv_bytes, host)
 
     def _memory(self) -> ShadowKv:
         assert self.kv is not None, "a pipeline's memory is its stages'"

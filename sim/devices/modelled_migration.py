@@ -32,10 +32,12 @@ class MigrationPaths:
 
     Args:
         link: of each worker.
+        host_link: of each worker, to others on its host.
     """
 
-    def __init__(self, link: ModelledLink) -> None:
+    def __init__(self, link: ModelledLink, host_link: ModelledLink) -> None:
         self.link = link
+        self.host_link = host_link
         self._ports: dict[WorkerId, ModelledKvNetwork] = {}
         self._cut: set[frozenset[WorkerId]] = set()
 
@@ -74,12 +76,19 @@ class ModelledKvNetwork:
         paths: to the others.
         kv: returns the memory of the whole model, as it is now.
         block_kv_bytes: of a block.
+        host: that it is on; None: there is nobody else.
     """
 
     def __init__(
-        self, worker_id: WorkerId, paths: MigrationPaths, kv: Callable[[], ShadowKv], block_kv_bytes: int
+        self,
+        worker_id: WorkerId,
+        paths: MigrationPaths,
+        kv: Callable[[], ShadowKv],
+        block_kv_bytes: int,
+        host: str | None = None,
     ) -> None:
         self.worker_id = worker_id
+        self.host = host
         self.kv = kv
         self.departures: Departures | None = None
         self.is_gone = False
@@ -208,7 +217,9 @@ class ModelledKvLink:
 
         found, num_bytes = await self._at_source(ids), len(coming) * self._block_kv_bytes
         loop, source, target = asyncio.get_running_loop(), self._source, self._target
-        ends_s = max(loop.time(), source.sends_at_s, target.takes_at_s) + num_bytes / self._paths.link.bytes_per_s
+        is_near = source.host is not None and source.host == target.host
+        wire = self._paths.host_link if is_near else self._paths.link
+        ends_s = max(loop.time(), source.sends_at_s, target.takes_at_s) + num_bytes / wire.bytes_per_s
         source.sends_at_s = target.takes_at_s = ends_s
         while (wait_s := ends_s - loop.time()) > 0:
             await self._unless_lost(asyncio.sleep(wait_s))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shared.errors import StartupError
 from shared.layers import even_split
@@ -62,6 +62,7 @@ def build_cluster(scenario: Scenario, system: str, workload: Workload) -> Experi
     kv_tokens = min(instance.stage_kv_tokens(len(layers)) for layers in ranges)
     rate = variant.network_bytes_per_s or instance.network_bytes_per_s
     link = ModelledLink(LINK_LATENCY_S, rate, instance.activation_bytes_per_token)
+    hosts = scenario.hosts
     workers = tuple(
         SimWorkerParams(
             f"worker-{i}",
@@ -81,6 +82,7 @@ def build_cluster(scenario: Scenario, system: str, workload: Workload) -> Experi
             host_link_bytes_per_s=1e9 * (variant.host_link_gb_per_s or 0) or instance.host_link_bytes_per_s,
             pipeline=None if num_stages == 1 else Pipeline(instance.num_layers, ranges, link),
             elastic=_elastic_facts(instance, rate if variant.exchange else 0.0) if facts.drops else None,
+            host=None if hosts is None else f"host-{i // hosts.instances}",
         )
         for i in range(scenario.instances // num_stages)
     )
@@ -88,6 +90,7 @@ def build_cluster(scenario: Scenario, system: str, workload: Workload) -> Experi
         workers,
         system=variant.system,
         link=link,
+        host_link=None if hosts is None else replace(link, bytes_per_s=hosts.bytes_per_s),
         exchange=variant.exchange,
         kv_exchange=variant.kv_exchange,
         planner=variant.planner,

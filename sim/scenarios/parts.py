@@ -47,6 +47,15 @@ class SloSpec(Value):
     tpot_s: Annotated[float, Field(gt=0)]
 
 
+class HostSpec(Value):
+    """Instances that share a host, and the way between two of them."""
+
+    instances: Annotated[int, Field(ge=1)]
+    """Of each host."""
+    bytes_per_s: Annotated[float, Field(gt=0)]
+    """From one to another, for requests that change their instance."""
+
+
 class BestEffortLoad(Value):
     """Best effort that is always there, beside the requests that people wait for; see `BestEffort`."""
 

@@ -15,7 +15,7 @@ from shared.types import LatencyLimits
 from sim.catalog.instance import CatalogInstance, find_instance
 from sim.scenarios.arrivals import RECORDED, RepeatedBurstArrivals
 from sim.scenarios.load import LoadSpec
-from sim.scenarios.parts import AndesReaders, FixedReaders, SloSpec
+from sim.scenarios.parts import AndesReaders, FixedReaders, HostSpec, SloSpec
 from sim.scenarios.variants import Variant
 from sim.workload.workload import Workload
 
@@ -74,6 +74,8 @@ class Scenario(LoadSpec):
     """Token slots of one instance; None: as the catalogue computes them."""
     network_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
     """From one instance to another; None: as the catalogue says of the GPU."""
+    hosts: HostSpec | None = None
+    """Who shares a host; None: nobody."""
     slo: SloSpec | None = None
     """What counts as in time, and is told with every request that somebody waits for."""
     systems: tuple[str, ...] = ()

@@ -296,6 +296,25 @@ async def test_how_fast_a_link_is_gets_known_with_the_first_piece_that_comes() -
 
 
 @pytest.mark.virtual_time
+@pytest.mark.parametrize(("target_host", "gbits"), [("host-0", 200), ("host-1", 1), (None, 1)])
+async def test_requests_travel_faster_within_a_host(target_host: str | None, gbits: float) -> None:
+    params = linked(cluster_of(2, 1200, kv_bytes_per_token=100_000), gbits=1)
+    hosts = ("host-0", target_host)
+    workers = tuple(replace(worker, host=host) for worker, host in zip(params.workers, hosts, strict=True))
+    inner = replace(some(params.link), bytes_per_s=200e9 / 8)
+    async with SimCluster(replace(params, workers=workers, host_link=inner)) as cluster:
+        (request,) = requests_of(1, num_prompt=3000, num_output=1000)
+        asked = asyncio.ensure_future(cluster.ask(request))
+        await asyncio.sleep(2.0)
+        source = next(w for w in cluster.workers if w.service.engine.table.num_sequences)
+        (target,) = (w for w in cluster.workers if w is not source)
+        moved = await cluster.fetch("r0", WorkerId(source.params.worker_id), WorkerId(target.params.worker_id))
+        assert moved.outcome is FetchOutcome.MOVED
+        assert migration_of(target).fetching.bytes_per_s == pytest.approx(gbits * 1e9 / 8, rel=0.2)
+        check_answers(cluster, [await asked])
+
+
+@pytest.mark.virtual_time
 async def test_a_request_goes_elsewhere_as_tokens_too() -> None:
     """No KV travels, all of it is computed again, and that is not counted as if it had been lost on the way."""
     async with SimCluster(linked(cluster_of(2, 1200))) as cluster:

@@ -4,7 +4,7 @@ Both are used only as far as nobody else notices: a link carries so many tokens 
 so many tokens of prompts beside its decodes (the *boundaries*). Dividing all moves of a tick is a packing into two
 kinds of bins: the largest first, each as KV if every link on its way has room left, else as tokens if its target has,
 else in the next tick. What is larger than both boundaries takes several ticks, as few as can be. Those whose worker
-overflows come first and wait for nothing: what they exceed least takes them.
+overflows come first, wait for nothing, and go the way that takes fewer ticks.
 
     moves of a tick ─► divide ─► as KV, as tokens, later        workers' reports ─► MoveBudget ─► divide ─► the same
 
