@@ -12,8 +12,9 @@ from enum import StrEnum
 from typing import Final
 
 DEFAULT_SYSTEM = "sluice"
-ROOM_FOR_GROWTH: Final = 0.05
-"""Share of a worker's KV memory that stays free where a request is put so as to pack."""
+ROOM_FOR_GROWTH_S: Final = 5.0
+"""Seconds for which all who are at a worker find room as they grow where a request is put so as to pack: longer than a
+planner takes to have one of them leave."""
 PACKED_STEP_S: Final = 0.1
 """Longest step of a worker that gets more so that others get less: ten tokens per second for each of its readers."""
 PACKED_WAIT_S: Final = 0.25

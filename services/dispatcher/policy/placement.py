@@ -30,7 +30,7 @@ from typing import Protocol
 from shared.hot import hot_dataclass
 from shared.ids import WorkerId
 from shared.messages.report_parts import DecodeCost
-from shared.systems import PACKED_STEP_S, PACKED_WAIT_S, ROOM_FOR_GROWTH
+from shared.systems import PACKED_STEP_S, PACKED_WAIT_S, ROOM_FOR_GROWTH_S
 
 WAITING_WEIGHT = 0.5
 """Of a second of prompts that wait, against all of a worker's KV memory. Higher spreads bursts more evenly, and lets
@@ -139,12 +139,12 @@ def place_worst_fit(
 def place_pack(
     workers: Sequence[PlacementLoad], num_tokens: int, refused: Collection[WorkerId] = (), num_known: int = 0
 ) -> Placed | None:
-    """Choose the fullest worker in use that has room for what is known of the request, and room for growth besides.
+    """Choose the fullest worker in use that has room for what is known of the request, and for growth besides.
 
-    So with its steps: they are to stay below what packing allows. A prompt goes where few others wait: while one worker
-    computes them one after the other, another one could.
+    So with its steps: they are to stay as short as packing has them while all there grow. A prompt goes where few
+    others wait: while one worker computes them one after the other, another one could.
     """
-    fit = _Fit(ROOM_FOR_GROWTH, max_step_s=PACKED_STEP_S * (1 - ROOM_FOR_GROWTH), max_waiting_s=PACKED_WAIT_S)
+    fit = _Fit(ROOM_FOR_GROWTH_S, max_step_s=PACKED_STEP_S, max_waiting_s=PACKED_WAIT_S)
     return _fit(workers, num_tokens, refused, num_known, fit)
 
 
@@ -175,8 +175,8 @@ def place_by_class(
 class _Fit:
     """What fits."""
 
-    growth: float = 0.0
-    """Share of a worker's memory that has to be left then."""
+    growth_s: float = 0.0
+    """Seconds for which there has to be memory then as all grow, and steps have to be short."""
     which: str = "fullest"
     """Or "emptiest": of those that are in use and have room."""
     max_step_s: float = inf
@@ -198,9 +198,9 @@ def _fit(
         each
         for each in able
         if each.num_sequences
-        and _free_tokens(each, fit.growth) >= num_known
+        and _free_tokens(each) >= num_known + _growth_tokens(each, num_known, fit.growth_s)
         and each.waiting_s <= fit.max_waiting_s
-        and _step_s(each, num_known) <= fit.max_step_s
+        and _step_s(each, num_known + _growth_tokens(each, num_known, fit.growth_s)) <= fit.max_step_s
     ]
     sign = 1 if fit.which == "fullest" else -1
     best = min(
@@ -225,13 +225,24 @@ def _unused(able: Sequence[PlacementLoad], num_known: int) -> Placed | None:
     return None if first is None else Placed(first, "nobody who is in use has room, and this one is not")
 
 
-def _free_tokens(worker: PlacementLoad, growth: float = 0.0) -> int:
-    return int((worker.num_blocks * (1 - growth) - worker.num_demanded_blocks) * worker.block_size)
+def _free_tokens(worker: PlacementLoad) -> int:
+    return (worker.num_blocks - worker.num_demanded_blocks) * worker.block_size
 
 
-def _step_s(worker: PlacementLoad, num_known: int) -> float:
-    """Return how long a step takes there with one more request."""
-    num_kv_tokens = worker.num_demanded_blocks * worker.block_size + num_known
+def _growth_tokens(worker: PlacementLoad, num_known: int, growth_s: float) -> float:
+    """Return by how many tokens all who are there grow in a time, with one more request.
+
+    A block each, where the worker does not say what a step costs.
+    """
+    if not growth_s:
+        return 0.0
+    step_s = _step_s(worker, num_known)
+    return (worker.num_sequences + 1) * (growth_s / step_s if step_s else worker.block_size)
+
+
+def _step_s(worker: PlacementLoad, num_tokens: float) -> float:
+    """Return how long a step takes there with one more request, and so many tokens more."""
+    num_kv_tokens = worker.num_demanded_blocks * worker.block_size + num_tokens
     return worker.decode_cost.of(worker.num_sequences + 1, num_kv_tokens)
 
 

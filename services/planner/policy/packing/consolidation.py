@@ -27,7 +27,7 @@ from services.planner.policy.packing.pack import EMPTY_PERIOD_S, NUM_EMPTIEST, E
 from shared.ids import WorkerId
 from shared.messages.fetch import MAX_RUNNING, FetchReason, RunningPart
 from shared.messages.report import ClusterView, WorkerReport, WorkerStatus, cost_beside_prompts
-from shared.systems import PACKED_STEP_S, ROOM_FOR_GROWTH
+from shared.systems import PACKED_STEP_S
 
 DECISION_S: Final = 2.5
 """From what a worker reports until a move begins because of it, and for another one if the first target refuses."""
@@ -36,7 +36,7 @@ MOVE_S: Final = 1.5
 LONG_MOVE_S: Final = 3.0
 """Up to which a move takes its time, if its tokens could be computed as well."""
 REST_S: Final = 10.0
-"""For which a request that is given away finds room where it goes, as all who are there grow."""
+"""For which there is room as all grow: where a request is given away, and where it goes."""
 EMPTY_HORIZON_S: Final = 30.0
 """For which requests of a worker that is emptied find room, as they grow, where they go."""
 
@@ -68,29 +68,34 @@ class Relief(_Leaving):
     """Blocks that it will lack before the move could be over."""
 
     def choose(self, running: Sequence[RunningPart], busy: Set[WorkerId] = frozenset()) -> Sequence[WantedMove]:
-        """Return the smallest request without which there is room for growth again, else the largest that can go.
+        """Return the smallest request without which the others have room for a while, else the largest that can go.
 
         To the fullest worker where it rests for a while; if there is none, to where it has room for longest. Of those
         that are not in use it takes the last: a dispatcher that sends a prompt meanwhile takes the first.
         """
         if num_sequences(self.source) < 2:
             return ()  # a request that is alone has all the room there is
-        enough, others = self.num_lacking + _room(self.source), self.free_of(busy)
+        others = self.free_of(busy)
         by_size = sorted(running, key=lambda part: (part.num_blocks, part.choices))
-        first = [part for part in by_size if part.num_blocks >= enough]
+        first = [part for part in by_size if self._is_enough(part)]
         in_order = (*first, *reversed(by_size[: len(by_size) - len(first)]))
-        for horizon_s, keeps_room, sign in ((REST_S, True, 1), (DECISION_S + MOVE_S, False, -1)):
+        for horizon_s, sign in ((REST_S, 1), (DECISION_S + MOVE_S, -1)):
             for part in in_order:
-                fitting = [other for other in others if self._fits(part, other, horizon_s, keeps_room=keeps_room)]
+                fitting = [other for other in others if self._fits(part, other, horizon_s)]
                 if fitting:
                     target = max(fitting, key=lambda other: (-sign * free_blocks(other), other.worker_id))
                     return (WantedMove(part, target, overflows=True),)
         return ()
 
-    def _fits(self, part: RunningPart, other: WorkerReport, horizon_s: float, *, keeps_room: bool) -> bool:
+    def _is_enough(self, part: RunningPart) -> bool:
+        """Return whether those who stay have room once a request is gone, and does not grow there."""
+        later = _later_blocks(self.source, REST_S) - grown_blocks(self.source, len(part.choices), REST_S)
+        return later - part.num_blocks <= self.source.num_blocks
+
+    def _fits(self, part: RunningPart, other: WorkerReport, horizon_s: float) -> bool:
         """Return whether a worker has room for a request for so long, and its steps stay short."""
         growth = grown_blocks(self.source, len(part.choices), horizon_s)
-        free = other.num_blocks - _later_blocks(other, horizon_s) - keeps_room * _room(other)
+        free = other.num_blocks - _later_blocks(other, horizon_s)
         return free >= needed_blocks(part, other) + growth and _is_fast([part], other, horizon_s)
 
     def tell(self, move: WantedMove) -> str:
@@ -227,11 +232,15 @@ def num_sequences(report: WorkerReport) -> int:
 
 
 def grown_blocks(report: WorkerReport, count: int, horizon_s: float) -> int:
-    """Return by how many blocks so many of a worker's sequences grow in a time, at the pace of those that run there."""
+    """Return by how many blocks so many of a worker's sequences grow in a time.
+
+    At the pace of those that run there, or a token in each step: who has just come is not in the average yet.
+    """
     if not report.num_running or not report.block_size:
         return count
-    tokens = report.tokens_per_s / report.num_running * horizon_s
-    return count * (1 + int(tokens / report.block_size))
+    in_each_step = 1 / report.step_time_s if report.step_time_s else 0.0
+    tokens_per_s = max(report.tokens_per_s / report.num_running, in_each_step)
+    return count * (1 + int(tokens_per_s * horizon_s / report.block_size))
 
 
 def free_blocks(report: WorkerReport) -> int:
@@ -247,10 +256,6 @@ def lacking_blocks(report: WorkerReport, rate: float = 0.0) -> int:
 
 def _later_blocks(report: WorkerReport, horizon_s: float) -> int:
     return report.num_blocks - free_blocks(report) + grown_blocks(report, report.num_running, horizon_s)
-
-
-def _room(report: WorkerReport) -> int:
-    return int(ROOM_FOR_GROWTH * report.num_blocks)
 
 
 def _others(source: WorkerReport, reports: Sequence[WorkerReport], avoided: Avoided) -> list[WorkerReport]:

@@ -21,7 +21,7 @@ from services.planner.policy.packing.fits import FitPacker
 
 ROOM_IF_INSTANT: Final = 0.02
 """Share of a bin that stays free when something is put into it, where moves take no time; the system `pack` leaves
-`shared.systems.ROOM_FOR_GROWTH`."""
+`shared.systems.ROOM_FOR_GROWTH_S`."""
 EMPTY_PERIOD_S: Final = 5.0
 """Between two looks at the emptiest bins."""
 NUM_EMPTIEST: Final = 4
