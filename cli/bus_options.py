@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+BROKER_HELP = "Broker. [NATS_URL, else that of the cluster that runs here, else nats://127.0.0.1:4222]"
+
 DRAIN_EPILOG = """\b
 Examples:
   sluice drain worker-0                        its requests go on elsewhere with their KV, and it ends
@@ -52,7 +54,7 @@ The roles' users may not make buckets: services wait until they are there. `slui
 
 @click.command(epilog=TAP_EPILOG)
 @click.argument("subject", default="")
-@click.option("--nats-url", metavar="URL", default=None, help="Broker. [NATS_URL, else nats://127.0.0.1:4222]")
+@click.option("--nats-url", metavar="URL", default=None, help=BROKER_HELP)
 @click.option("--cluster", metavar="NAME", default=None, help="Name of the cluster on a shared broker. [default]")
 @click.option("--count", metavar="N", type=click.IntRange(min=0), default=0, help="End after N messages. [no end]")
 @click.option("--tokens", "with_tokens", is_flag=True, help="Show the ids of prompts and answers.")
@@ -124,7 +126,7 @@ def _ids(_context: click.Context, _parameter: click.Parameter, names: tuple[str,
     help="Seconds that each may take to end, and to be back; what was begun goes on all the same.",
 )
 @click.option("--cluster", metavar="NAME", default=None, help="Name of the cluster on a shared broker. [default]")
-@click.option("--nats-url", metavar="URL", default=None, help="Broker. [NATS_URL, else nats://127.0.0.1:4222]")
+@click.option("--nats-url", metavar="URL", default=None, help=BROKER_HELP)
 def drain(*, workers: tuple[str, ...], limit_s: float, **flags: Any) -> int:
     """Have workers give their requests to others and end; several of them one after the other."""
     from cli.drain import run_drain

@@ -10,7 +10,7 @@ from typing import Any, Final
 import click
 
 from cli.cluster.broker import named_broker
-from cli.cluster.settings import load_up_settings
+from cli.cluster.settings import load_bus_settings
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
 from shared.ids import WorkerId
 from shared.messages.drain import Drain
@@ -36,7 +36,7 @@ async def run_drain(workers: Sequence[str], flags: Mapping[str, Any], limit_s: f
         StartupError: there is no broker, or it lets nobody in.
         CommandError: a worker is not there, cannot be asked, or took too long; those after it are left as they are.
     """
-    settings = load_up_settings(flags)
+    settings = load_bus_settings(flags)
     async with named_broker(settings).connect("drain") as bus:
         for number, name in enumerate(workers, start=1):
             async with aclosing(_reports(bus, Subjects(settings.cluster), WorkerId(name))) as reports:

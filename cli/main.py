@@ -19,6 +19,8 @@ from cli.exit_codes import FAILED, KILLED, REFUSED, CommandError
 from cli.groups.options import drop, planner, restore
 from cli.keys import keys
 from cli.replay.options import replay
+from cli.run_file import URL_DEFAULT, api_url
+from cli.run_options import down, logs, ps
 from cli.simulate.options import compare, plan, simulate
 from shared.errors import SluiceError, StartupError
 from shared.reading import check_text
@@ -43,6 +45,10 @@ Examples:
   sluice up                                    serve the model that ships on port 8000
   sluice up --model ./llama --workers 2        serve a folder, two copies
   sluice up --model owner/name --device cuda   fetch from the Hugging Face hub, serve on GPUs
+  sluice up -d                                 in the background
+  sluice ps                                    what runs here
+  sluice logs -f                               what it says
+  sluice down                                  stop it
   sluice chat                                  talk with it
   sluice status                                what the workers do
   sluice pull owner/name                       fetch a model from the hub
@@ -72,6 +78,7 @@ NO_COLOR turns colours off; NATS_URL names a broker to use instead of starting o
 
 UP_EPILOG = """\b
 Examples:
+  sluice up -d                                 return once it is ready; sluice down stops it
   sluice up --port 0 --json                    for scripts: one line of JSON once ready
   sluice up --memory 4GiB --dtype bfloat16     a larger budget, half the bytes per value
   NATS_URL=nats://broker:4222 sluice up        use a broker that runs already
@@ -96,8 +103,6 @@ Examples:
 The formula: ms per step = max(g0 + b0·N, g1 + b1·N) + d·KVdec + a·P, with N tokens in the step, KVdec tokens of KV read
 by decodes, P query-key pairs of prefill chunks. A quarter of the steps is held out, to tell the error.
 """
-
-DEFAULT_URL = "http://127.0.0.1:8000"
 
 # name, metavar, help; the meaning and the check of each value are in cli.cluster.settings
 _CLUSTER_OPTIONS = (
@@ -162,13 +167,21 @@ def cli(context: click.Context) -> None:
 @cli.command(epilog=UP_EPILOG)
 @cluster_options
 @click.option("--json", "as_json", is_flag=True, help='One line {"url", "nats_url", "pids"} on stdout once ready.')
-def up(*, as_json: bool, **flags: Any) -> int:
+@click.option("-d", "--detach", is_flag=True, help="Return once it is ready; `sluice down` stops it.")
+@click.option("--in-background", is_flag=True, hidden=True)
+def up(*, as_json: bool, detach: bool, in_background: bool, **flags: Any) -> int:
     """Serve a model on this machine: broker, monitor, planner, workers, dispatcher."""
     from cli.cluster.settings import load_up_settings
-    from cli.cluster.up import run_up
     from cli.console import Console
 
-    return asyncio.run(run_up(load_up_settings(flags), Console(), as_json=as_json))
+    settings = load_up_settings(flags)
+    if detach:
+        from cli.cluster.background import run_in_background
+
+        return asyncio.run(run_in_background(flags, Console(), as_json=as_json))
+    from cli.cluster.up import run_up
+
+    return asyncio.run(run_up(settings, Console(), as_json=as_json or in_background, leaves=in_background))
 
 
 @cli.command()
@@ -200,10 +213,10 @@ _api_key = click.option(
 
 @cli.command()
 @_api_key
-@click.option("--url", metavar="URL", default=DEFAULT_URL, show_default=True, help="The API to talk to.")
+@click.option("--url", metavar="URL", default=None, help=f"The API to talk to. {URL_DEFAULT}")
 @click.option("--model", metavar="NAME", default="", help="Model to talk to. [the first that is served]")
 @click.option("--no-pace", is_flag=True, help="Show the text as it arrives, not at reading speed.")
-def chat(*, api_key: str, url: str, model: str, no_pace: bool) -> int:
+def chat(*, api_key: str, url: str | None, model: str, no_pace: bool) -> int:
     """Talk with a model at reading speed.
 
     Ctrl-C stops an answer; a second Ctrl-C, or Ctrl-D, leaves. From a pipe, each line is one message.
@@ -211,18 +224,18 @@ def chat(*, api_key: str, url: str, model: str, no_pace: bool) -> int:
     from cli.chat import Server, run_chat
     from cli.console import Console
 
-    return run_chat(Server(url, model, api_key), Console(), paced=not no_pace)
+    return run_chat(Server(api_url(url), model, api_key), Console(), paced=not no_pace)
 
 
 @cli.command()
 @_api_key
-@click.option("--url", metavar="URL", default=DEFAULT_URL, show_default=True, help="The API to ask.")
+@click.option("--url", metavar="URL", default=None, help=f"The API to ask. {URL_DEFAULT}")
 @click.option("--json", "as_json", is_flag=True, help="The cluster view as one line of JSON.")
-def status(*, api_key: str, url: str, as_json: bool) -> int:
+def status(*, api_key: str, url: str | None, as_json: bool) -> int:
     """Show the workers: phase, KV memory, requests, speed."""
     from cli.status import run_status
 
-    click.echo(asyncio.run(run_status(url, api_key, as_json=as_json)))
+    click.echo(asyncio.run(run_status(api_url(url), api_key, as_json=as_json)))
     return 0
 
 
@@ -277,7 +290,7 @@ def version() -> int:
 
 for _command in (bench, chaos, planner, drop, restore, keys, replay, simulate, compare, plan):
     cli.add_command(_command)
-for _command in (drain, tap, nats_config, nats_setup):
+for _command in (ps, down, logs, drain, tap, nats_config, nats_setup):
     cli.add_command(_command)
 
 

@@ -24,11 +24,14 @@ mark_this_process()
 
 COSTS_KEPT = TemporaryDirectory(prefix="tests-costs-")
 os.environ["SLUICE_COSTS_KEPT"] = COSTS_KEPT.name  # a test starts no cluster with what the user's workers know
+RUN_FILES = TemporaryDirectory(prefix="tests-runs-")
+os.environ["XDG_RUNTIME_DIR"] = RUN_FILES.name  # nor is one found here that others have started
 
 
 def pytest_unconfigure() -> None:
     """Leave no folder behind."""
     COSTS_KEPT.cleanup()
+    RUN_FILES.cleanup()
 
 
 def _flushed() -> Generator[None, None, None]:

@@ -8,6 +8,8 @@ from typing import Any, Final
 
 import click
 
+from cli.run_file import URL_DEFAULT, api_url
+
 POSITIVE_INT = click.IntRange(min=1)
 IN_FLIGHT: Final = 32
 """Requests of best effort under way where only their data set is named."""
@@ -60,7 +62,7 @@ def best_effort(ctx: click.Context, param: click.Parameter, value: str | None) -
 
 
 @click.command(epilog=EPILOG)
-@click.option("--url", metavar="URL", default="http://127.0.0.1:8000", show_default=True, help="The API to load.")
+@click.option("--url", metavar="URL", default=None, help=f"The API to load. {URL_DEFAULT}")
 @click.option("--model", metavar="NAME", default="", help="Model to ask for. [the first that is served]")
 @click.option("--endpoint", type=click.Choice(["chat", "completions"]), default="chat", show_default=True)
 @click.option("--dataset", metavar="synthetic|FILE", default="synthetic", show_default=True, help="See below.")
@@ -104,6 +106,7 @@ def bench(*, vocab: int | None, **options: Any) -> int:
 
     if vocab and options["endpoint"] != "completions":
         raise click.UsageError("--vocab sends token ids, which only --endpoint completions takes")
+    options["url"] = api_url(options["url"])
     code, text = asyncio.run(run_bench(BenchSettings(vocab=vocab or 0, **options), Console()))
     click.echo(text)
     return code

@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Final
 
-from cli.chaos.processes import is_running
 from cli.chaos.targets import BROKER, Target, current_pid, find_broker, find_service
 from cli.cluster.settings import UpSettings
 from cli.console import Console
 from cli.exit_codes import FAILED, REFUSED, CommandError
+from cli.processes import is_running
 from shared.transport.bus import Bus
 from shared.transport.nats_bus import NatsBus
 from shared.transport.nats_server import accepts_connections

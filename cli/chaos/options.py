@@ -8,6 +8,8 @@ from typing import Any, Final
 
 import click
 
+from cli.bus_options import BROKER_HELP
+
 MAX_S: Final = 3600.0
 _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0}
 _EPILOG: Final = """\b
@@ -17,7 +19,7 @@ Examples:
   sluice chaos restart dispatcher-0            it finishes what runs, and is started again by `sluice up`
 
 TARGET is the id of a service (`nats micro ls` shows them) or `nats`, the broker. Only processes of this machine are
-touched: a container is stopped with `docker-compose kill`. Give --nats-url as `sluice up` printed it, or set NATS_URL.
+touched: a container is stopped with `docker-compose kill`.
 """
 
 
@@ -42,7 +44,7 @@ def chaos() -> None:
 def _where(command: Any) -> Any:
     command = click.argument("target", metavar="TARGET")(command)
     command = click.option("--cluster", metavar="NAME", default=None, help="Name of the cluster. [default]")(command)
-    return click.option("--nats-url", metavar="URL", default=None, help="Its broker. [NATS_URL]")(command)
+    return click.option("--nats-url", metavar="URL", default=None, help=BROKER_HELP)(command)
 
 
 @chaos.command()
@@ -50,10 +52,10 @@ def _where(command: Any) -> Any:
 def kill(target: str, **where: str | None) -> int:
     """End TARGET at once (SIGKILL)."""
     from cli.chaos import command
-    from cli.cluster.settings import load_up_settings
+    from cli.cluster.settings import load_bus_settings
     from cli.console import Console
 
-    asyncio.run(command.kill(load_up_settings(where), target, Console()))
+    asyncio.run(command.kill(load_bus_settings(where), target, Console()))
     return 0
 
 
@@ -65,10 +67,10 @@ def kill(target: str, **where: str | None) -> int:
 def hang(target: str, duration_s: float, **where: str | None) -> int:
     """Let TARGET stand still for a while (SIGSTOP, then SIGCONT)."""
     from cli.chaos import command
-    from cli.cluster.settings import load_up_settings
+    from cli.cluster.settings import load_bus_settings
     from cli.console import Console
 
-    asyncio.run(command.hang(load_up_settings(where), target, duration_s, Console()))
+    asyncio.run(command.hang(load_bus_settings(where), target, duration_s, Console()))
     return 0
 
 
@@ -86,8 +88,8 @@ def hang(target: str, duration_s: float, **where: str | None) -> int:
 def restart(target: str, limit_s: float, **where: str | None) -> int:
     """Ask TARGET to finish and end (SIGTERM), and wait until it is back."""
     from cli.chaos import command
-    from cli.cluster.settings import load_up_settings
+    from cli.cluster.settings import load_bus_settings
     from cli.console import Console
 
-    asyncio.run(command.restart(load_up_settings(where), target, limit_s, Console()))
+    asyncio.run(command.restart(load_bus_settings(where), target, limit_s, Console()))
     return 0

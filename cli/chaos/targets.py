@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
 
-from cli.chaos.processes import command_line, is_local_address, listener_on
 from cli.exit_codes import FAILED, REFUSED, UNREACHABLE, CommandError
+from cli.processes import command_line, is_local_address, listener_on
 from shared.reading import parse_json
 from shared.transport.bus import Bus, BusError, BusTimeoutError
 

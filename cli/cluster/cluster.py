@@ -20,6 +20,7 @@ from cli.exit_codes import FAILED, KILLED, REFUSED, CommandError
 from cli.http import ask
 from cli.model import find_model
 from cli.pull import show_progress
+from cli.run_file import Run, RunFile
 from cli.signals import StopSignals
 from shared.process.log import only_from
 from shared.process.tasks import TaskOwner
@@ -51,6 +52,7 @@ class Cluster:
         self._broker = Broker(settings, self.supervisor, run_dir.path, self._show)
         self._tasks = TaskOwner(self.supervisor.fail_by)
         self._plan: ClusterPlan | None = None
+        self._run_file = RunFile()
 
     @property
     def plan(self) -> ClusterPlan:
@@ -77,6 +79,7 @@ class Cluster:
             await self.supervisor.check(plan.checks())
         self._announce(", ".join(plan.model_names))
         self._plan = replace(plan, broker=await self._broker.start(plan.broker, port))
+        self._tell_where(self._plan)
         for spec in self._plan.specs():
             await self.supervisor.start(replace(spec, excuse=self._broker.excuse))
         await self._wait_ready(self._plan.broker, self._plan.worker_names())
@@ -102,6 +105,16 @@ class Cluster:
                 self._show(f"{name} did not end within {limit_s:g} s and was killed")
         await self._tasks.close()
         await self.supervisor.close()
+        self._run_file.end()
+
+    def _tell_where(self, plan: ClusterPlan) -> None:
+        """Let other commands find the cluster."""
+        settings, log_dir = self._settings, str(self.log_dir.absolute())
+        run = Run(plan.url, settings.cluster, plan.nats_url, plan.model_name, settings.workers, log_dir)
+        try:
+            self._run_file.write(run)
+        except OSError as error:
+            self._show(f"other commands need --url or --nats-url: no run file can be written ({error})")
 
     def _announce(self, model_name: str) -> None:
         count = self._settings.workers

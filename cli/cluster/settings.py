@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from cli.run_file import find_run, find_runs
 from shared.errors import StartupError
 from shared.host import count_cores
 from shared.process.config import ApiKey, Host, HostNames, ModelNames, Origins, ServiceSettings, Size, load
@@ -102,6 +103,13 @@ def load_up_settings(flags: Mapping[str, Any], defaults: Mapping[str, Any] | Non
     Raises:
         ConfigError: one line that says what is wrong.
     """
+    settings = load(UpSettings, "", flags_to_argv(flags))
+    missing = {name: value for name, value in (defaults or {}).items() if name not in settings.model_fields_set}
+    return settings.model_copy(update=missing)
+
+
+def flags_to_argv(flags: Mapping[str, Any]) -> list[str]:
+    """Return the flags as they are typed; those that are None were not given."""
     argv: list[str] = []
     for name, value in flags.items():
         flag = "--" + name.replace("_", "-")
@@ -109,9 +117,24 @@ def load_up_settings(flags: Mapping[str, Any], defaults: Mapping[str, Any] | Non
             argv.append(flag if value else f"--no-{flag[2:]}")
         elif value is not None:
             argv.append(f"{flag}={value}")
-    settings = load(UpSettings, "", argv)
-    missing = {name: value for name, value in (defaults or {}).items() if name not in settings.model_fields_set}
-    return settings.model_copy(update=missing)
+    return argv
+
+
+def load_bus_settings(flags: Mapping[str, Any]) -> UpSettings:
+    """Return the settings with the broker that is named, else with that of the cluster that runs here, if one does.
+
+    Raises:
+        ConfigError: one line that says what is wrong.
+        CommandError: several run here.
+    """
+    settings = load_up_settings(flags)
+    if not settings.has_own_broker:
+        return settings
+    name = settings.cluster if "cluster" in settings.model_fields_set else None
+    if name is not None and not any(run.cluster == name for run in find_runs()):
+        return settings
+    run = find_run(name)
+    return settings if run is None else settings.model_copy(update={"nats_url": run.nats_url, "cluster": run.cluster})
 
 
 def log_dir_of(settings: UpSettings, run_dir: Path) -> Path:

@@ -6,19 +6,21 @@ import asyncio
 import json
 import sys
 
+from cli.cluster.background import leave
 from cli.cluster.cluster import Cluster, run_cluster
 from cli.cluster.hints import describe
 from cli.cluster.settings import UpSettings
 from cli.console import Console
 
 
-async def run_up(settings: UpSettings, console: Console, *, as_json: bool) -> int:
+async def run_up(settings: UpSettings, console: Console, *, as_json: bool, leaves: bool = False) -> int:
     """Serve until Ctrl-C or SIGTERM; return the exit code.
 
     Args:
         settings: of the cluster.
         console: where the person looks.
         as_json: write one line of JSON to stdout once ready, and nothing else there.
+        leaves: once ready write to a log instead; see `background.py`.
     """
 
     async def serve(cluster: Cluster, stop: asyncio.Event) -> int:
@@ -30,6 +32,8 @@ async def run_up(settings: UpSettings, console: Console, *, as_json: bool) -> in
             console.line(console.style("ready", "green"))
             sys.stdout.write(f"\n{describe(console, plan)}\n")
         sys.stdout.flush()
+        if leaves:
+            leave(cluster.log_dir)
         if not as_json:
             console.line("Ctrl-C stops it")
         await stop.wait()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from cli.cluster.broker import named_broker
-from cli.cluster.settings import load_up_settings
+from cli.cluster.settings import load_bus_settings
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
 from shared.reading import parse_json
 from shared.subjects import Subjects
@@ -36,7 +36,7 @@ async def run_verb(
         StartupError: there is no broker, or it lets nobody in.
         CommandError: nobody is in charge, or it was not done; says why.
     """
-    settings = load_up_settings(flags)
+    settings = load_bus_settings(flags)
     async with named_broker(settings).connect(verb) as bus:
         answer = await ask_planner(bus, Subjects(settings.cluster), verb, question, limit_s)
     return json.dumps(answer) if as_json else describe(answer)
@@ -49,7 +49,7 @@ async def run_planner(flags: Mapping[str, Any], *, as_json: bool) -> str:
         StartupError: there is no broker, or it lets nobody in.
         CommandError: nobody is in charge.
     """
-    settings = load_up_settings(flags)
+    settings = load_bus_settings(flags)
     async with named_broker(settings).connect("planner-status") as bus:
         name, answer = await _find_planner(bus, Subjects(settings.cluster))
     return json.dumps(answer) if as_json else describe_decision(name, answer)

@@ -7,6 +7,8 @@ from typing import Any, Final
 
 import click
 
+from cli.bus_options import BROKER_HELP
+
 MAX_LIMIT_S: Final = 600.0
 _DROP_EPILOG: Final = """\b
 Examples:
@@ -50,7 +52,7 @@ def _bus_options(command: Any) -> Any:
         click.option(
             "--cluster", metavar="NAME", default=None, help="Name of the cluster on a shared broker. [default]"
         ),
-        click.option("--nats-url", metavar="URL", default=None, help="Broker. [NATS_URL, else nats://127.0.0.1:4222]"),
+        click.option("--nats-url", metavar="URL", default=None, help=BROKER_HELP),
     ):
         command = option(command)
     return command

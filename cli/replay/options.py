@@ -9,6 +9,7 @@ from typing import Any, Final
 import click
 
 from cli.bench.options import POSITIVE_INT, Positive, best_effort
+from cli.run_file import URL_DEFAULT, api_url
 from cli.simulate.options import numbers
 
 _EPILOG: Final = """\b
@@ -32,7 +33,7 @@ The exit code is 1 if a request failed, 2 if the trace is none, 3 if nothing ans
 
 @click.command(epilog=_EPILOG)
 @click.argument("trace", metavar="TRACE", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--url", metavar="URL", default="http://127.0.0.1:8000", show_default=True, help="The API to load.")
+@click.option("--url", metavar="URL", default=None, help=f"The API to load. {URL_DEFAULT}")
 @click.option("--model", metavar="NAME", default="", help="Model to ask for. [the first that is served]")
 @click.option("--name", metavar="NAME", default="", help="Of the server in the report. [what it calls itself]")
 @click.option("--upscale", metavar="F", type=Positive(), default=1.0, help="Load in multiples of the trace's own. [1]")
@@ -72,6 +73,7 @@ def replay(*, reader: dict[str, float] | None, slo: dict[str, float] | None, voc
         options["slo"] = slo["ttft"], slo["tpot"]
     if vocab is not None:
         options["vocab"] = vocab
+    options["url"] = api_url(options["url"])
     code, text = asyncio.run(run_replay(ReplaySettings(**options), Console()))
     click.echo(text)
     return code

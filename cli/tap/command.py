@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from cli.cluster.broker import named_broker
-from cli.cluster.settings import load_up_settings
+from cli.cluster.settings import load_bus_settings
 from cli.exit_codes import DONE, KILLED, CommandError
 from cli.signals import StopSignals
 from cli.tap.describe import describe
@@ -41,7 +41,7 @@ async def run_tap(subject: str, flags: Mapping[str, Any], *, count: int, with_to
     """
     signals = StopSignals(lambda: sys.exit(KILLED))  # first of all: a Ctrl-C before is somebody else's
     try:
-        settings = load_up_settings(flags)
+        settings = load_bus_settings(flags)
         all_of_it = f"sluice.{settings.cluster}"
         try:
             pattern = check_pattern(subject or f"{all_of_it}.>")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cli.chaos.processes import is_running
+from cli.processes import is_running
 from tests.support.cluster import ROOT, Cluster, cluster
 from tests.support.processes import sluice, state_of, wait_until
 from tests.support.seeds import first_of

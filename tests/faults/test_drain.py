@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cli.chaos.processes import is_running
+from cli.processes import is_running
 from shared.ids import Incarnation, WorkerId
 from shared.messages.drain import Drain
 from shared.subjects import Subjects

@@ -19,10 +19,10 @@ import pytest
 from cli import main as command
 from cli.chaos.command import hang, kill
 from cli.chaos.options import seconds_of
-from cli.chaos.processes import is_local_address, is_running, listener_on
 from cli.cluster.settings import UpSettings
 from cli.console import Console
 from cli.exit_codes import REFUSED, UNREACHABLE, CommandError
+from cli.processes import is_local_address, is_running, listener_on
 from shared.transport.bus import ServiceInfo
 from shared.transport.nats_bus import NatsBus
 from shared.transport.nats_server import EmbeddedNats, accepts_connections

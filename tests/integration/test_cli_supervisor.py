@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from cli.chaos.processes import is_running
 from cli.cluster.restart import RestartParams
 from cli.cluster.run_dir import RunDir
 from cli.cluster.supervisor import ChildSpec, RunFailure, Supervisor
 from cli.exit_codes import CommandError
+from cli.processes import is_running
 from tests.support.leaks import whats_open
 from tests.support.processes import wait_until
 from tests.support.waiting import until

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from cli.chaos.processes import is_running
 from cli.exit_codes import FAILED, REFUSED
+from cli.processes import is_running
 from shared.version import VERSION
 from tests.support.fake_services import DRIVER, ROOT, write_fake_services
 from tests.support.processes import child_of, wait_until

@@ -17,7 +17,7 @@ from benchmarks.peers_load import TICK_S, Share, foreign_share, tree_ticks
 from benchmarks.peers_model import FIRST_ID, NUM_TOKENS, make_tokenizer
 from benchmarks.peers_offline import load
 from benchmarks.peers_servers import VllmServer
-from cli.chaos.processes import is_running
+from cli.processes import is_running
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 
 LLAMA = """

@@ -54,7 +54,10 @@ def test_help_lists_every_command_with_examples_and_exit_codes(capsys: pytest.Ca
     for text in (*command.cli.commands, "Examples:", "sluice demo", "Exit codes:", "130", "NO_COLOR", "NATS_URL"):
         assert text in out
     commands = "up demo chat status bench profile pull keys tap nats-config chaos simulate compare plan replay version"
-    assert set(command.cli.commands) == {*commands.split(), "drain", "drop", "restore", "planner", "nats-setup"}
+    assert set(command.cli.commands) == {
+        *commands.split(),
+        *["drain", "drop", "restore", "planner", "nats-setup", "ps", "down", "logs"],
+    }
 
 
 def test_without_a_command_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +89,7 @@ def test_up_has_a_flag_for_every_setting(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["bogus"], "sluice: No such command 'bogus'. See `sluice --help`\n"),
+        (["nonsense"], "sluice: No such command 'nonsense'. See `sluice --help`\n"),
         (["up", "--port"], "sluice: Option '--port' requires an argument. See `sluice up --help`\n"),
         (["up", "--port", "x"], "sluice: --port: 'x' is not allowed. Use a whole number from 0 to 65535\n"),
         (

@@ -28,6 +28,18 @@ def is_running(pid: int) -> bool:
     return state not in "ZX"
 
 
+def started(pid: int) -> str:
+    """Return when the process was started: the boot of its machine, and the ticks since; empty if it has ended.
+
+    No two processes that ever had one id have the same.
+    """
+    try:
+        ticks = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[19]
+        return f"{(_PROC / 'sys/kernel/random/boot_id').read_text().strip()}+{ticks}"
+    except OSError:
+        return ""
+
+
 def is_local_address(host: str) -> bool:
     """Return whether the name means this machine: one may only bind to an address of one's own."""
     try:

@@ -1,0 +1,135 @@
+"""Clusters that run here are found without a URL, shown, told apart and ended: `sluice ps`, `down`, `logs`, `up -d`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli.exit_codes import REFUSED, UNREACHABLE
+from cli.processes import is_running
+from tests.integration.test_cli_up import Place, ready
+from tests.support.processes import wait_until
+
+pytestmark = pytest.mark.slow
+
+LIMIT_S = 60.0
+
+
+class Shell:
+    """Types `sluice …` where no other clusters are known."""
+
+    def __init__(self, folder: Path) -> None:
+        self.runtime = folder / "runtime"
+        self.runtime.mkdir(mode=0o700)
+        self.env = {name: value for name, value in os.environ.items() if not name.startswith(("SLUICE_", "NATS_"))}
+        self.env |= {"XDG_RUNTIME_DIR": str(self.runtime), "SLUICE_COSTS_KEPT": str(folder / "costs")}
+        self.folder = folder
+
+    def type(self, *words: str, text: str = "") -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "cli.main", *words],
+            env={**self.env, "PYTHONPATH": os.pathsep.join(sys.path)},
+            cwd=self.folder,
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+
+    def runs(self) -> list[dict[str, object]]:
+        found: list[dict[str, object]] = json.loads(self.type("ps", "--json").stdout)
+        return found
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    return Shell(tmp_path)
+
+
+def test_one_in_the_background_is_found_by_every_command_until_it_is_ended(shell: Shell) -> None:
+    started = shell.type("up", "-d", "--port", "0", "--api-key", "of-sixteen-letters")
+    assert started.returncode == 0, started.stderr
+    try:
+        assert started.stderr.splitlines()[-1] == "`sluice down` stops it"
+        (run,) = shell.runs()
+        assert run["state"] == "ready"
+        assert f"{run['url']}/v1, in the background" in started.stderr
+        pid = int(str(run["pid"]))
+        assert b"of-sixteen-letters" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        assert os.getsid(pid) == pid, "no terminal ends it"
+        assert str(run["url"]) in shell.type("ps").stdout
+        shell.env["SLUICE_API_KEY"] = "of-sixteen-letters"
+        assert "worker-0" in shell.type("status").stdout
+        assert shell.type("chat", "--no-pace", text="hello\n").stdout
+        assert "planner, epoch" in shell.type("planner").stdout
+        assert len(shell.type("tap", "--count", "2").stdout.splitlines()) == 2
+        load = ("--api-key", shell.env["SLUICE_API_KEY"], "--num-prompts", "2", "--output-len", "4")
+        assert shell.type("bench", *load).returncode == 0
+        assert '"event": "worker_ready"' in shell.type("logs", "worker-0").stdout
+        assert "monitor " in shell.type("logs", "--tail", "1").stdout
+    finally:
+        ended = shell.type("down")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.splitlines()[-1].endswith("has ended")
+    assert not is_running(pid)
+    assert shell.runs() == []
+    assert list((shell.runtime / "sluice").iterdir()) == []
+    for words in (("status",), ("planner",), ("logs",)):
+        assert shell.type(*words).returncode in (UNREACHABLE, REFUSED)
+
+
+def test_two_are_told_apart_and_one_that_is_killed_leaves_nothing_that_is_believed(
+    shell: Shell, tmp_path: Path
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    runtime = {"XDG_RUNTIME_DIR": str(shell.runtime)}
+    with (
+        ready(Place(tmp_path / "a"), **runtime) as (first, _),
+        ready(Place(tmp_path / "b"), "--cluster", "other", **runtime) as (second, _),
+    ):
+        runs = {run["pid"]: run for run in shell.runs()}
+        assert set(runs) == {first.pid, second.pid}
+        refused = shell.type("status")
+        assert refused.returncode == REFUSED
+        assert all(str(run["url"]) in refused.stderr for run in runs.values())
+        assert shell.type("down").returncode == REFUSED
+        assert shell.type("down", "nobody").returncode == UNREACHABLE
+        done = shell.type("down", str(runs[first.pid]["url"]).rpartition(":")[2])
+        assert done.returncode == 0, done.stderr
+        assert first.wait(LIMIT_S) == 0
+        assert [run["cluster"] for run in shell.runs()] == ["other"]
+        second.kill()
+        second.wait(LIMIT_S)
+        assert shell.runs() == []
+        assert list((shell.runtime / "sluice").iterdir()) == []
+        assert shell.type("down", "--all").stderr == "no cluster runs here\n"
+
+
+def test_what_is_refused_is_said_where_it_was_asked_for(shell: Shell) -> None:
+    refused = shell.type("up", "-d", "--port", "0", "--model", str(shell.folder / "nowhere"))
+    assert refused.returncode == REFUSED
+    assert "nowhere" in refused.stderr
+    assert shell.runs() == []
+
+
+def test_a_start_that_is_broken_off_leaves_nothing(shell: Shell) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "cli.main", "up", "-d", "--port", "0"],
+        env={**shell.env, "PYTHONPATH": os.pathsep.join(sys.path)},
+        cwd=shell.folder,
+        stderr=subprocess.PIPE,
+    ) as starting:
+        wait_until(lambda: bool(shell.runs()), "it has begun", LIMIT_S)
+        pid = int(str(shell.runs()[0]["pid"]))
+        starting.send_signal(signal.SIGINT)
+        starting.wait(LIMIT_S)
+        wait_until(lambda: not is_running(pid), "it has ended", LIMIT_S)
+    assert shell.runs() == []
