@@ -26,7 +26,7 @@ _OWN_BROKER_HINT = "Start it, or unset NATS_URL and --nats-url so that a broker 
 QUIET_PORTS = range(20_000, 32_000)
 """Below those from which systems choose for outgoing connections: one of them could take a port before it is used."""
 _NUM_TRIES = 8
-_DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 
 
 def check_settings(settings: UpSettings) -> None:
@@ -45,8 +45,8 @@ def check_settings(settings: UpSettings) -> None:
         counted = f"{num_stages} workers to a pipeline: {settings.workers} do not come out even"
         raise StartupError(f"system {settings.system} joins {counted}", f"Give a multiple of {num_stages} as --workers")
     if not _DEVICE.fullmatch(settings.device):
-        raise StartupError(f"unknown device '{settings.device}'", "Use --device cpu, cuda or cuda:<index>")
-    _check_memory(settings)
+        raise StartupError(f"unknown device '{settings.device}'", "Use --device auto, cpu, cuda or cuda:<index>")
+    check_memory(settings)
     check_reachable(settings.host, has_keys=settings.has_keys, allow_no_key=settings.allow_no_key)
     check_everybody(settings.allow_origin, has_keys=settings.has_keys)
     if settings.api_keys_file is not None and not is_file(settings.api_keys_file):
@@ -54,15 +54,15 @@ def check_settings(settings: UpSettings) -> None:
         raise StartupError(f"there is no file of keys {settings.api_keys_file}", hint)
 
 
-def _check_memory(settings: UpSettings) -> None:
+def check_memory(settings: UpSettings) -> None:
     """Check that this machine has what the workers are to have together; a budget that nobody gave is not asked for."""
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     num_workers, host_bytes = settings.workers, settings.host_memory or 0
-    is_counted = settings.device == "cpu" and "memory" in settings.model_fields_set
-    wanted = host_bytes + (settings.memory if is_counted else 0)
+    memory = (settings.memory or 0) if settings.device == "cpu" else 0
+    wanted = host_bytes + memory
     if num_workers * wanted > there:
         counted = describe_bytes(wanted) + (f" for each of {num_workers} workers" if num_workers > 1 else "")
-        flags = [*(["--memory"] if is_counted else []), *(["--host-memory"] if host_bytes else [])]
+        flags = [*(["--memory"] if memory else []), *(["--host-memory"] if host_bytes else [])]
         most = f"{' and '.join(flags)} {there // num_workers // 2**20}MiB{' together' if flags[1:] else ''}"
         hint = f"Give at most {most}, or fewer workers"
         raise StartupError(f"{counted} is more memory than the {describe_bytes(there)} of this machine", hint)

@@ -14,14 +14,16 @@ from cli.cluster.children import DISPATCHER, MONITOR, PLANNER, ClusterPlan
 from cli.cluster.progress import StartProgress
 from cli.cluster.run_dir import RunDir
 from cli.cluster.settings import UpSettings, log_dir_of
+from cli.cluster.sizing import find_cards, size
 from cli.cluster.supervisor import Supervisor
 from cli.console import Console
 from cli.exit_codes import FAILED, KILLED, REFUSED, CommandError
 from cli.http import ask
-from cli.model import find_model
+from cli.model import Model, find_model
 from cli.pull import show_progress
 from cli.run_file import Run, RunFile
 from cli.signals import StopSignals
+from shared.host import free_memory
 from shared.process.log import only_from
 from shared.process.tasks import TaskOwner
 from shared.subjects import Subjects
@@ -73,11 +75,13 @@ class Cluster:
         port = checks.find_port(settings.host, settings.port)
         model = await asyncio.to_thread(find_model, settings.model, show_progress(self._console, settings.model))
         self._console.end_status()
+        settings, chosen = await asyncio.to_thread(_size, settings, model)
+        checks.check_memory(settings)
         plan = ClusterPlan(settings, model, self._broker.check(), port, self._run_dir.path)
         self._console.show_status(f"checking the model {plan.model_name}")
         async with self._in_time("the model was not checked", "See whether its disk and the device answer"):
             await self.supervisor.check(plan.checks())
-        self._announce(", ".join(plan.model_names))
+        self._announce(", ".join(plan.model_names), chosen)
         self._plan = replace(plan, broker=await self._broker.start(plan.broker, port))
         self._tell_where(self._plan)
         for spec in self._plan.specs():
@@ -116,11 +120,13 @@ class Cluster:
         except OSError as error:
             self._show(f"other commands need --url or --nats-url: no run file can be written ({error})")
 
-    def _announce(self, model_name: str) -> None:
+    def _announce(self, model_name: str, chosen: str) -> None:
         count = self._settings.workers
         workers = "1 worker" if count == 1 else f"{count} workers"
         broker = "broker, " if self._settings.has_own_broker else ""
         self._console.line(f"starting {broker}monitor, planner, {workers}, dispatcher; model {model_name}")
+        if chosen:
+            self._console.line(chosen)
         kept = "" if self._settings.log_dir else " (until it stops; --log-dir keeps them)"
         self._console.line(f"logs: {self.log_dir}{kept}")
 
@@ -157,6 +163,10 @@ class Cluster:
 
     def _show(self, text: str) -> None:
         self._console.line(self._console.style("sluice: ", "yellow") + text)
+
+
+def _size(settings: UpSettings, model: Model) -> tuple[UpSettings, str]:
+    return size(settings, model.folder, free_memory(), find_cards())
 
 
 async def run_cluster(

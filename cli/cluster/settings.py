@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from cli.run_file import find_run, find_runs
 from shared.errors import StartupError
 from shared.host import count_cores
 from shared.process.config import ApiKey, Host, HostNames, ModelNames, Origins, ServiceSettings, Size, load
 from shared.systems import DEFAULT_SYSTEM
+
+AUTO: Final = "auto"
+"""What a setting says that is chosen by the machine and the model."""
+
+
+def _none_if_auto(value: object) -> object:
+    return None if value == AUTO else value
 
 
 class UpSettings(ServiceSettings):
@@ -27,12 +34,13 @@ class UpSettings(ServiceSettings):
     """Where sampling parameters come from that a request does not give: the model's generation_config.json, or none."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     """Worker processes; each holds a whole copy of the model."""
-    device: str = "cpu"
-    """`cpu`, `cuda` (the workers share out the devices in turn) or `cuda:<index>`."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = AUTO
+    """`cpu`, `cuda` (the workers share out the devices in turn) or `cuda:<index>`; `auto`: see `sizing.py`."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of parameters and KV; bfloat16 halves both."""
-    memory: Size = 1024**3
-    """Hard memory budget of each worker, for parameters, KV and workspace; what the first and last leave becomes KV."""
+    memory: Annotated[Size | None, BeforeValidator(_none_if_auto)] = None
+    """Hard memory budget of each worker, for parameters, KV and workspace; what the first and last leave becomes KV.
+    Empty, or `auto`: by the model and what is free."""
     host_memory: Annotated[Size, Field(ge=0)] | None = None
     """Memory of the host of each worker, beside `memory`, for KV of requests that give way; 0: none. Empty: the workers
     share a tenth of what is free, and none takes more than `memory` or 16 GiB."""

@@ -217,10 +217,11 @@ async def run_profile(up: UpSettings, settings: ProfileSettings, console: Consol
         check_broker(up.nats_url)
         await _profile(named_broker(up), up.cluster, settings, console)
         return DONE
-    threads = f", threads {up.threads or f'up to {up.cores_per_worker()}'}" if up.device == "cpu" else ""
-    how = f", {up.dtype}{threads}"
 
     async def use(cluster: Cluster, stop: asyncio.Event) -> int:
+        started = cluster.plan.settings
+        threads = f", threads {up.threads or f'up to {up.cores_per_worker()}'}" if started.device == "cpu" else ""
+        how = f", {started.dtype}{threads}"
         await ends_before(stop, _profile(cluster.plan.broker, up.cluster, settings, console, how))
         return DONE
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from tests.support.processes import wait_until
 pytestmark = pytest.mark.slow
 
 LIMIT_S = 60.0
+LIMITED = Path("/sys/fs/cgroup/memory/sluice-tests")
 
 
 class Shell:
@@ -111,6 +113,35 @@ def test_two_are_told_apart_and_one_that_is_killed_leaves_nothing_that_is_believ
         assert shell.runs() == []
         assert list((shell.runtime / "sluice").iterdir()) == []
         assert shell.type("down", "--all").stderr == "no cluster runs here\n"
+
+
+@pytest.mark.skipif(not os.access(LIMITED.parent, os.W_OK), reason="no control group of memory can be made here")
+def test_a_control_group_s_limit_is_respected(shell: Shell) -> None:
+    """Of 1.5 GiB half a one is the worker's process's, and half a one that of all others."""
+    LIMITED.mkdir()
+    try:
+        (LIMITED / "memory.limit_in_bytes").write_text(str(3 * 2**29))
+        typed = f'echo $$ > {LIMITED}/cgroup.procs; exec "$0" -m cli.main up -d --port 0'
+        started = subprocess.run(
+            ["sh", "-c", typed, sys.executable],
+            env={**shell.env, "PYTHONPATH": os.pathsep.join(sys.path)},
+            cwd=shell.folder,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        assert started.returncode == 0, started.stderr
+        try:
+            (chosen,) = re.findall(r"memory (\d+)\.\d MiB; .*, 1\.[45] GiB are free", started.stderr)
+            assert 400 <= int(chosen) <= 512
+            assert shell.type("chat", "--no-pace", text="hello\n").stdout
+        finally:
+            assert shell.type("down").returncode == 0
+        assert "oom_kill 0" in (LIMITED / "memory.oom_control").read_text()
+    finally:
+        wait_until(lambda: not (LIMITED / "cgroup.procs").read_text(), "all have left it", LIMIT_S)
+        LIMITED.rmdir()
 
 
 def test_what_is_refused_is_said_where_it_was_asked_for(shell: Shell) -> None:

@@ -88,7 +88,7 @@ def test_a_file_of_keys_that_is_not_there_is_refused_before_anything_starts(tmp_
             {"system": "fcfs-pp", "workers": 3},
             "sluice: system fcfs-pp joins 2 workers to a pipeline: 3 do not come out even. Give a multiple of 2 as --w",
         ),
-        ({"device": "gpu"}, "sluice: unknown device 'gpu'. Use --device cpu, cuda or cuda:<index>"),
+        ({"device": "gpu"}, "sluice: unknown device 'gpu'. Use --device auto, cpu, cuda or cuda:<index>"),
         ({"device": "cuda:x"}, "sluice: unknown device 'cuda:x'"),
     ],
 )
@@ -99,19 +99,19 @@ def test_unknown_names_are_refused_with_the_known_ones(fields: dict[str, object]
 
 
 def test_workers_share_the_memory_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """4 GiB: what is given must be there, for all workers together; the default is a bound that few models reach."""
+    """4 GiB: what is given must be there, for all workers together."""
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**20}.__getitem__)
     for fits in ({"workers": 2, "memory": "2GiB"}, {"workers": 64}, {"device": "cuda", "memory": "80GiB"}):
-        checks.check_settings(settings(**fits))
+        checks.check_settings(settings(**({"device": "cpu"} | fits)))
     with pytest.raises(StartupError, match=r"5\.0 GiB is more memory than the 4\.0 GiB of this machine\. Give at most"):
-        checks.check_settings(settings(memory="5GiB"))
+        checks.check_settings(settings(device="cpu", memory="5GiB"))
     with pytest.raises(StartupError, match=r"2\.0 GiB for each of 3 workers is more .* Give at most --memory 1365MiB"):
-        checks.check_settings(settings(workers=3, memory="2GiB"))
-    checks.check_settings(settings(workers=3, memory="1365MiB"))
+        checks.check_settings(settings(device="cpu", workers=3, memory="2GiB"))
+    checks.check_settings(settings(device="cpu", workers=3, memory="1365MiB"))
     for fits in ({"memory": "3GiB", "host_memory": "1GiB"}, {"workers": 4, "host_memory": "1GiB"}):
-        checks.check_settings(settings(**fits))
+        checks.check_settings(settings(device="cpu", **fits))
     with pytest.raises(StartupError, match=r"4\.1 GiB is .* Give at most --memory and --host-memory 4096MiB together"):
-        checks.check_settings(settings(memory="4GiB", host_memory="100MiB"))
+        checks.check_settings(settings(device="cpu", memory="4GiB", host_memory="100MiB"))
     with pytest.raises(StartupError, match=r"2\.0 GiB for each of 3 workers .* Give at most --host-memory 1365MiB, or"):
         checks.check_settings(settings(workers=3, host_memory="2GiB", device="cuda", memory="80GiB"))
 
@@ -297,7 +297,8 @@ def test_a_bad_size_is_refused_by_name(name: str, value: str) -> None:
 def test_workers_are_told_how_many_share_the_host_and_what_each_takes_of_it(
     given: str | None, passed: str | None
 ) -> None:
-    chosen = load_up_settings({"workers": "3", "host_memory": given})
+    named = {"workers": "3", "host_memory": given, "device": "cpu", "dtype": "float32", "memory": "1GiB"}
+    chosen = load_up_settings(named)
     plan = ClusterPlan(chosen, Model(Path("m"), "m"), BrokerAccess("nats://x"), 80, Path("run"))
     for name in plan.worker_names():
         argv = {spec.name: spec.argv for spec in plan.specs()}[name]

@@ -83,7 +83,7 @@ def test_up_has_a_flag_for_every_setting(capsys: pytest.CaptureFixture[str]) -> 
     for name in set(UpSettings.model_fields) - not_for_up:
         assert f"--{name.replace('_', '-')}" in out
     assert "--json" in out
-    assert "[1GiB]" in out
+    assert "[auto]" in out
 
 
 @pytest.mark.parametrize(
