@@ -7,6 +7,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,9 +43,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 EPILOG = """\b
 Examples:
   sluice demo                                  a cluster and one answer, nothing needed
+  sluice run owner/name                        fetch a model, serve it, talk with it
   sluice up                                    serve the model that ships on port 8000
-  sluice up --model ./llama --workers 2        serve a folder, two copies
-  sluice up --model owner/name --device cuda   fetch from the Hugging Face hub, serve on GPUs
+  sluice up ./llama --workers 2                serve a folder, two copies (`serve` is the same)
+  sluice up owner/name --device cuda           fetch from the Hugging Face hub, serve on GPUs
   sluice up -d                                 in the background
   sluice ps                                    what runs here
   sluice logs -f                               what it says
@@ -84,6 +86,16 @@ Examples:
   NATS_URL=nats://broker:4222 sluice up        use a broker that runs already
 
 Ctrl-C finishes running answers (up to --drain-limit-s) and stops; a second Ctrl-C stops at once.
+"""
+
+RUN_EPILOG = """\b
+Examples:
+  sluice run                                   the model that ships
+  sluice run ./llama                           a folder
+  sluice run owner/name --device cuda          fetched from the hub if it is not here
+  echo "Tell me a story" | sluice run --no-pace
+
+A cluster that runs already and serves the model is talked with, and goes on afterwards.
 """
 
 PULL_EPILOG = """\b
@@ -164,24 +176,50 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
+def _with_model(flags: dict[str, Any], model: str | None) -> dict[str, Any]:
+    """Return the flags with the model that was named without one."""
+    if model is not None and flags["model"] is not None:
+        raise click.UsageError("the model is named twice")
+    return flags if model is None else {**flags, "model": model}
+
+
 @cli.command(epilog=UP_EPILOG)
+@click.argument("named_model", metavar="[MODEL]", required=False)
 @cluster_options
 @click.option("--json", "as_json", is_flag=True, help='One line {"url", "nats_url", "pids"} on stdout once ready.')
 @click.option("-d", "--detach", is_flag=True, help="Return once it is ready; `sluice down` stops it.")
 @click.option("--in-background", is_flag=True, hidden=True)
-def up(*, as_json: bool, detach: bool, in_background: bool, **flags: Any) -> int:
+def up(*, named_model: str | None, as_json: bool, detach: bool, in_background: bool, **flags: Any) -> int:
     """Serve a model on this machine: broker, monitor, planner, workers, dispatcher."""
     from cli.cluster.settings import load_up_settings
     from cli.console import Console
 
+    flags = _with_model(flags, named_model)
     settings = load_up_settings(flags)
     if detach:
         from cli.cluster.background import run_in_background
 
-        return asyncio.run(run_in_background(flags, Console(), as_json=as_json))
+        return run_in_background(flags, Console(), as_json=as_json)
     from cli.cluster.up import run_up
 
     return asyncio.run(run_up(settings, Console(), as_json=as_json or in_background, leaves=in_background))
+
+
+@cli.command(epilog=RUN_EPILOG)
+@click.argument("named_model", metavar="[MODEL]", required=False)
+@cluster_options
+@click.option("--no-pace", is_flag=True, help="Show the text as it arrives, not at reading speed.")
+def run(*, named_model: str | None, no_pace: bool, **flags: Any) -> int:
+    """Talk with a model: the cluster that serves it here, or one that is started for as long as that takes.
+
+    Ctrl-C stops an answer; a second Ctrl-C, or Ctrl-D, leaves. From a pipe, each line is one message.
+    """
+    from cli.cluster.settings import load_up_settings
+    from cli.console import Console
+    from cli.run import run_model
+
+    flags = _with_model(flags, named_model)
+    return run_model(load_up_settings(flags), flags, Console(), paced=not no_pace)
 
 
 @cli.command()
@@ -292,6 +330,12 @@ for _command in (bench, chaos, planner, drop, restore, keys, replay, simulate, c
     cli.add_command(_command)
 for _command in (ps, down, logs, drain, tap, nats_config, nats_setup):
     cli.add_command(_command)
+
+
+for _name, _same in (("serve", up), ("stop", down)):
+    _other = copy(_same)
+    _other.hidden = True
+    cli.add_command(_other, _name)
 
 
 def run_command(argv: list[str] | None = None) -> int:

@@ -6,67 +6,79 @@ sluice up -d ── starts ──► sluice up --in-background        what it sa
 
 from __future__ import annotations
 
-import asyncio
+import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from threading import Thread
+from typing import IO, Any, Final
 
 from cli.cluster.children import CODE_ROOT
 from cli.cluster.settings import flags_to_argv
 from cli.console import Console
+from cli.exit_codes import DONE, KILLED
 from cli.logs import UP
-from cli.signals import StopSignals
 from shared.reading import parse_json
 
 LAST_LINES_S: Final = 0.2
 """For what was said before it was ready; the guardian has its end of the pipe for good."""
 
 
-async def run_in_background(flags: Mapping[str, Any], console: Console, *, as_json: bool) -> int:
-    """Start it, and return the exit code once it is ready, or has refused; Ctrl-C until then ends it.
+def run_in_background(flags: Mapping[str, Any], console: Console, *, as_json: bool) -> int:
+    """Start it, say where it is, and return the exit code once it is ready, or has refused.
+
+    Args:
+        flags: of `sluice up`.
+        console: where the person looks.
+        as_json: write its line of JSON to stdout, and nothing else there.
+    """
+    code, started = start_in_background(flags, console)
+    if started is None:
+        return code
+    if as_json:
+        sys.stdout.write(json.dumps(started) + "\n")
+    else:
+        console.line(f"{started['url']}/v1, in the background: `sluice chat`, `sluice status`, `sluice logs -f`")
+        console.line("`sluice down` stops it")
+    return code
+
+
+def start_in_background(flags: Mapping[str, Any], console: Console) -> tuple[int, dict[str, Any] | None]:
+    """Start it; return the exit code, and what it says once it is ready, or None. Ctrl-C until then ends it.
 
     Args:
         flags: of `sluice up`; a key goes by environment, where nobody else sees it.
         console: where the person looks.
-        as_json: write its line of JSON to stdout, and nothing else there.
     """
     path = os.pathsep.join(filter(None, [str(CODE_ROOT), os.environ.get("PYTHONPATH")]))
     key = {"SLUICE_API_KEY": flags["api_key"]} if flags["api_key"] else {}
     argv = flags_to_argv({name: value for name, value in flags.items() if name != "api_key"})
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "cli.main", "up", "--in-background", *argv),
+    process = subprocess.Popen(  # noqa: S603  this interpreter and our own code
+        [sys.executable, "-P", "-m", "cli.main", "up", "--in-background", *argv],
         env={**os.environ, **key, "PYTHONPATH": path},
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         start_new_session=True,
     )
     assert process.stdout is not None
     assert process.stderr is not None
-    signals = StopSignals(lambda: os.killpg(process.pid, signal.SIGINT))
-    stopping = asyncio.ensure_future(_end_on(signals.stop, process))
+    relay = Thread(target=_relay, args=(process.stderr, console), daemon=True)
+    relay.start()
     try:
-        relaying = asyncio.ensure_future(_relay(process.stderr, console))
-        ready = await process.stdout.read()  # ends as soon as it writes to its log
-        await asyncio.wait([relaying], timeout=LAST_LINES_S if ready else None)
-        relaying.cancel()
-        if not ready:
-            return await process.wait()
-    finally:
-        stopping.cancel()
-        signals.close()
-    if as_json:
-        sys.stdout.write(ready.decode())
-    else:
-        found = parse_json(ready)
-        console.line(console.style("ready", "green"))
-        console.line(f"{found['url']}/v1, in the background: `sluice chat`, `sluice status`, `sluice logs -f`")
-        console.line("`sluice down` stops it")
-    return 0
+        ready = process.stdout.read()  # ends as soon as it writes to its log
+    except KeyboardInterrupt:
+        process.terminate()
+        _wait(process)
+        return KILLED, None
+    relay.join(LAST_LINES_S if ready else None)
+    if not ready:
+        return process.wait(), None
+    console.line(console.style("ready", "green"))
+    return DONE, parse_json(ready)
 
 
 def leave(log_dir: Path) -> None:
@@ -78,12 +90,15 @@ def leave(log_dir: Path) -> None:
     os.close(log)
 
 
-async def _relay(stream: asyncio.StreamReader, console: Console) -> None:
-    async for line in stream:
+def _wait(process: subprocess.Popen[bytes]) -> None:
+    """Wait for its orderly end; another Ctrl-C ends it at once."""
+    try:
+        process.wait()
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGINT)
+        process.wait()
+
+
+def _relay(stream: IO[bytes], console: Console) -> None:
+    for line in stream:
         console.line(line.decode(errors="replace").rstrip())
-
-
-async def _end_on(stop: asyncio.Event, process: asyncio.subprocess.Process) -> None:
-    await stop.wait()
-    with suppress(ProcessLookupError):
-        process.send_signal(signal.SIGTERM)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from cli.exit_codes import REFUSED, UNREACHABLE
+from cli.model import shipped_folder
 from cli.processes import is_running
 from tests.integration.test_cli_up import Place, ready
 from tests.support.processes import wait_until
@@ -76,6 +78,10 @@ def test_one_in_the_background_is_found_by_every_command_until_it_is_ended(shell
         assert shell.type("bench", *load).returncode == 0
         assert '"event": "worker_ready"' in shell.type("logs", "worker-0").stdout
         assert "monitor " in shell.type("logs", "--tail", "1").stdout
+        talked = shell.type("run", "--no-pace", text="hello\n")
+        assert talked.stdout
+        assert f"sluice-demo is served at {run['url']} already" in talked.stderr
+        assert len(shell.runs()) == 1
     finally:
         ended = shell.type("down")
     assert ended.returncode == 0, ended.stderr
@@ -85,6 +91,17 @@ def test_one_in_the_background_is_found_by_every_command_until_it_is_ended(shell
     assert list((shell.runtime / "sluice").iterdir()) == []
     for words in (("status",), ("planner",), ("logs",)):
         assert shell.type(*words).returncode in (UNREACHABLE, REFUSED)
+
+
+def test_a_conversation_with_a_model_has_a_cluster_for_as_long_as_it_takes(shell: Shell) -> None:
+    shutil.copytree(shipped_folder(), shell.folder / "tales")
+    talked = shell.type("run", "tales", "--no-pace", text="hello\n")
+    assert talked.returncode == 0, talked.stderr
+    assert talked.stdout
+    assert "model tales" in talked.stderr
+    assert talked.stderr.endswith("has ended\n")
+    assert shell.runs() == []
+    assert shell.type("run", "tales", "--model", "tales").returncode == REFUSED
 
 
 def test_two_are_told_apart_and_one_that_is_killed_leaves_nothing_that_is_believed(

@@ -131,7 +131,8 @@ def _commands(command: click.Command, path: str) -> Iterator[tuple[str, click.Co
     yield path, command
     if isinstance(command, click.Group):
         for name, below in command.commands.items():
-            yield from _commands(below, f"{path} {name}")
+            if not below.hidden:  # another name of one that is not
+                yield from _commands(below, f"{path} {name}")
 
 
 def of_code() -> Iterator[Line]:
