@@ -80,4 +80,5 @@ class MigrationPart(MessagePart):
     num_recomputed_total: _Total = 0
     """Of the others: requests of which more than two blocks were computed again."""
     bytes_per_s: Annotated[float, Field(ge=0)] = 0.0
-    """Moving average of the rate at which requests' KV comes, while it does; of the first, what has come of it yet."""
+    """Rate at which requests' KV comes, while it does, by a moving average of the time of a byte; of the first request,
+    what has come of it yet."""

@@ -315,6 +315,27 @@ async def test_requests_travel_faster_within_a_host(target_host: str | None, gbi
 
 
 @pytest.mark.virtual_time
+async def test_one_quick_way_does_not_hide_the_slow_ones() -> None:
+    """A planner asks how long a move takes: the time of a byte is what is averaged."""
+    params = linked(cluster_of(3, 1200, kv_bytes_per_token=100_000), gbits=1)
+    workers = tuple(replace(w, host=host) for w, host in zip(params.workers, ("a", "b", "b"), strict=True))
+    inner = replace(some(params.link), bytes_per_s=200e9 / 8)
+    async with SimCluster(replace(params, workers=workers, host_link=inner)) as cluster:
+        requests = requests_of(6, num_prompt=2000, num_output=2000)
+        asked = [asyncio.ensure_future(cluster.ask(request)) for request in requests]
+        await asyncio.sleep(3.0)
+        far, near, target = cluster.workers
+        fetching = migration_of(target).fetching
+        for source, gbits in ((far, 1.0), (near, 1 / (0.7 / 1 + 0.3 / 200))):
+            table = source.service.engine.table
+            name, _ = table.sequence(int(table.running.view[0])).key
+            moved = await cluster.fetch(name, source.params.worker_id, target.params.worker_id)
+            assert moved.outcome is FetchOutcome.MOVED
+            assert fetching.bytes_per_s == pytest.approx(gbits * 1e9 / 8, rel=0.05)
+        check_answers(cluster, await asyncio.gather(*asked))
+
+
+@pytest.mark.virtual_time
 async def test_a_request_goes_elsewhere_as_tokens_too() -> None:
     """No KV travels, all of it is computed again, and that is not counted as if it had been lost on the way."""
     async with SimCluster(linked(cluster_of(2, 1200))) as cluster:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import harmonic_mean
 from typing import Protocol
 
 from services.planner.policy.observe import can_work
@@ -92,6 +92,6 @@ def takes_part(status: WorkerStatus) -> bool:
 
 
 def move_rate(reports: Sequence[WorkerReport]) -> float:
-    """Return the bytes per second at which KV comes to workers, on average; 0: none has."""
+    """Return the bytes per second at which KV comes to workers, by the average time of a byte; 0: none has."""
     rates = [report.migration.bytes_per_s for report in reports if report.migration.bytes_per_s]
-    return fmean(rates) if rates else 0.0
+    return harmonic_mean(rates) if rates else 0.0

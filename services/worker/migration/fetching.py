@@ -42,7 +42,7 @@ TURN_LIMIT_S: Final = 4.0
 ROOM_BLOCKS: Final = 3
 """Free blocks for what a request computes next: the rest of its KV, and more."""
 RATE_WEIGHT: Final = 0.3
-"""Of one request's rate in the moving average."""
+"""Of one request's time for a byte in the moving average: of rates themselves, a quick way would hide slow ones."""
 POLL_S: Final = 0.01
 """Between looks for what is being computed, or comes for another request that began alike."""
 PIECE_BLOCKS: Final = 64
@@ -98,7 +98,7 @@ class KvFetching:
         self.busy_s = 0.0
         """Seconds for which they were under way."""
         self._bytes_per_s = 0.0
-        """Moving average over requests of which some has come; 0: there was none."""
+        """Moving average over requests of which some has come, of the time of a byte; 0: there was none."""
         self._engine = engine
         self._network = network
         self._wake = wake
@@ -188,7 +188,8 @@ class KvFetching:
             self.num_bytes += one.num_bytes
             self.busy_s += self._now() - began_s
             if rate := one.bytes_per_s:
-                self._bytes_per_s += (rate - self._bytes_per_s) * (RATE_WEIGHT if self._bytes_per_s else 1.0)
+                weight = RATE_WEIGHT if self._bytes_per_s else 1.0
+                self._bytes_per_s = 1 / (weight / rate + (1 - weight) / (self._bytes_per_s or 1.0))
         said = answer.outcome.value, answer.detail, one.num_blocks, round(self._now() - began_s, 4)
         names = ("outcome", "detail", "num_blocks", "took_s")
         _log.info("request_fetched", rid=asked.request_id, source=asked.source, **dict(zip(names, said, strict=True)))

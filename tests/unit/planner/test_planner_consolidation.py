@@ -92,7 +92,7 @@ def test_how_long_a_move_takes_is_what_moves_took() -> None:
     """Four requests of 200 blocks of a megabyte."""
     fast, slow = (busy(name, 800, 4, kv_bytes=10**9, migration=MigrationPart(bytes_per_s=rate)) for name, rate in RATES)
     none = busy("c", 0, rows=0)
-    assert move_rate([fast.report, slow.report, none.report]) == 100e6
+    assert move_rate([fast.report, slow.report, none.report]) == 75e6, "two bytes in 1/150 and 1/50 µs"
     assert move_rate([none.report]) == 0.0
     assert move_s(fast.report, 100e6) == 2.0
     tokens = [fast.report.model_copy(update={"token_s": token_s}) for token_s in (1e-4, 2e-3)]
