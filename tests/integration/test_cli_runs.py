@@ -135,7 +135,7 @@ def test_two_are_told_apart_and_one_that_is_killed_leaves_nothing_that_is_believ
 @pytest.mark.skipif(not os.access(LIMITED.parent, os.W_OK), reason="no control group of memory can be made here")
 def test_a_control_group_s_limit_is_respected(shell: Shell) -> None:
     """Of 1.5 GiB half a one is the worker's process's, and half a one that of all others."""
-    LIMITED.mkdir()
+    LIMITED.mkdir(exist_ok=True)
     try:
         (LIMITED / "memory.limit_in_bytes").write_text(str(3 * 2**29))
         typed = f'echo $$ > {LIMITED}/cgroup.procs; exec "$0" -m cli.main up -d --port 0'
