@@ -130,8 +130,12 @@ def find_runs() -> list[Run]:
     return sorted(found, key=lambda run: (run.since_s, run.id))
 
 
-def find_run(name: str | None = None) -> Run | None:
+def find_run(name: str | None = None, say_by: str = "its id") -> Run | None:
     """Return the one that is meant; without a name the only one, or None if nothing runs.
+
+    Args:
+        name: see `Run.is_meant_by`.
+        say_by: how a person says which one is meant.
 
     Raises:
         CommandError: there are several, or none of this name.
@@ -140,7 +144,7 @@ def find_run(name: str | None = None) -> Run | None:
     meant = [run for run in runs if name is None or run.is_meant_by(name)]
     if len(meant) > 1:
         listed = "; ".join(f"{run.id} ({run.cluster}, {run.url})" for run in meant)
-        raise CommandError(f"{len(meant)} clusters run here: {listed}", "Say which: --url, or its id", REFUSED)
+        raise CommandError(f"{len(meant)} clusters run here: {listed}", f"Say which by {say_by}", REFUSED)
     if name is not None and not meant:
         raise CommandError(f"no cluster '{name}' runs here", "`sluice ps` shows those that do", UNREACHABLE)
     return meant[0] if meant else None
@@ -154,7 +158,7 @@ def api_url(named: str | None) -> str:
     """
     if named is not None:
         return named
-    run = find_run()
+    run = find_run(say_by="--url")
     return DEFAULT_URL if run is None else run.url
 
 

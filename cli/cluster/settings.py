@@ -141,7 +141,7 @@ def load_bus_settings(flags: Mapping[str, Any]) -> UpSettings:
     name = settings.cluster if "cluster" in settings.model_fields_set else None
     if name is not None and not any(run.cluster == name for run in find_runs()):
         return settings
-    run = find_run(name)
+    run = find_run(name, "--nats-url or --cluster")
     return settings if run is None else settings.model_copy(update={"nats_url": run.nats_url, "cluster": run.cluster})
 
 

@@ -71,7 +71,7 @@ def test_several_are_listed_and_never_guessed() -> None:
             with pytest.raises(CommandError, match=rf"clusters run here: .*{second.id} \(b, {second.url}\)") as caught:
                 find_run(ambiguous)
             assert caught.value.code == REFUSED
-        with pytest.raises(CommandError, match="3 clusters run here"):
+        with pytest.raises(CommandError, match=r"3 clusters run here.*\. Say which by --url"):
             api_url(None)
         with pytest.raises(CommandError, match="no cluster '9' runs here") as caught:
             find_run("9")
