@@ -1,11 +1,14 @@
-"""`sluice keys create`: a key for a tenant, shown once, and the lines of the file that let it in."""
+"""`sluice keys`: makes a key, shown once, and the lines of the file that let it in; lists them; takes them back."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
@@ -14,11 +17,18 @@ from shared.errors import StartupError
 from shared.reading import InputFile
 
 _LIMIT = click.IntRange(min=1)
+ID_LENGTH: Final = 12
+"""Digits of a key's SHA-256 by which people name it."""
+REVOKE_EPILOG: Final = """\b
+Examples:
+  sluice keys list --file keys.toml                   which keys there are
+  sluice keys revoke 3f0a91c4d5e6 --file keys.toml
+"""
 
 
 @click.group()
 def keys() -> None:
-    """Make API keys."""
+    """Make API keys, list them, and take them back."""
 
 
 @keys.command()
@@ -34,7 +44,7 @@ def create(*, tenant: str, scopes: str, path: Path | None, **of_tenant: Any) -> 
     """Make a key, and print it: it is stored nowhere, the file holds its SHA-256 only.
 
     With --file the key is all that is printed; without, the lines for the file follow. A running dispatcher reads its
-    file (--api-keys-file) again within two seconds. To take a key back, remove its lines.
+    file (--api-keys-file) again within two seconds. `sluice keys revoke` takes a key back.
     """
     settings = {name: value for name, value in of_tenant.items() if value is not None}
     key = make_key()
@@ -53,6 +63,97 @@ def create(*, tenant: str, scopes: str, path: Path | None, **of_tenant: Any) -> 
     _append(path, entry)
     click.echo(key)
     return 0
+
+
+_file = click.option(
+    "--file", "path", type=click.Path(path_type=Path), required=True, help="File of keys (--api-keys-file)."
+)
+
+
+@keys.command("list")
+@_file
+@click.option("--json", "as_json", is_flag=True, help="One line of JSON.")
+def list_keys(*, path: Path, as_json: bool) -> int:
+    """Show the keys of a file: the beginning of each one's SHA-256, whose it is, and what it may do."""
+    rows = [{"id": each["sha256"][:ID_LENGTH], **each} for each in _keys_of(_read(path), path)]
+    if as_json:
+        click.echo(json.dumps(rows))
+    for row in () if as_json else rows:
+        click.echo(f"{row['id']}  {row.get('tenant', '')}  {','.join(row.get('scopes', ()))}")
+    return 0
+
+
+@keys.command(epilog=REVOKE_EPILOG)
+@click.argument("key", metavar="ID|KEY")
+@_file
+def revoke(*, key: str, path: Path) -> int:
+    """Take a key back: its lines are removed from the file, which a running dispatcher reads again within two seconds.
+
+    It is named by itself, or by the beginning of its SHA-256 as `sluice keys list` shows it. What a tenant has as its
+    limits stays.
+    """
+    before = _read(path)
+    found = _keys_of(before, path)
+    meant = [each for each in found if each["sha256"] == hash_key(key) or each["sha256"].startswith(key.lower())]
+    if len(meant) != 1:
+        problem = f"{len(meant)} keys begin so" if meant else "there is no such key"
+        raise StartupError(f"{problem} in {path}", f"`sluice keys list --file {path}` shows those there are")
+    if len(found) == 1:
+        problem = f"it is the only key in {path}, and dispatchers keep to the last file that has one"
+        raise StartupError(problem, "Make another one first, or end the cluster")
+    after = _without(before, meant[0]["sha256"])
+    if after is None or _keys_of(after, path) != [each for each in found if each is not meant[0]]:
+        raise StartupError(f"{path} is not written as `sluice keys create` does it", "Remove the key's lines by hand")
+    _replace(path, after)
+    click.echo(f"took back {meant[0]['sha256'][:ID_LENGTH]} of {meant[0].get('tenant', '')}; {len(found) - 1} are left")
+    return 0
+
+
+def _read(path: Path) -> str:
+    """Return a file of keys as text.
+
+    Raises:
+        StartupError: there is none, or it is no TOML.
+    """
+    file = InputFile(path, MAX_KEYS_BYTES, "the file of keys", "Name another one with --file")
+    file.read_toml()
+    return path.read_text(encoding="utf-8")
+
+
+def _keys_of(text: str, path: Path) -> list[dict[str, Any]]:
+    """Return the entries of a file of keys.
+
+    Raises:
+        StartupError: they are none.
+    """
+    entries: Any = tomllib.loads(text).get("keys", [])
+    are_tables = isinstance(entries, list) and all(isinstance(each, dict) for each in entries)
+    if not are_tables or not all(isinstance(each.get("sha256"), str) for each in entries):
+        raise StartupError(f"{path} is no file of keys", "Name another one with --file")
+    return list(entries)
+
+
+def _without(text: str, digest: str) -> str | None:
+    """Return a file's text without the table of a key, but with what is said between tables; None: it has none."""
+    tables = re.split(r"^(?=[ \t]*\[)", text, flags=re.MULTILINE)
+    its = [each for each in tables if each.lstrip().startswith("[[keys]]") and f'"{digest}"' in each]
+    said = re.compile(r"(?:^[ \t]*(?:#.*)?\n)*\Z", re.MULTILINE)
+    return text.replace(its[0], said.search(its[0])[0]) if len(its) == 1 else None  # type: ignore[index]  # "" at least
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file anew at once, with the rights that it had."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "wb") as file:  # noqa: PTH123  a descriptor, whose mode matters
+            file.write(text.encode())
+        draft.chmod(path.stat().st_mode & 0o7777)
+        draft.replace(path)
+    except OSError as error:
+        raise StartupError(f"{path} cannot be written: {error.strerror}", "Remove the key's lines by hand") from None
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _scopes(text: str) -> list[str]:

@@ -53,11 +53,7 @@ def build_cluster(scenario: Scenario, system: str, workload: Workload) -> Experi
     variant = scenario.variant(system)
     facts = find_system(variant.system)
     instance, num_stages = scenario.instance(), facts.num_stages
-    if scenario.instances % num_stages:
-        raise StartupError(
-            f"system {system} joins {num_stages} instances to a pipeline: {scenario.instances} do not come out even",
-            f"Give a multiple of {num_stages} as --instances",
-        )
+    _check_even(scenario.instances, num_stages, system)
     ranges = even_split(instance.num_layers, num_stages)
     kv_tokens = min(instance.stage_kv_tokens(len(layers)) for layers in ranges)
     rate = variant.network_bytes_per_s or instance.network_bytes_per_s
@@ -96,6 +92,14 @@ def build_cluster(scenario: Scenario, system: str, workload: Workload) -> Experi
         planner=variant.planner,
     )
     return ExperimentCluster(params, instance.tp * num_stages)
+
+
+def _check_even(instances: int, num_stages: int, system: str) -> None:
+    if instances % num_stages:
+        raise StartupError(
+            f"system {system} joins {num_stages} instances to a pipeline: {instances} do not come out even",
+            f"Give a multiple of {num_stages} as --instances",
+        )
 
 
 def _elastic_facts(instance: CatalogInstance, link_bytes_per_s: float) -> ElasticFacts:

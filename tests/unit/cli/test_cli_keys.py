@@ -1,7 +1,9 @@
-"""`sluice keys create`: what it prints and writes is what a dispatcher takes."""
+"""`sluice keys`: what it prints and writes is what a dispatcher takes, and what it takes back lets nobody in."""
 
 from __future__ import annotations
 
+import json
+import re
 import stat
 from pathlib import Path
 
@@ -74,3 +76,47 @@ def test_limits_of_a_tenant_that_exists_are_not_changed_in_passing(
     assert path.read_text() == before
     path.write_text("not [ toml")
     assert "is not valid TOML" in refusal("keys", "create", "--tenant", "b", "--file", str(path))
+
+
+@pytest.mark.parametrize("by_key", [True, False])
+def test_a_key_that_is_taken_back_lets_nobody_in_and_all_else_stays(
+    by_key: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "keys.toml"
+    made = [create(capsys, "--tenant", tenant, "--file", str(path)).strip() for tenant in ("a", "b", "a")]
+    path.write_text("# ours\n" + path.read_text().replace('[tenants."b"]', '# of b\n[tenants."b"]') + "# the end\n")
+    path.chmod(0o640)
+    assert run_command(["keys", "list", "--file", str(path)]) == 0
+    listed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [(tenant, scopes) for _, tenant, scopes in listed] == [("a", "infer"), ("b", "infer"), ("a", "infer")]
+    assert run_command(["keys", "list", "--json", "--file", str(path)]) == 0
+    assert [each["id"] for each in json.loads(capsys.readouterr().out)] == [name for name, *_ in listed]
+    named = made[0] if by_key else listed[0][0]
+    assert run_command(["keys", "revoke", named, "--file", str(path)]) == 0
+    assert capsys.readouterr().out == f"took back {listed[0][0]} of a; 2 are left\n"
+    ring = KeyRing(read_keys(path))
+    assert [ring.find(key) is not None for key in made] == [False, True, True]
+    assert [line for line in path.read_text().splitlines() if line.startswith("#")] == ["# ours", "# of b", "# the end"]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert [file.name for file in tmp_path.iterdir()] == ["keys.toml"]
+
+
+def test_what_cannot_be_taken_back_is_said_and_nothing_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal: Refusal
+) -> None:
+    path = tmp_path / "keys.toml"
+    key = create(capsys, "--tenant", "a", "--file", str(path)).strip()
+    flags = ["--file", str(path)]
+    assert refusal("keys", "revoke", key, *flags).startswith(f"sluice: it is the only key in {path}, and dispatchers")
+    create(capsys, "--tenant", "a", *flags)
+    assert "there is no such key" in refusal("keys", "revoke", "nobodys", *flags)
+    assert "2 keys begin so" in refusal("keys", "revoke", "", *flags)
+    text = path.read_text()
+    inline = text.replace("[[keys]]", "#").split("#")[0]
+    digests = re.findall(r"[0-9a-f]{64}", text)
+    entries = ", ".join(f'{{sha256 = "{digest}", tenant = "a", scopes = ["infer"]}}' for digest in digests)
+    path.write_text(f"keys = [{entries}]\n{inline}")
+    assert "is not written as `sluice keys create` does it" in refusal(*["keys", "revoke", digests[0], *flags])
+    assert path.read_text() == f"keys = [{entries}]\n{inline}"
+    path.write_text("keys = [1]\n")
+    assert "is no file of keys" in refusal("keys", "list", *flags)
