@@ -77,6 +77,39 @@ def find_cached(source: HubModel) -> Path | None:
     return folder if is_file(folder / "config.json") else None
 
 
+@dataclass(frozen=True, slots=True)
+class CachedModel:
+    """One that is in the hub's cache on this machine, as a whole."""
+
+    name: str
+    """`owner/name`."""
+    commit: str
+    num_bytes: int
+    """On the disk; what several revisions share counts for each."""
+    used_s: float
+    """When it was read last, seconds since 1970."""
+
+
+def list_cached() -> list[CachedModel]:
+    """Return the models in the hub's cache, by name, those with configuration and weights."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = scan_cache_dir().repos
+    except CacheNotFound:
+        return []
+    found = [
+        CachedModel(repo.repo_id, revision.commit_hash, revision.size_on_disk, repo.last_accessed)
+        for repo in repos
+        if repo.repo_type == "model"
+        for revision in repo.revisions
+        if {"config.json"} <= (names := {file.file_name for file in revision.files})
+        and any(name.endswith(".safetensors") for name in names)
+    ]
+    return sorted(found, key=lambda each: (each.name, each.commit))
+
+
 def fetch(source: HubModel, folder: Path | None, progress: Progress) -> Path:
     """Return the model's folder, after fetching what is not there yet.
 

@@ -294,6 +294,31 @@ def pull(*, model_id: str, revision: str | None, to: str) -> int:
     return 0
 
 
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="One line of JSON.")
+def ls(*, as_json: bool) -> int:
+    """Show the models that are on this machine: the one that ships, and those in the hub's cache."""
+    from cli.pull import run_ls
+
+    click.echo(run_ls(as_json=as_json))
+    return 0
+
+
+@cli.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(*, shell: str) -> int:
+    """Print what makes a shell complete the words of this command.
+
+    It belongs into the file that the shell reads when it starts, as ~/.bashrc or ~/.zshrc.
+    """
+    from click.shell_completion import get_completion_class
+
+    made = get_completion_class(shell)
+    assert made is not None, "one of those that click knows"
+    click.echo(made(cli, {}, "sluice", "_SLUICE_COMPLETE").source())
+    return 0
+
+
 @cli.command(epilog=PROFILE_EPILOG)
 @cluster_options
 @click.option("--worker", metavar="NAME", default="", help="Worker of a running cluster. [the first that is ready]")
@@ -332,7 +357,7 @@ for _command in (ps, down, logs, drain, tap, nats_config, nats_setup):
     cli.add_command(_command)
 
 
-for _name, _same in (("serve", up), ("stop", down)):
+for _name, _same in (("serve", up), ("stop", down), ("list", ls), ("models", ls)):
     _other = copy(_same)
     _other.hidden = True
     cli.add_command(_other, _name)

@@ -1,15 +1,20 @@
-"""`sluice pull`: a model from the Hugging Face hub onto this machine, before it is needed."""
+"""`sluice pull` and `ls`: a model from the Hugging Face hub onto this machine, and those that are here."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
+from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 
 from cli.cluster.progress import bar
-from cli.console import Console
-from cli.hub import HubUnreachableError, Progress, fetch, find_cached, parse_source
+from cli.console import Console, table
+from cli.hub import HubUnreachableError, Progress, fetch, find_cached, list_cached, parse_source
+from cli.model import SHIPPED_NAME, shipped_folder
 from shared.errors import StartupError
+from shared.sizes import describe_bytes
 
 LINE_PERIOD_S = 10.0
 """Without a terminal, a line is written this often at most."""
@@ -35,6 +40,23 @@ def show_progress(console: Console, what: str, now: Callable[[], float] = time.m
             console.line(f"{what} {share}")
 
     return show
+
+
+def run_ls(*, as_json: bool) -> str:
+    """Return what to print: the model that ships, and those in the hub's cache."""
+    cached = list_cached()
+    if as_json:
+        shipped = {"name": SHIPPED_NAME, "commit": "", "num_bytes": _shipped_bytes(), "used_s": None}
+        return json.dumps([shipped, *map(asdict, cached)])
+    rows = [("MODEL", "COMMIT", "SIZE", "USED"), (SHIPPED_NAME, "ships with it", describe_bytes(_shipped_bytes()), "")]
+    for each in cached:
+        used = datetime.fromtimestamp(each.used_s).astimezone().strftime("%Y-%m-%d")
+        rows.append((each.name, each.commit[:8], describe_bytes(each.num_bytes), used))
+    return table(rows)
+
+
+def _shipped_bytes() -> int:
+    return sum(path.stat().st_size for path in shipped_folder().iterdir() if path.is_file())
 
 
 def run_pull(model_id: str, revision: str | None, to: str, console: Console) -> Path:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
 
-from cli.console import Console
+from cli.console import Console, table
 from cli.exit_codes import FAILED, CommandError
 from cli.http import ask
 from cli.run_file import Run, find_run, find_runs
@@ -30,10 +30,7 @@ async def run_ps(*, as_json: bool) -> str:
     if not runs:
         return "no cluster runs here; start one with `sluice up`"
     rows = [_HEAD, *(_row(run, state) for run, state in zip(runs, states, strict=True))]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return table(rows)
 
 
 async def run_down(name: str | None, console: Console, *, is_all: bool, limit_s: float) -> int:

@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 
+from cli.console import table
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
 from cli.http import MAX_VIEW_BYTES, ask, check_url, refusal_hint
 from shared.api_keys import Tier
@@ -77,8 +78,6 @@ def render(view: ClusterView, age_s: float | None = None) -> str:
     if any(status.report.elastic is not None or status.report.group for status in view.workers):
         cells = [_GROUP_HEAD, *(_group_cells(status.report) for status in view.workers)]
         rows = [(*row, *more) for row, more in zip(rows, cells, strict=True)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     is_stale = age_s is not None and age_s > STALE_AFTER_S
     stale = [f"stale: the monitor wrote this {age_s:.0f} s ago"] if is_stale else []
     words = [
@@ -96,7 +95,7 @@ def render(view: ClusterView, age_s: float | None = None) -> str:
         *_migrated(view),
         *stale,
     ]
-    return "\n".join([*lines, "", _summary(view), *words])
+    return "\n".join([table(rows), "", _summary(view), *words])
 
 
 def _row(status: WorkerStatus) -> tuple[str, ...]:

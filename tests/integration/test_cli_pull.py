@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -85,6 +86,12 @@ def test_only_what_is_served_is_fetched_once_and_found_again_without_a_hub(hub: 
     assert again.stderr == f"the hub does not answer; {NAME} is in its cache on this machine already\n"
     assert len(hub.fetched) == len(NEEDED)
     assert pull(hub, tmp_path, NAME, HF_HUB_OFFLINE="1").stdout == result.stdout
+
+    env = {**os.environ, "HF_HOME": str(tmp_path)}
+    (row,) = [line for line in sluice("ls", env=env).stdout.splitlines() if line.startswith(NAME)]
+    assert row.split()[1:4] == [COMMIT[:8], "293.1", "KiB"]
+    (shipped, cached) = json.loads(sluice("ls", "--json", env=env).stdout)
+    assert (shipped["name"], cached["name"], cached["commit"]) == ("sluice-demo", NAME, COMMIT)
 
 
 @pytest.mark.slow

@@ -54,8 +54,23 @@ def test_help_lists_every_command_with_examples_and_exit_codes(capsys: pytest.Ca
     for text in (*command.cli.commands, "Examples:", "sluice demo", "Exit codes:", "130", "NO_COLOR", "NATS_URL"):
         assert text in out
     commands = "up demo chat status bench profile pull keys tap nats-config chaos simulate compare plan replay version"
-    more = "drain drop restore planner nats-setup ps down logs run serve stop"
+    more = "drain drop restore planner nats-setup ps down logs run serve stop ls list models completion"
     assert set(command.cli.commands) == {*commands.split(), *more.split()}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_is_told_how_to_complete(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = output_of(capsys, "completion", shell)
+    assert code == 0
+    assert f"_SLUICE_COMPLETE={shell}_complete" in out
+
+
+def test_words_are_completed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_SLUICE_COMPLETE", "bash_complete"), ("COMP_WORDS", "sluice lo"), ("COMP_CWORD", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        command.cli.main(prog_name="sluice")
+    assert capsys.readouterr().out == "plain,logs\n"
 
 
 def test_without_a_command_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
