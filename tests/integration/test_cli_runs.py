@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from cli.exit_codes import REFUSED, UNREACHABLE
+from cli.exit_codes import KILLED, REFUSED, UNREACHABLE
 from cli.model import shipped_folder
 from cli.processes import is_running
+from cli.run_file import find_runs
 from tests.integration.test_cli_up import Place, ready
 from tests.support.processes import wait_until
 
@@ -168,16 +169,18 @@ def test_what_is_refused_is_said_where_it_was_asked_for(shell: Shell) -> None:
     assert shell.runs() == []
 
 
-def test_a_start_that_is_broken_off_leaves_nothing(shell: Shell) -> None:
+def test_a_start_that_is_broken_off_leaves_nothing(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file is there before a worker has begun to load."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(shell.runtime))
     with subprocess.Popen(
         [sys.executable, "-m", "cli.main", "up", "-d", "--port", "0"],
         env={**shell.env, "PYTHONPATH": os.pathsep.join(sys.path)},
         cwd=shell.folder,
         stderr=subprocess.PIPE,
     ) as starting:
-        wait_until(lambda: bool(shell.runs()), "it has begun", LIMIT_S)
-        pid = int(str(shell.runs()[0]["pid"]))
+        wait_until(lambda: bool(find_runs()), "it has begun", LIMIT_S)
+        (run,) = find_runs()
         starting.send_signal(signal.SIGINT)
-        starting.wait(LIMIT_S)
-        wait_until(lambda: not is_running(pid), "it has ended", LIMIT_S)
-    assert shell.runs() == []
+        assert starting.wait(LIMIT_S) == KILLED
+        wait_until(lambda: not is_running(run.pid), "it has ended", LIMIT_S)
+    assert find_runs() == []
