@@ -19,6 +19,7 @@ from cli.chaos.options import chaos
 from cli.exit_codes import FAILED, KILLED, REFUSED, CommandError
 from cli.groups.options import drop, planner, restore
 from cli.keys import keys
+from cli.model_options import ls, pull
 from cli.replay.options import replay
 from cli.run_file import URL_DEFAULT, api_url
 from cli.run_options import down, logs, ps
@@ -96,15 +97,6 @@ Examples:
   echo "Tell me a story" | sluice run --no-pace
 
 A cluster that runs already and serves the model is talked with, and goes on afterwards.
-"""
-
-PULL_EPILOG = """\b
-Examples:
-  sluice pull owner/name                       into the hub's cache
-  sluice pull owner/name --revision v1.0       a branch, a tag or a commit
-  sluice pull owner/name --to ./model          into a folder
-
-HF_TOKEN is sent for gated and private models; HF_ENDPOINT names another hub; HF_HUB_OFFLINE=1 uses the cache only.
 """
 
 PROFILE_EPILOG = """\b
@@ -277,33 +269,6 @@ def status(*, api_key: str, url: str | None, as_json: bool) -> int:
     return 0
 
 
-@cli.command(epilog=PULL_EPILOG)
-@click.argument("model_id", metavar="OWNER/NAME[@REVISION]")
-@click.option("--revision", metavar="REV", default=None, help="Branch, tag or commit. [main]")
-@click.option("--to", metavar="DIR", default="", help="Put the files here. [the hub's cache, under HF_HOME]")
-def pull(*, model_id: str, revision: str | None, to: str) -> int:
-    """Fetch a model from the Hugging Face hub.
-
-    Only what is served: configuration, tokenizer, chat template, safetensors; never pickles or code. What was broken
-    off goes on. Prints the folder, which `sluice up --model` takes; it takes the id as well.
-    """
-    from cli.console import Console
-    from cli.pull import run_pull
-
-    click.echo(run_pull(model_id, revision, to, Console()))
-    return 0
-
-
-@cli.command()
-@click.option("--json", "as_json", is_flag=True, help="One line of JSON.")
-def ls(*, as_json: bool) -> int:
-    """Show the models that are on this machine: the one that ships, and those in the hub's cache."""
-    from cli.pull import run_ls
-
-    click.echo(run_ls(as_json=as_json))
-    return 0
-
-
 @cli.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(*, shell: str) -> int:
@@ -353,7 +318,7 @@ def version() -> int:
 
 for _command in (bench, chaos, planner, drop, restore, keys, replay, simulate, compare, plan):
     cli.add_command(_command)
-for _command in (ps, down, logs, drain, tap, nats_config, nats_setup):
+for _command in (pull, ls, ps, down, logs, drain, tap, nats_config, nats_setup):
     cli.add_command(_command)
 
 
