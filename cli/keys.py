@@ -137,8 +137,11 @@ def _without(text: str, digest: str) -> str | None:
     """Return a file's text without the table of a key, but with what is said between tables; None: it has none."""
     tables = re.split(r"^(?=[ \t]*\[)", text, flags=re.MULTILINE)
     its = [each for each in tables if each.lstrip().startswith("[[keys]]") and f'"{digest}"' in each]
-    said = re.compile(r"(?:^[ \t]*(?:#.*)?\n)*\Z", re.MULTILINE)
-    return text.replace(its[0], said.search(its[0])[0]) if len(its) == 1 else None  # type: ignore[index]  # "" at least
+    if len(its) != 1:
+        return None
+    said = re.search(r"(?:^[ \t]*(?:#.*)?\n)*\Z", its[0], flags=re.MULTILINE)
+    assert said is not None, "nothing, at least"
+    return text.replace(its[0], said[0])
 
 
 def _replace(path: Path, text: str) -> None:

@@ -16,6 +16,7 @@ import os
 import secrets
 import signal
 import stat
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -103,9 +104,12 @@ class RunFile:
         draft = folder / f".{run.id}"
         self._file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         self._path = folder / f"{run.id}.json"
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        os.write(self._file, json.dumps(asdict(run)).encode())
-        draft.rename(self._path)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            os.write(self._file, json.dumps(asdict(run)).encode())
+            draft.rename(self._path)
+        finally:
+            draft.unlink(missing_ok=True)
 
     def end(self) -> None:
         """Remove it. Idempotent."""
@@ -118,7 +122,10 @@ class RunFile:
 def runs_folder() -> Path:
     """Return where the files are."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(runtime) / "sluice" if runtime else Path(os.path.expanduser("~/.cache/sluice/run"))  # noqa: PTH111
+    try:
+        return Path(runtime) / "sluice" if runtime else Path("~/.cache/sluice/run").expanduser()
+    except RuntimeError:  # a user without a home
+        return Path(tempfile.gettempdir()) / f"sluice-{os.geteuid()}"
 
 
 def find_runs() -> list[Run]:

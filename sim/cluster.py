@@ -54,7 +54,7 @@ class ClusterParams:
     """Of every message, from sender to receiver."""
     link: ModelledLink | None = None
     """Between workers; None: it costs no time."""
-    host_link: ModelledLink | None = None
+    near_link: ModelledLink | None = None
     """Between workers of one host, for requests that move; None: as between any others."""
     exchange: bool = True
     """Whether KV changes hands when groups form and dissolve; else it is computed again."""
@@ -72,7 +72,7 @@ class SimCluster:
         self.broker = MemoryBroker(params.latency_s)
         limits = {} if params.exchange else {"exchange_limit_s": 0.0}
         kv_exchange = params.kv_exchange or find_system(params.system).exchange
-        self.network = ModelledNetwork(params.link, host_link=params.host_link, kv_exchange=kv_exchange, **limits)
+        self.network = ModelledNetwork(params.link, near_link=params.near_link, kv_exchange=kv_exchange, **limits)
         self.workers: list[SimWorker] = []
         self.failures: list[tuple[str, BaseException]] = []
         self.monitor = Monitor(MonitorSettings(instance_id="monitor"), self.broker.connect("monitor"), self._fail)

@@ -1,7 +1,9 @@
 """`sluice up -d`: the same in a process of its own, which the terminal does not end.
 
-sluice up -d ── starts ──► sluice up --in-background        what it says comes here until the cluster is ready;
-     │ ◄── a line of JSON, once it is ready ──┘             from then on to `up.log`, beside the other logs
+    sluice up -d ── starts ──► sluice up --in-background
+         │ ◄── a line of JSON, once it is ready ──┘
+
+What it says comes to the terminal until the cluster is ready; from then on to `up.log`, beside the other logs.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import IO, Any, Final
 from cli.cluster.children import CODE_ROOT
 from cli.cluster.settings import flags_to_argv
 from cli.console import Console
-from cli.exit_codes import DONE, KILLED
+from cli.exit_codes import DONE
 from cli.logs import UP
 from shared.reading import parse_json
 
@@ -72,8 +74,7 @@ def start_in_background(flags: Mapping[str, Any], console: Console) -> tuple[int
         ready = process.stdout.read()  # ends as soon as it writes to its log
     except KeyboardInterrupt:
         process.terminate()
-        _wait(process)
-        return KILLED, None
+        return _wait(process), None
     relay.join(LAST_LINES_S if ready else None)
     if not ready:
         return process.wait(), None
@@ -90,13 +91,13 @@ def leave(log_dir: Path) -> None:
     os.close(log)
 
 
-def _wait(process: subprocess.Popen[bytes]) -> None:
-    """Wait for its orderly end; another Ctrl-C ends it at once."""
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """Return its exit code at its orderly end; another Ctrl-C ends it at once."""
     try:
-        process.wait()
+        return process.wait()
     except KeyboardInterrupt:
         process.send_signal(signal.SIGINT)
-        process.wait()
+        return process.wait()
 
 
 def _relay(stream: IO[bytes], console: Console) -> None:

@@ -32,12 +32,12 @@ class MigrationPaths:
 
     Args:
         link: of each worker.
-        host_link: of each worker, to others on its host.
+        near_link: of each worker, to others on its host.
     """
 
-    def __init__(self, link: ModelledLink, host_link: ModelledLink) -> None:
+    def __init__(self, link: ModelledLink, near_link: ModelledLink) -> None:
         self.link = link
-        self.host_link = host_link
+        self.near_link = near_link
         self._ports: dict[WorkerId, ModelledKvNetwork] = {}
         self._cut: set[frozenset[WorkerId]] = set()
 
@@ -218,7 +218,7 @@ class ModelledKvLink:
         found, num_bytes = await self._at_source(ids), len(coming) * self._block_kv_bytes
         loop, source, target = asyncio.get_running_loop(), self._source, self._target
         is_near = source.host is not None and source.host == target.host
-        wire = self._paths.host_link if is_near else self._paths.link
+        wire = self._paths.near_link if is_near else self._paths.link
         ends_s = max(loop.time(), source.sends_at_s, target.takes_at_s) + num_bytes / wire.bytes_per_s
         source.sends_at_s = target.takes_at_s = ends_s
         while (wait_s := ends_s - loop.time()) > 0:

@@ -91,7 +91,7 @@ class ModelledNetwork:
         exchange_limit_s: how long KV may be on its way at most, see `move_limit_s`; the rest is computed again. 0: none
             comes.
         kv_exchange: how KV comes to a group that forms.
-        host_link: between two of one host, for requests that go from one to the other.
+        near_link: between two of one host, for requests that go from one to the other.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ModelledNetwork:
         meet_limit_s: float = 5.0,
         exchange_limit_s: float = 5.0,
         kv_exchange: KvExchange = KvExchange.COORDINATED,
-        host_link: ModelledLink | None = None,
+        near_link: ModelledLink | None = None,
     ) -> None:
         self._kv_exchange = kv_exchange
         self.num_remote_steps = 0
@@ -113,7 +113,7 @@ class ModelledNetwork:
         self._partings: dict[_Key, _Departure] = {}
         self._copyings: dict[_Key, _Copying] = {}
         self._cut: set[frozenset[WorkerId]] = set()
-        self.migration = MigrationPaths(self._link, host_link or self._link)
+        self.migration = MigrationPaths(self._link, near_link or self._link)
         """Of requests that go from one worker to another."""
 
     async def meet(

@@ -86,7 +86,7 @@ def build_cluster(scenario: Scenario, system: str, workload: Workload) -> Experi
         workers,
         system=variant.system,
         link=link,
-        host_link=None if hosts is None else replace(link, bytes_per_s=hosts.bytes_per_s),
+        near_link=None if hosts is None else replace(link, bytes_per_s=hosts.bytes_per_s),
         exchange=variant.exchange,
         kv_exchange=variant.kv_exchange,
         planner=variant.planner,

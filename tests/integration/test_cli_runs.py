@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.exit_codes import KILLED, REFUSED, UNREACHABLE
+from cli.exit_codes import DONE, REFUSED, UNREACHABLE
 from cli.model import shipped_folder
 from cli.processes import is_running
 from cli.run_file import find_runs
@@ -37,8 +37,11 @@ class Shell:
         self.folder = folder
 
     def type(self, *words: str, text: str = "") -> subprocess.CompletedProcess[str]:
+        return self.run([sys.executable, "-m", "cli.main", *words], text)
+
+    def run(self, argv: list[str], text: str = "") -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "cli.main", *words],
+            argv,
             env={**self.env, "PYTHONPATH": os.pathsep.join(sys.path)},
             cwd=self.folder,
             input=text,
@@ -140,15 +143,7 @@ def test_a_control_group_s_limit_is_respected(shell: Shell) -> None:
     try:
         (LIMITED / "memory.limit_in_bytes").write_text(str(3 * 2**29))
         typed = f'echo $$ > {LIMITED}/cgroup.procs; exec "$0" -m cli.main up -d --port 0'
-        started = subprocess.run(
-            ["sh", "-c", typed, sys.executable],
-            env={**shell.env, "PYTHONPATH": os.pathsep.join(sys.path)},
-            cwd=shell.folder,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
+        started = shell.run(["sh", "-c", typed, sys.executable])
         assert started.returncode == 0, started.stderr
         try:
             (chosen,) = re.findall(r"memory (\d+)\.\d MiB; .*, 1\.[45] GiB are free", started.stderr)
@@ -181,6 +176,6 @@ def test_a_start_that_is_broken_off_leaves_nothing(shell: Shell, monkeypatch: py
         wait_until(lambda: bool(find_runs()), "it has begun", LIMIT_S)
         (run,) = find_runs()
         starting.send_signal(signal.SIGINT)
-        assert starting.wait(LIMIT_S) == KILLED
+        assert starting.wait(LIMIT_S) == DONE
         wait_until(lambda: not is_running(run.pid), "it has ended", LIMIT_S)
     assert find_runs() == []

@@ -302,7 +302,7 @@ async def test_requests_travel_faster_within_a_host(target_host: str | None, gbi
     hosts = ("host-0", target_host)
     workers = tuple(replace(worker, host=host) for worker, host in zip(params.workers, hosts, strict=True))
     inner = replace(some(params.link), bytes_per_s=200e9 / 8)
-    async with SimCluster(replace(params, workers=workers, host_link=inner)) as cluster:
+    async with SimCluster(replace(params, workers=workers, near_link=inner)) as cluster:
         (request,) = requests_of(1, num_prompt=3000, num_output=1000)
         asked = asyncio.ensure_future(cluster.ask(request))
         await asyncio.sleep(2.0)
@@ -320,7 +320,7 @@ async def test_one_quick_way_does_not_hide_the_slow_ones() -> None:
     params = linked(cluster_of(3, 1200, kv_bytes_per_token=100_000), gbits=1)
     workers = tuple(replace(w, host=host) for w, host in zip(params.workers, ("a", "b", "b"), strict=True))
     inner = replace(some(params.link), bytes_per_s=200e9 / 8)
-    async with SimCluster(replace(params, workers=workers, host_link=inner)) as cluster:
+    async with SimCluster(replace(params, workers=workers, near_link=inner)) as cluster:
         requests = requests_of(6, num_prompt=2000, num_output=2000)
         asked = [asyncio.ensure_future(cluster.ask(request)) for request in requests]
         await asyncio.sleep(3.0)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import pwd
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -132,6 +135,10 @@ def test_the_home_folder_is_used_where_there_is_none_for_runs(monkeypatch: pytes
     assert runs_folder() == tmp_path / "home/.cache/sluice/run"
     with told(run_at(8000)):
         assert len(find_runs()) == 1
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", Mock(side_effect=KeyError))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    assert runs_folder() == tmp_path / f"sluice-{os.geteuid()}", "of a user without a home"
 
 
 def test_only_the_process_that_was_started_then_is_signalled() -> None:
