@@ -56,7 +56,7 @@ NOT_TYPED: Final = (
     (r".*: python -m shared\.process\.health FILE", "tests/unit/shared/test_shared_health.py"),
     (r"docs/design/reliability\.md: sluice chaos kill\|hang\|restart TARGET", "a pattern of three commands"),
     (r".*: sluice (up|demo|pull|replay|profile|keys create|chaos|nats-config)", "the name of a command"),
-    (r".*: sluice (simulate|compare|plan|restore|bench|nats-setup)", "the name of a command"),
+    (r".*: sluice (simulate|compare|plan|restore|bench|nats-setup|keys|completion)", "the name of a command"),
     (r".*: nats kv get sluice_default_plan filling --raw", "another system: tests/faults/test_packing.py"),
     (r".*: (.*\| )?sluice (down|up -d|logs|run).*", "ends the place, or stays: tests/integration/test_cli_runs.py"),
     (r".*: sluice keys (list|revoke).*", "a file with keys: tests/unit/cli/test_cli_keys.py"),
