@@ -221,6 +221,20 @@ class ClusterState:
             worker.loads = replace(real_time, is_closing=True), replace(every, is_closing=True)
             self._loads.clear()
 
+    def note_room(self, worker_id: WorkerId, num_free_blocks: int) -> None:
+        """A worker has refused a request for want of memory, and says what is free; the next view knows better."""
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return
+        real_time, every = worker.loads
+        asked = real_time.num_blocks - num_free_blocks
+        num_more = max(asked - _load_now(worker, is_flex=False).num_demanded_blocks, 0)
+        worker.loads = (
+            replace(real_time, num_demanded_blocks=real_time.num_demanded_blocks + num_more),
+            replace(every, num_demanded_blocks=every.num_demanded_blocks + num_more),
+        )
+        self._loads.clear()
+
     def note_filling(self, filling: Filling) -> None:
         """Who is filled next has changed."""
         ends = [each.min_tokens for each in filling.by_size[1:]]

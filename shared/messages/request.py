@@ -77,6 +77,8 @@ class Submit(ControlMessage):
 
     reopens: bool = False
     """Nobody else has room for it: a worker that is closing takes it, and is closing no more."""
+    needs_room: bool = False
+    """It comes because it fits: who has no memory for the tokens known so far refuses it, instead of having it wait."""
     uploaded: Annotated[tuple[int, int] | None, Field()] = None
     """Bytes of prompt and of generated ids, in this order, that came before as `Upload`s; None: they are in here."""
 
@@ -114,6 +116,7 @@ class RefusalReason(StrEnum):
 
     FULL = "full"  # no row or no queue place now; try another worker, or later
     DRAINING = "draining"  # shutting down; try another worker
+    NO_ROOM = "no_room"  # less memory is free than the dispatcher thought (`needs_room`); place it by what this says
     CLOSING = "closing"  # its requests are to leave; try the worker that it names, or any other, or say `reopens`
     STAGE = "stage"  # it computes for another worker's group; try another one
     TOO_LONG = "too_long"  # prompt + max_tokens can never fit this worker's KV memory or context
@@ -146,6 +149,8 @@ class Refused(ControlMessage):
     """One sentence for logs; never shown to a client."""
     open_worker: WorkerId | None = None
     """With CLOSING: one that takes requests."""
+    num_free_blocks: Annotated[int, Field(ge=0)] = 0
+    """With NO_ROOM: KV blocks that nobody holds or asks for."""
     newest_attempt: Annotated[int, Field(ge=0)] = 0
     """With DUPLICATE: the last attempt of the request that this worker has taken."""
 

@@ -17,7 +17,7 @@ from services.worker.serving.reporter import MIN_SHORTAGE_GAP_S
 from shared.ids import RequestId, WorkerId
 from shared.messages.fetch import Close
 from shared.messages.report import WorkerPhase
-from shared.messages.request import RefusalReason, Refused, Upload, Uploaded, pack_token_ids
+from shared.messages.request import RefusalReason, Refused, Submit, Upload, Uploaded, pack_token_ids
 from shared.subjects import Subjects
 from shared.transport.bus import BusError, Message
 from shared.types import FinishReason, ReaderTarget
@@ -67,6 +67,24 @@ async def test_forks_and_repeated_prompts_say_what_they_found_and_the_report_cou
         report = lone.worker.reporter.make_report(lone.now_s)
         assert report.num_prefix_cache_queries_total == 4 * 50
         assert report.num_prefix_cache_hits_total == 49 + 48
+
+
+async def test_who_comes_because_it_fits_is_refused_if_it_does_not_with_what_is_free() -> None:
+    """64 blocks of 16, 45 of them held or asked for: 19 fit, one more waits only if it says that it may."""
+    async with one_worker(num_blocks=64) as lone:
+        first = await lone.submitted([300] * 320, 100)
+        held = await lone.submitted([302] * 400, 2)
+        num_free = 64 - 20 - 25
+
+        def ask(num_tokens: int, *, needs_room: bool) -> Submit:
+            return lone.dispatcher.make([303] * num_tokens, 5).model_copy(update={"needs_room": needs_room})
+
+        answer = await lone.refused(ask(16 * num_free + 1, needs_room=True))
+        assert (answer.reason, answer.num_free_blocks) == (RefusalReason.NO_ROOM, num_free)
+        streams = [first, held, await lone.accepted(ask(16 * num_free, needs_room=True))]
+        streams.append(await lone.accepted(ask(16 * num_free + 1, needs_room=False)))
+        await ended(streams)
+        assert [stream.tokens for stream in streams] == [lone.undisturbed(stream) for stream in streams]
 
 
 async def test_cancel_frees_the_blocks_within_one_step() -> None:

@@ -81,6 +81,8 @@ class FakeWorker:
         """Asked about each submission, if `refuse` forbids none."""
         self.open_worker: WorkerId | None = None
         """That it names with each refusal."""
+        self.num_free_blocks = 0
+        """That it says with each refusal."""
         self.cached_tokens: int | None = None
         """Said with the first token of each answer."""
         self.has_logprobs = True
@@ -143,7 +145,8 @@ class FakeWorker:
             await self._stopping.wait()
         refusal = self.refuse or (self.judge(submit) if self.judge is not None else None)
         if refusal is not None:
-            return encode(Refused(request_id=submit.request_id, reason=refusal, open_worker=self.open_worker))
+            refused = Refused(request_id=submit.request_id, reason=refusal, open_worker=self.open_worker)
+            return encode(refused.model_copy(update={"num_free_blocks": self.num_free_blocks}))
         running = self.running[submit.request_id, submit.attempt] = Running(submit, submit.generated_ids().tolist())
         if self.script is not None:
             self._tasks.start(self._stream(running), name=f"stream-{submit.request_id}")

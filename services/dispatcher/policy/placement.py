@@ -79,6 +79,8 @@ class Placed:
 
     worker_id: WorkerId
     reason: str
+    needs_room: bool = False
+    """Chosen because it has room: if it turns out to have none, another one may be better."""
 
 
 class Placement(Protocol):
@@ -167,7 +169,7 @@ def place_by_class(
     for worker in able:
         is_next = any(least <= num_known < above for least, above in worker.next_for)
         if is_next and not worker.is_closing and _free_tokens(worker) >= num_known:
-            return Placed(worker.worker_id, "filled next by requests of its size class")
+            return Placed(worker.worker_id, "filled next by requests of its size class", needs_room=True)
     return _unused(able, num_known) or place_best_fit(workers, num_tokens, refused, num_known)
 
 
@@ -215,14 +217,16 @@ def _fit(
     if best is None:
         return place_least_loaded(workers, num_tokens, refused)
     told = f"{fit.which} in use with room: {_free_tokens(best)} tokens of KV memory are free"
-    return Placed(best.worker_id, told)
+    return Placed(best.worker_id, told, needs_room=True)
 
 
 def _unused(able: Sequence[PlacementLoad], num_known: int) -> Placed | None:
     """Choose the first that has nothing to do, and room: some may be kept there for a request that has just come."""
     unused = [each for each in able if not each.num_sequences and not each.is_closing]
     first = min((each.worker_id for each in unused if _free_tokens(each) >= num_known), default=None)
-    return None if first is None else Placed(first, "nobody who is in use has room, and this one is not")
+    if first is None:
+        return None
+    return Placed(first, "nobody who is in use has room, and this one is not", needs_room=True)
 
 
 def _free_tokens(worker: PlacementLoad) -> int:

@@ -43,6 +43,7 @@ class SubmitOutcome(Enum):
 
     ACCEPTED = auto()
     ELSEWHERE = auto()  # this worker cannot take it now; another one may
+    NO_ROOM = auto()  # so, for want of memory; it takes one that does not need room at once
     CLOSING = auto()  # so, because its requests are to leave; it takes one that finds no room elsewhere
     UNKNOWN = auto()  # no answer: it may have taken it, so it must be cancelled there
     OLD = auto()  # the worker has had this attempt or a later one; a later one yet may be taken
@@ -65,6 +66,8 @@ class SubmitAnswer:
     """The last attempt that it has had, if this one is too old."""
     open_worker: WorkerId | None = None
     """One that takes requests, if it is closing."""
+    num_free_blocks: int = 0
+    """What it has, if it has no room."""
 
 
 class Silence(Enum):
@@ -77,6 +80,7 @@ class Silence(Enum):
 _REFUSALS = {
     RefusalReason.FULL: SubmitOutcome.ELSEWHERE,
     RefusalReason.DRAINING: SubmitOutcome.ELSEWHERE,
+    RefusalReason.NO_ROOM: SubmitOutcome.NO_ROOM,
     RefusalReason.CLOSING: SubmitOutcome.CLOSING,
     RefusalReason.STAGE: SubmitOutcome.ELSEWHERE,
     RefusalReason.TOO_LONG: SubmitOutcome.TOO_LONG,
@@ -130,7 +134,12 @@ class WorkerCalls:
         outcome = _REFUSALS[answer.reason]
         report = _log.warning if outcome is SubmitOutcome.FAILED else _log.debug
         report("refused", rid=submit.request_id, worker=worker_id, reason=answer.reason.value, detail=answer.detail)
-        return SubmitAnswer(outcome, newest_attempt=answer.newest_attempt, open_worker=answer.open_worker)
+        return SubmitAnswer(
+            outcome,
+            newest_attempt=answer.newest_attempt,
+            open_worker=answer.open_worker,
+            num_free_blocks=answer.num_free_blocks,
+        )
 
     async def _upload(self, worker_id: WorkerId, submit: Submit) -> Submit:
         """Send the ids of a long submission ahead, and return it without them.

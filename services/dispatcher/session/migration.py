@@ -75,7 +75,8 @@ class SessionMigration:
         source, target = self._together.get(first, (None, None))
         if source == session.worker_id and target is not None and target not in tried:
             return target
-        return self._placing.find(claimant_of(session), tried)
+        found = self._placing.find(claimant_of(session), tried)
+        return None if found is None else found.worker_id
 
     async def fetch_lost(self, session: Session, before: Attempt) -> WorkerId | None:
         """Have another worker fetch the KV of a session whose worker is lost here, and may live.
@@ -89,9 +90,12 @@ class SessionMigration:
         """
         if not session.tokens:
             return None
-        target = self._placing.find(claimant_of(session), {before.worker_id})
-        address = None if target is None else self._cluster.address_for(target, before.worker_id)
-        if target is None or address is None:
+        found = self._placing.find(claimant_of(session), {before.worker_id})
+        if found is None:
+            return None
+        target = found.worker_id
+        address = self._cluster.address_for(target, before.worker_id)
+        if address is None:
             return None
         outcome = await self._fetch(session, before, target, address, FetchReason.RECOVERY)
         return target if outcome is FetchOutcome.MOVED else None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from services.dispatcher.limits.lines import WorkerLines
 from services.dispatcher.limits.waiting_room import Claimant, RoomLimits, WaitingRooms
-from services.dispatcher.policy.placement import Placement
+from services.dispatcher.policy.placement import Placed, Placement
 from services.dispatcher.session.calls import SubmitAnswer, SubmitOutcome, WorkerCalls
 from services.dispatcher.session.leases import WorkerPresence
 from services.dispatcher.session.owners import Owners
@@ -85,13 +85,12 @@ class Placing:
         """Return whether a worker would take this one at once, as far as is known here."""
         return self._calls.connected and self.find(claimant, set()) is not None
 
-    def find(self, claimant: Claimant, refused: set[WorkerId]) -> WorkerId | None:
+    def find(self, claimant: Claimant, refused: set[WorkerId]) -> Placed | None:
         """Return the worker to ask next, by what is known here; None: there is none, or it would be others' first."""
         if claimant.tier.is_best_effort and len(self.waiting.real_time):
             return None
         closed = refused | self._leases.lost_workers | self._lines.crowded(claimant)
-        placed = self._choose(self._cluster.loads(claimant.tier), claimant.num_tokens, closed, claimant.num_known)
-        return None if placed is None else placed.worker_id
+        return self._choose(self._cluster.loads(claimant.tier), claimant.num_tokens, closed, claimant.num_known)
 
     def crowded(self, tier: Tier) -> FailureCode:
         """Return why one more cannot wait: the clients' crowd, or, while the broker is away, our own failure."""
@@ -108,7 +107,7 @@ class Placing:
         if owner.worker_id in self._leases.lost_workers:
             return False
         refused.add(owner.worker_id)
-        return await self._submit(session, owner.worker_id)
+        return await self._submit(session, owner.worker_id) is SubmitOutcome.ACCEPTED
 
     async def place_again(self, session: Session, lost: WorkerId | None, toward: WorkerId | None = None) -> None:
         """Return once a worker has accepted a session whose worker is lost, or the session has ended.
@@ -135,7 +134,7 @@ class Placing:
         target = self.find(claimant_of(session), {before.worker_id})
         if target is None:
             return False
-        accepted = await self._attempt(session, target) is SubmitOutcome.ACCEPTED
+        accepted = await self._attempt(session, target.worker_id) is SubmitOutcome.ACCEPTED
         if accepted:
             self._cluster.ended(before.counted, len(session.tokens), self._now())
             self._leases.cancel(before.worker_id, session.request.request_id, before.number)
@@ -186,17 +185,22 @@ class Placing:
             RequestFailedError: no worker can ever take it.
         """
         for worker_id in first:
-            if await self._submit(session, worker_id):
+            if await self._submit(session, worker_id) is SubmitOutcome.ACCEPTED:
                 return True
             refused.add(worker_id)
+        short = set[WorkerId]()
         while self._calls.connected and not session.ended.is_set():
-            found = self.find(claimant_of(session), refused)
-            if found is None:
+            placed = self.find(claimant_of(session), refused)
+            if placed is None:
                 return False
+            found = placed.worker_id
             was_closing = self._cluster.is_closing(found)
-            if await self._submit(session, found):
+            outcome = await self._submit(session, found, needs_room=placed.needs_room and found not in short)
+            if outcome is SubmitOutcome.ACCEPTED:
                 return True
-            if was_closing or not self._cluster.is_closing(found):  # who is closing is asked once more, as the last
+            if outcome is SubmitOutcome.NO_ROOM:  # it is asked once more, to have it wait, if nobody has room
+                short.add(found)
+            elif was_closing or not self._cluster.is_closing(found):  # so is who is closing, as the last
                 refused.add(found)
         return False
 
@@ -208,38 +212,38 @@ class Placing:
         refused.add(worker_id)
         if worker_id in self._lines.crowded(claimant_of(session)):
             return False
-        return await self._submit(session, worker_id, shares_prompt=True)
+        return await self._submit(session, worker_id, shares_prompt=True) is SubmitOutcome.ACCEPTED
 
-    async def _submit(self, session: Session, worker_id: WorkerId, *, shares_prompt: bool = False) -> bool:
-        """Begin the next attempt on this worker, or on the one that it names because it is closing.
-
-        Returns:
-            Whether one has the session, which may have ended meanwhile.
+    async def _submit(self, session: Session, worker_id: WorkerId, **how: bool) -> SubmitOutcome:
+        """Begin the next attempt on this worker, or on the one that it names because it is closing; see `_attempt`.
 
         Raises:
             RequestFailedError: no worker can ever take it.
         """
         if session.ended.is_set():  # whoever released it has found nothing to withdraw
-            return False
-        outcome = await self._attempt(session, worker_id, shares_prompt=shares_prompt)
+            return SubmitOutcome.ELSEWHERE
+        outcome = await self._attempt(session, worker_id, **how)
         if outcome is SubmitOutcome.UNKNOWN and await self.poison.has_killed(session, worker_id):
             raise RequestFailedError(FailureCode.REQUEST_FAILED)
         if outcome is SubmitOutcome.CLOSING:
             named = self._cluster.open_instead_of(worker_id)
-            return named is not None and await self._submit(session, named)
+            return outcome if named is None else await self._submit(session, named)
         if outcome is SubmitOutcome.OLD:  # another dispatcher, or this name's life before, has been there
-            outcome = await self._attempt(session, worker_id, shares_prompt=shares_prompt)
+            outcome = await self._attempt(session, worker_id, **how)
         if session.admitted_s is not None:  # what began somewhere goes on wherever it can
-            return outcome is SubmitOutcome.ACCEPTED
+            return outcome
         if outcome is SubmitOutcome.TOO_LONG:
             raise RequestFailedError(FailureCode.TOO_LONG)
         if outcome in {SubmitOutcome.FAILED, SubmitOutcome.OLD}:
             raise RequestFailedError(FailureCode.INTERNAL)
-        return outcome is SubmitOutcome.ACCEPTED
+        return outcome
 
-    async def _attempt(self, session: Session, worker_id: WorkerId, *, shares_prompt: bool = False) -> SubmitOutcome:
+    async def _attempt(
+        self, session: Session, worker_id: WorkerId, *, shares_prompt: bool = False, needs_room: bool = False
+    ) -> SubmitOutcome:
+        """Return what came of offering a session; if it was accepted it may have ended meanwhile."""
         reopens = self._cluster.is_closing(worker_id)  # and chosen all the same: nobody else has room, or its KV
-        submit = next_submit(session, self._leases.sender, self._now(), reopens=reopens)
+        submit = next_submit(session, self._leases.sender, self._now(), reopens=reopens, needs_room=needs_room)
         request, num_output = session.request, len(session.tokens)
         num_prompt = 0 if shares_prompt else request.num_prompt_tokens
         counted = self._cluster.submitted(worker_id, num_prompt, num_output, self._now(), request.tier)
@@ -270,6 +274,8 @@ class Placing:
         session.fence()
         if may_run:
             self._leases.cancel(worker_id, submit.request_id, submit.attempt)
+        if answer.outcome is SubmitOutcome.NO_ROOM:
+            self._cluster.note_room(worker_id, answer.num_free_blocks)
         return answer.outcome
 
     def _accept(self, session: Session, worker_id: WorkerId, answer: SubmitAnswer) -> None:

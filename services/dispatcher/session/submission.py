@@ -10,7 +10,9 @@ from shared.messages.request import Submit, pack_token_ids
 from shared.qoe import displayed
 
 
-def next_submit(session: Session, sender: Sender, now_s: float, *, reopens: bool = False) -> Submit:
+def next_submit(
+    session: Session, sender: Sender, now_s: float, *, reopens: bool = False, needs_room: bool = False
+) -> Submit:
     """Return the submission of the next attempt, which goes on after the tokens so far; `begin` makes it count.
 
     Args:
@@ -18,6 +20,7 @@ def next_submit(session: Session, sender: Sender, now_s: float, *, reopens: bool
         sender: this process.
         now_s: the event loop's clock.
         reopens: see `Submit.reopens`.
+        needs_room: see `Submit.needs_room`.
     """
     request, history = session.request, session.history
     age_s = max(0.0, now_s - request.arrival_s)
@@ -41,6 +44,7 @@ def next_submit(session: Session, sender: Sender, now_s: float, *, reopens: bool
         fork_of=None if session.parent is None else session.parent.request.request_id,
         cache_salt=request.cache_salt,
         reopens=reopens,
+        needs_room=needs_room,
     )
 
 

@@ -114,6 +114,12 @@ def count_blocks(engine: Engine) -> tuple[int, int]:
     return used, engine.num_demanded_blocks + engine.num_used_blocks - used
 
 
+def count_free_blocks(engine: Engine) -> int:
+    """Return how many blocks nobody holds, asks for, or will as soon as what is known of the sequences is computed."""
+    asked = max(engine.num_demanded_blocks, _num_uncomputed_blocks(engine))
+    return max(engine.capacity_blocks - engine.num_used_blocks - asked, 0)
+
+
 def most_waiting(engine: Engine) -> int:
     """Return `EngineStats.max_waiting`: one batch, or some if the policy reorders.
 

@@ -14,7 +14,7 @@ from pydantic import Field, TypeAdapter
 
 from services.worker.engine.best_effort import may_be_sent_back, num_waiting_real_time, parked_best_effort
 from services.worker.engine.engine import Engine
-from services.worker.engine.stats import most_parked, most_waiting
+from services.worker.engine.stats import count_free_blocks, most_parked, most_waiting
 from services.worker.sequences.config import AddRefusal, NewSequence
 from services.worker.serving.closing import Closing
 from services.worker.serving.emitter import Emitter
@@ -116,6 +116,7 @@ class Intake:
                 reason=reason,
                 detail=detail,
                 open_worker=self.closing.open_worker if reason is RefusalReason.CLOSING else None,
+                num_free_blocks=count_free_blocks(self._engine) if reason is RefusalReason.NO_ROOM else 0,
                 newest_attempt=newest_attempt,
             )
 
@@ -140,9 +141,9 @@ class Intake:
             check_token(submit.dispatcher_id)
         except ValueError as error:
             return refuse(RefusalReason.INVALID, str(error))
-        row = self._take(self._new_sequence(submit), is_here=is_here)
-        if isinstance(row, AddRefusal):
-            return refuse(RefusalReason(row.value), newest_attempt=newest)
+        row = self._take(self._new_sequence(submit), is_here=is_here, needs_room=submit.needs_room)
+        if isinstance(row, RefusalReason):
+            return refuse(row, newest_attempt=newest)
         self._remember(submit)
         self._wake()
         return Accepted(
@@ -153,21 +154,24 @@ class Intake:
             num_preemptions=int(self._engine.table.num_preemptions[row]),
         )
 
-    def _take(self, new: NewSequence, *, is_here: bool) -> int | AddRefusal:
+    def _take(self, new: NewSequence, *, is_here: bool, needs_room: bool) -> int | RefusalReason:
         """Hand it to the engine; who has no token yet and finds as many waiting as may had better wait elsewhere."""
         registry = self._engine.registry
         row = registry.hand_over(new)
         if row is not None:
             return row
         if not is_here and self._is_full(new):
-            return AddRefusal.FULL
+            return RefusalReason.FULL
+        num_blocks = -(-(new.prompt.size + new.generated.size) // self._engine.config.block_size)
+        if needs_room and num_blocks > count_free_blocks(self._engine):  # as if nothing of it were cached
+            return RefusalReason.NO_ROOM
         outcome = registry.add(new)
         if outcome is AddRefusal.FULL and not new.tier.is_best_effort:
             sent_back = may_be_sent_back(self._engine)
             if sent_back is not None:  # to its dispatcher, where it waits
                 registry.release([sent_back], "")
                 outcome = registry.add(new)
-        return outcome
+        return RefusalReason(outcome.value) if isinstance(outcome, AddRefusal) else outcome
 
     def _is_full(self, new: NewSequence) -> bool:
         """Return whether as many wait as may. Best effort counts apart, and also if it has begun: it can wait."""
