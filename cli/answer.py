@@ -1,25 +1,21 @@
-"""Streams one answer to the terminal at reading speed, and says how it went."""
+"""Streams one answer to the terminal at a pace, and says how it went."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
+from cli.chat_options import Pacing
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
 from sluice_client.answer import Answer
 from sluice_client.client import SluiceClient
 from sluice_client.errors import APIConnectionError, APIStatusError, SluiceClientError
-from sluice_client.qoe import QoeTarget
-
-READER = QoeTarget()
-"""The reader that QoE is measured against: first token within a second, then 4.8 tokens per second."""
 
 
 def start_answer(
     client: SluiceClient,
     messages: Sequence[Mapping[str, Any]],
-    *,
-    pace: Literal["strict", "human"] | None,
+    pacing: Pacing,
     **params: Any,
 ) -> Answer:
     """Return the answer to the conversation; the request is sent at its first use.
@@ -27,11 +23,11 @@ def start_answer(
     Args:
         client: connected.
         messages: the conversation.
-        pace: `strict` shows each token exactly when the reader is ready for it; `human` is for somebody who works with
-            the text and shows it as fast as it comes, only smoothed; None shows it at once.
+        pacing: of what is shown; the server is told the target, unless nothing is paced.
         **params: of the request.
     """
-    return client.chat(list(messages), pace=pace, qoe=None if pace is None else READER, **params)
+    qoe = None if pacing.mode == "off" else pacing.target
+    return client.chat(list(messages), pace=pacing.mode, qoe=qoe, **params)
 
 
 async def show_answer(answer: Answer, out: TextIO) -> None:
@@ -64,6 +60,16 @@ def describe_answer(answer: Answer) -> str:
     stalls = f"stalled {stall_s:.1f} s" if stall_s >= 0.05 else "no stall"
     count = f" · {tokens} tokens" if tokens is not None else ""
     return f"QoE {answer.qoe:.2f} · {ttft}{count} · {stalls}"
+
+
+def describe_pacing(answer: Answer, pacing: Pacing) -> str:
+    """Return one line about what part of the time until all was shown is pacing."""
+    stats = answer.stats
+    received_s, shown_s = stats.received_s or 0.0, stats.shown_s or 0.0
+    speed, pacing_s = f"{pacing.target.speed_tokens_per_s:g} tokens/s", max(shown_s - received_s, 0.0)
+    how = {"reading": f"at reading speed, {speed}", "smooth": "evenly, as it came", "off": "as it came"}[pacing.mode]
+    faster = "; --pace off shows it at once" if pacing_s >= 1 else ""
+    return f"generated in {received_s:.1f} s, shown in {shown_s:.1f} s ({pacing_s:.1f} s are pacing), {how}{faster}"
 
 
 def printable(text: str) -> str:

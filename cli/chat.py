@@ -1,4 +1,4 @@
-"""`sluice chat`: a conversation in the terminal, at reading speed. Also reads messages from a pipe, one per line."""
+"""`sluice chat`: a conversation in the terminal. Also reads messages from a pipe, one per line."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cli.answer import describe_answer, show_answer, start_answer
+from cli.chat_options import Pacing
 from cli.console import Console
 from cli.exit_codes import DONE, FAILED, UNREACHABLE, CommandError
 from cli.http import check_url, refusal_hint
@@ -38,14 +39,14 @@ class Chat:
         runner: of the event loop; its Ctrl-C cancels what runs.
         console: for prompts and figures; answers go to stdout.
         server: whom to talk to.
-        paced: at reading speed.
+        pacing: of what is shown.
     """
 
-    def __init__(self, runner: asyncio.Runner, console: Console, server: Server, *, paced: bool) -> None:
+    def __init__(self, runner: asyncio.Runner, console: Console, server: Server, pacing: Pacing) -> None:
         self._runner = runner
         self._console = console
         self._server = server
-        self._paced = paced
+        self._pacing = pacing
         self._history: list[dict[str, Any]] = []
         self._client: SluiceClient | None = None
 
@@ -71,7 +72,7 @@ class Chat:
         """
         self._history.append({"role": "user", "content": text})
         assert self._client is not None, "connected"
-        answer = start_answer(self._client, self._history[-MAX_MESSAGES:], pace="human" if self._paced else None)
+        answer = start_answer(self._client, self._history[-MAX_MESSAGES:], pacing=self._pacing)
         try:
             self._runner.run(show_answer(answer, sys.stdout))
         finally:
@@ -96,7 +97,7 @@ class Chat:
         return model or (models[0] if models else "")
 
 
-def run_chat(server: Server, console: Console, *, paced: bool) -> int:
+def run_chat(server: Server, console: Console, pacing: Pacing) -> int:
     """Talk until the end of input; return the exit code.
 
     Raises:
@@ -108,7 +109,7 @@ def run_chat(server: Server, console: Console, *, paced: bool) -> int:
         with suppress(ImportError):  # line editing and history of what was typed
             importlib.import_module("readline")
     with asyncio.Runner() as runner:
-        chat = Chat(runner, console, server, paced=paced)
+        chat = Chat(runner, console, server, pacing)
         try:
             name = chat.connect()
             if is_interactive:

@@ -16,6 +16,8 @@ import click
 from cli.bench.options import bench
 from cli.bus_options import drain, nats_config, nats_setup, tap
 from cli.chaos.options import chaos
+from cli.chat_options import api_key_option, chat
+from cli.cluster.options import cluster_options, demo, run, up
 from cli.exit_codes import FAILED, KILLED, REFUSED, CommandError
 from cli.groups.options import drop, planner, restore
 from cli.keys import keys
@@ -79,26 +81,6 @@ Settings come from flags, then SLUICE_<NAME> in the environment, then ./sluice.t
 NO_COLOR turns colours off; NATS_URL names a broker to use instead of starting one.
 """
 
-UP_EPILOG = """\b
-Examples:
-  sluice up -d                                 return once it is ready; sluice down stops it
-  sluice up --port 0 --json                    for scripts: one line of JSON once ready
-  sluice up --memory 4GiB --dtype bfloat16     a larger budget, half the bytes per value
-  NATS_URL=nats://broker:4222 sluice up        use a broker that runs already
-
-Ctrl-C finishes running answers (up to --drain-limit-s) and stops; a second Ctrl-C stops at once.
-"""
-
-RUN_EPILOG = """\b
-Examples:
-  sluice run                                   the model that ships
-  sluice run ./llama                           a folder
-  sluice run owner/name --device cuda          fetched from the hub if it is not here
-  echo "Tell me a story" | sluice run --no-pace
-
-A cluster that runs already and serves the model is talked with, and goes on afterwards.
-"""
-
 PROFILE_EPILOG = """\b
 Examples:
   sluice profile --model ./llama --dtype bfloat16 --out llama.toml
@@ -107,52 +89,6 @@ Examples:
 The formula: ms per step = max(g0 + b0·N, g1 + b1·N) + d·KVdec + a·P, with N tokens in the step, KVdec tokens of KV read
 by decodes, P query-key pairs of prefill chunks. A quarter of the steps is held out, to tell the error.
 """
-
-# name, metavar, help; the meaning and the check of each value are in cli.cluster.settings
-_CLUSTER_OPTIONS = (
-    ("model", "DIR|ID", "Checkpoint folder in Hugging Face format, or an id there. [the model that ships]"),
-    ("served-model-name", "NAME,…", "Names under which it is served. [the id, or the folder's name]"),
-    ("generation-config", "auto|none", "Default sampling from the model's generation_config.json, or none. [auto]"),
-    ("workers", "N", "Worker processes, each with a whole copy of the model. [up: 1, demo: 2]"),
-    ("device", "cpu|cuda", "Where the workers run: cpu, cuda, cuda:<index> or auto. [auto: a card if there is one]"),
-    ("dtype", "auto|float32|bfloat16", "Type of parameters and KV. [auto: bfloat16 on a card, or to fit]"),
-    ("memory", "SIZE", "Hard budget of each worker, e.g. 512MiB, 4GiB: parameters, KV, workspace. [auto]"),
-    ("host-memory", "SIZE", "Of the host, beside it, for KV that gives way; 0: none. [a share of what is free]"),
-    ("system", "NAME", "Named set of policies. [sluice]"),
-    ("host", "ADDR", "Address to listen on. [127.0.0.1]"),
-    ("api-keys-file", "FILE", "Keys that requests need (`sluice keys create`). [none: no key is asked for]"),
-    ("api-key", "KEY", "One key, of 16 characters at least; better as SLUICE_API_KEY than as a flag. [none]"),
-    ("port", "P", "Port of the API; 0 picks a free one. [up: 8000, demo: 0]"),
-    ("allow-host", "NAME,…", "Names by which the API may be asked without keys. [--host, addresses, localhost]"),
-    ("allow-origin", "URL,…", "Whose pages may use the API from a browser: https://chat.example. [nobody's]"),
-    ("max-model-len", "N", "Most tokens of one request. [what the model and the memory allow]"),
-    ("threads", "N", "CPU threads of each worker. [cores / workers]"),
-    ("kernels", "KIND", "What computes the steps: auto, native, flashinfer or torch. [auto]"),
-    ("cluster", "NAME", "Name of the cluster on a shared broker. [default]"),
-    ("nats-url", "URL", "Broker to use. [NATS_URL, else one is started]"),
-    ("log-dir", "DIR", "Keep the logs of every process here. [a temporary folder]"),
-    ("log-level", "LEVEL", "debug, info, warning or error. [info]"),
-    ("costs-kept", "DIR", "Where workers keep what their steps have cost. [~/.cache/sluice/costs]"),
-    ("start-limit-s", "S", "Seconds that loading may take. [1800]"),
-    ("drain-limit-s", "S", "Seconds that running answers get at the end. [120]"),
-)
-_CLUSTER_SWITCHES = (
-    ("prefix-caching", "Keep KV until its memory is needed, for requests that begin alike. [on]"),
-    ("graphs", "Record steps of decodes as CUDA graphs, where FlashInfer computes attention. [on]"),
-    ("fused", "On CUDA compute norms, rotary embeddings, gates and samples by Triton's kernels. [on]"),
-    ("overlap", "Launch steps of decodes before those before them have ended. [on a GPU]"),
-    ("deterministic", "The same text whatever else is in the batch; somewhat slower."),
-    ("allow-no-key", "Listen on another address than this machine's own although the API asks for no key."),
-)
-
-
-def cluster_options(command: F) -> F:
-    """Add the options of `up` and `demo`; one that is not given arrives as None."""
-    for name, text in reversed(_CLUSTER_SWITCHES):
-        command = click.option(f"--{name}/--no-{name}", default=None, help=text)(command)
-    for name, metavar, text in reversed(_CLUSTER_OPTIONS):
-        command = click.option(f"--{name}", metavar=metavar, default=None, help=text)(command)
-    return command
 
 
 @click.group(
@@ -168,97 +104,8 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-def _with_model(flags: dict[str, Any], model: str | None) -> dict[str, Any]:
-    """Return the flags with the model that was named without one."""
-    if model is not None and flags["model"] is not None:
-        raise click.UsageError("the model is named twice")
-    return flags if model is None else {**flags, "model": model}
-
-
-@cli.command(epilog=UP_EPILOG)
-@click.argument("named_model", metavar="[MODEL]", required=False)
-@cluster_options
-@click.option("--json", "as_json", is_flag=True, help='One line {"url", "nats_url", "pids"} on stdout once ready.')
-@click.option("-d", "--detach", is_flag=True, help="Return once it is ready; `sluice down` stops it.")
-@click.option("--in-background", is_flag=True, hidden=True)
-def up(*, named_model: str | None, as_json: bool, detach: bool, in_background: bool, **flags: Any) -> int:
-    """Serve a model on this machine: broker, monitor, planner, workers, dispatcher."""
-    from cli.cluster.settings import load_up_settings
-    from cli.console import Console
-
-    flags = _with_model(flags, named_model)
-    settings = load_up_settings(flags)
-    if detach:
-        from cli.cluster.background import run_in_background
-
-        return run_in_background(flags, Console(), as_json=as_json)
-    from cli.cluster.up import run_up
-
-    return asyncio.run(run_up(settings, Console(), as_json=as_json or in_background, leaves=in_background))
-
-
-@cli.command(epilog=RUN_EPILOG)
-@click.argument("named_model", metavar="[MODEL]", required=False)
-@cluster_options
-@click.option("--no-pace", is_flag=True, help="Show the text as it arrives, not at reading speed.")
-def run(*, named_model: str | None, no_pace: bool, **flags: Any) -> int:
-    """Talk with a model: the cluster that serves it here, or one that is started for as long as that takes.
-
-    Ctrl-C stops an answer; a second Ctrl-C, or Ctrl-D, leaves. From a pipe, each line is one message.
-    """
-    from cli.cluster.settings import load_up_settings
-    from cli.console import Console
-    from cli.run import run_model
-
-    flags = _with_model(flags, named_model)
-    return run_model(load_up_settings(flags), flags, Console(), paced=not no_pace)
-
-
 @cli.command()
-@cluster_options
-@click.option("--prompt", metavar="TEXT", default=None, help="The question. [a story]")
-def demo(*, prompt: str | None, **flags: Any) -> int:
-    """Start a cluster and stream one answer at reading speed.
-
-    In a terminal the cluster then stays up until Ctrl-C; otherwise the command ends after the answer.
-    """
-    from cli.cluster.demo import DEFAULTS, run_demo
-    from cli.cluster.hints import EXAMPLE_PROMPT
-    from cli.cluster.settings import load_up_settings
-    from cli.console import Console
-
-    settings = load_up_settings(flags, DEFAULTS)
-    is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    return asyncio.run(run_demo(settings, Console(), prompt or EXAMPLE_PROMPT, is_interactive=is_interactive))
-
-
-_api_key = click.option(
-    "--api-key",
-    metavar="KEY",
-    envvar="SLUICE_API_KEY",
-    default="",
-    help="Sent along. [SLUICE_API_KEY]",
-)
-
-
-@cli.command()
-@_api_key
-@click.option("--url", metavar="URL", default=None, help=f"The API to talk to. {URL_DEFAULT}")
-@click.option("--model", metavar="NAME", default="", help="Model to talk to. [the first that is served]")
-@click.option("--no-pace", is_flag=True, help="Show the text as it arrives, not at reading speed.")
-def chat(*, api_key: str, url: str | None, model: str, no_pace: bool) -> int:
-    """Talk with a model at reading speed.
-
-    Ctrl-C stops an answer; a second Ctrl-C, or Ctrl-D, leaves. From a pipe, each line is one message.
-    """
-    from cli.chat import Server, run_chat
-    from cli.console import Console
-
-    return run_chat(Server(api_url(url), model, api_key), Console(), paced=not no_pace)
-
-
-@cli.command()
-@_api_key
+@api_key_option
 @click.option("--url", metavar="URL", default=None, help=f"The API to ask. {URL_DEFAULT}")
 @click.option("--json", "as_json", is_flag=True, help="The cluster view as one line of JSON.")
 def status(*, api_key: str, url: str | None, as_json: bool) -> int:
@@ -316,6 +163,8 @@ def version() -> int:
     return 0
 
 
+for _command in (up, run, demo, chat):
+    cli.add_command(_command)
 for _command in (bench, chaos, planner, drop, restore, keys, replay, simulate, compare, plan):
     cli.add_command(_command)
 for _command in (pull, ls, ps, down, logs, drain, tap, nats_config, nats_setup):

@@ -1,11 +1,12 @@
-"""`sluice demo`: a cluster, and one answer through it at reading speed."""
+"""`sluice demo`: a cluster, one answer through it, and what part of the time was pacing."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 
-from cli.answer import describe_answer, show_answer, start_answer
+from cli.answer import describe_answer, describe_pacing, show_answer, start_answer
+from cli.chat_options import Pacing
 from cli.cluster.cluster import Cluster, run_cluster
 from cli.cluster.hints import describe
 from cli.cluster.settings import UpSettings
@@ -19,13 +20,14 @@ DEFAULTS = {"workers": 2, "port": 0}
 MAX_TOKENS = 400
 
 
-async def run_demo(settings: UpSettings, console: Console, prompt: str, *, is_interactive: bool) -> int:
+async def run_demo(settings: UpSettings, console: Console, prompt: str, pacing: Pacing, *, is_interactive: bool) -> int:
     """Return the exit code.
 
     Args:
         settings: of the cluster.
         console: where the person looks.
         prompt: the question.
+        pacing: of what is shown.
         is_interactive: whether to stay up after the answer until Ctrl-C.
 
     Raises:
@@ -35,7 +37,7 @@ async def run_demo(settings: UpSettings, console: Console, prompt: str, *, is_in
         raise StartupError("the demo asks its own question, and has no key for it", "Give one with --api-key")
 
     async def show(cluster: Cluster, stop: asyncio.Event) -> int:
-        if not await _answer(cluster, console, prompt, stop):
+        if not await _answer(cluster, console, prompt, pacing, stop):
             return 0
         plan = cluster.plan
         sys.stdout.write(f"\n{describe(console, plan, prompt)}\n")
@@ -49,15 +51,16 @@ async def run_demo(settings: UpSettings, console: Console, prompt: str, *, is_in
     return await run_cluster(settings, console, show)
 
 
-async def _answer(cluster: Cluster, console: Console, prompt: str, stop: asyncio.Event) -> bool:
+async def _answer(cluster: Cluster, console: Console, prompt: str, pacing: Pacing, stop: asyncio.Event) -> bool:
     """Stream the answer; return whether it came to its end before the person stopped it."""
     plan = cluster.plan
     sys.stdout.write(f"\n{console.style('you', 'bold')}: {prompt}\n\n{console.style(plan.model_name, 'bold')}: ")
     sys.stdout.flush()
     api_key = plan.settings.api_key or None
     async with SluiceClient(plan.url, model=plan.model_name, api_key=api_key) as client:
-        answer = start_answer(client, [{"role": "user", "content": prompt}], pace="strict", max_tokens=MAX_TOKENS)
+        answer = start_answer(client, [{"role": "user", "content": prompt}], pacing=pacing, max_tokens=MAX_TOKENS)
         if not await ends_before(stop, show_answer(answer, sys.stdout)):
             return False
     sys.stdout.write(f"\n{console.style(describe_answer(answer), 'cyan')}\n")
+    sys.stdout.write(f"{console.style(describe_pacing(answer, pacing), 'cyan')}\n")
     return True

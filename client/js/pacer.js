@@ -1,7 +1,7 @@
 /**
  * QoE arithmetic, the token pacer, and a wrapper for any asynchronous stream of text.
  *
- * The same machine as sluice_client/{qoe,segment,pacer_base,human_pacer,paced_stream}.py, where the rules are explained;
+ * The same machine as sluice_client/{qoe,segment,pacer_base,smooth_pacer,paced_stream}.py, where the rules are explained;
  * names are the same in camelCase, and both pass client/vectors/*.json. For browsers and Node 18 or later; no
  * dependencies. Pacers know no clock: times are arguments, in seconds since the request's arrival.
  */
@@ -12,17 +12,17 @@ export const PERFECT_DELAY_S = 1e-3;
 /** A longer run without a blank is cut here, in code points. */
 export const MAX_UNIT_CODE_POINTS = 24;
 
-/** A shorter wait adds to the seconds of a strict pacer, not to its number of stalls. */
-export const MIN_STRICT_STALL_S = 1e-3;
+/** A shorter wait adds to the seconds of a reading pacer, not to its number of stalls. */
+export const MIN_READING_STALL_S = 1e-3;
 
 /** The shortest timer, in seconds. */
 export const MIN_TIMER_S = 1e-3;
 
-/** Human mode draws no more frames per second than this allows. */
-export const HUMAN_FRAME_S = 1 / 60;
+/** Smooth mode draws no more frames per second than this allows. */
+export const SMOOTH_FRAME_S = 1 / 60;
 
-/** Parameters of human mode; `HumanPacing` in human_pacer.py says what each means. */
-export const HUMAN_PACING = Object.freeze({
+/** Parameters of smooth mode; `SmoothPacing` in smooth_pacer.py says what each means. */
+export const SMOOTH_PACING = Object.freeze({
   reserveS: 0.25,
   reserveGrowthRatio: 0.25,
   catchUpRatio: 0.25,
@@ -49,15 +49,15 @@ export function qoeTarget({ ttftS = 1.0, speedTokensPerS = 4.8 } = {}) {
   return Object.freeze({ ttftS, speedTokensPerS });
 }
 
-/** Complete parameters of human mode from some; throws RangeError for an unknown name or a number out of its range. */
-export function humanPacing(some = {}) {
+/** Complete parameters of smooth mode from some; throws RangeError for an unknown name or a number out of its range. */
+export function smoothPacing(some = {}) {
   for (const [name, value] of Object.entries(some)) {
-    if (!(name in HUMAN_PACING)) throw new RangeError(`human mode has no parameter ${name}`);
+    if (!(name in SMOOTH_PACING)) throw new RangeError(`smooth mode has no parameter ${name}`);
     if (!(Number.isFinite(value) && (value > 0 || (value === 0 && ZERO_ALLOWED.has(name))))) {
       throw new RangeError(`${name} is out of its range: ${value}`);
     }
   }
-  return Object.freeze({ ...HUMAN_PACING, ...some });
+  return Object.freeze({ ...SMOOTH_PACING, ...some });
 }
 
 /** Whether a stream with this S_delay counts as perfect. */
@@ -298,7 +298,7 @@ export class Segmenter {
   }
 }
 
-// ---- pacers (pacer_base.py, human_pacer.py) -----------------------------------------------------------------------------
+// ---- pacers (pacer_base.py, smooth_pacer.py) -----------------------------------------------------------------------------
 
 /** What all modes share: order, the ready text, the counters. */
 class Pacer {
@@ -307,6 +307,8 @@ class Pacer {
     this._state = new QoeState(target);
     this._nowS = -Infinity;
     this._ttftS = null;
+    this._receivedS = null;
+    this._shownS = null;
     this._finishS = null;
     this._skipped = false;
     this._ready = [];
@@ -321,7 +323,10 @@ class Pacer {
     if (!(numTokens >= 0)) throw new RangeError("a piece cannot hold fewer than 0 tokens");
     if (this._finishS !== null) throw new Error("push after finish");
     this._advance(nowS);
-    if (numTokens > 0 && this._ttftS === null) this._ttftS = this._nowS;
+    if (numTokens > 0) {
+      this._ttftS ??= this._nowS;
+      this._receivedS = this._nowS;
+    }
     this._bufferedTokens += numTokens;
     this._bufferedChars += text.length;
     this._accept(text, numTokens, paced);
@@ -350,6 +355,7 @@ class Pacer {
     for (const item of shown) {
       this._bufferedTokens -= item.numTokens;
       this._bufferedChars -= item.text.length;
+      this._shownS = item.atS;
     }
     return shown;
   }
@@ -381,6 +387,8 @@ class Pacer {
       bufferedTokens: this._bufferedTokens,
       bufferedChars: this._bufferedChars,
       ttftS: this._ttftS,
+      receivedS: this._receivedS,
+      shownS: this._shownS,
     };
   }
 
@@ -398,7 +406,7 @@ class Pacer {
 }
 
 /** Token i at displayed[i], never early. A piece of several tokens is shown when the last of them is due. */
-export class StrictPacer extends Pacer {
+export class ReadingPacer extends Pacer {
   constructor(target = qoeTarget()) {
     super(target);
     this._waiting = new Queue();
@@ -410,7 +418,7 @@ export class StrictPacer extends Pacer {
       const hadTokens = this._state.numTokens > 0;
       const lagS = this._state.lagS;
       this._lastDueS = this._state.deliver(this._nowS, numTokens);
-      if (hadTokens) this._countStall(this._state.lagS - lagS, MIN_STRICT_STALL_S);
+      if (hadTokens) this._countStall(this._state.lagS - lagS, MIN_READING_STALL_S);
     }
     this._waiting.push({ text, atS: Math.max(this._lastDueS, this._nowS), numTokens });
   }
@@ -426,7 +434,7 @@ export class StrictPacer extends Pacer {
 }
 
 /** No pacing: text is due as it arrives. */
-export class DirectPacer extends StrictPacer {
+export class DirectPacer extends ReadingPacer {
   constructor(target = qoeTarget()) {
     super(target);
     this._skipped = true;
@@ -469,11 +477,11 @@ class GenerationRate {
   }
 }
 
-/** Shows words at the pace of the generator, behind a reserve; human_pacer.py states the rule. */
-export class HumanPacer extends Pacer {
-  constructor(target = qoeTarget(), pacing = HUMAN_PACING) {
+/** Shows words at the pace of the generator, behind a reserve; smooth_pacer.py states the rule. */
+export class SmoothPacer extends Pacer {
+  constructor(target = qoeTarget(), pacing = SMOOTH_PACING) {
     super(target);
-    this.pacing = humanPacing(pacing);
+    this.pacing = smoothPacing(pacing);
     this._readingPerS = target.speedTokensPerS / this.pacing.tokensPerWord;
     this._segmenter = new Segmenter();
     this._rate = new GenerationRate(this.pacing);
@@ -588,12 +596,12 @@ export class HumanPacer extends Pacer {
   }
 }
 
-/** The pacer of a mode: "strict", "human", or null for none. */
-export function makePacer(mode, target = qoeTarget(), pacing = HUMAN_PACING) {
-  if (mode === null) return new DirectPacer(target);
-  if (mode === "strict") return new StrictPacer(target);
-  if (mode === "human") return new HumanPacer(target, pacing);
-  throw new RangeError(`mode must be "strict", "human" or null, not ${mode}`);
+/** The pacer of a mode: "reading", "smooth" or "off". */
+export function makePacer(mode, target = qoeTarget(), pacing = SMOOTH_PACING) {
+  if (mode === "off") return new DirectPacer(target);
+  if (mode === "reading") return new ReadingPacer(target);
+  if (mode === "smooth") return new SmoothPacer(target, pacing);
+  throw new RangeError(`mode must be "reading", "smooth" or "off", not ${mode}`);
 }
 
 /** First in, first out, without moving the rest at each shift. */
@@ -663,7 +671,7 @@ export class PacedStream {
    * @param source asynchronous iterable.
    * @param pacer fresh; owned by the stream.
    * @param options `startedS`: the clock's time of the request's arrival (default: the first use); `frameS`: least time
-   *   between two outputs (default 1/60 in human mode, else 0); `maxBufferedChars`: the source is not read further
+   *   between two outputs (default 1/60 in smooth mode, else 0); `maxBufferedChars`: the source is not read further
    *   while this much waits; `clock`: `{nowS, setTimer, clearTimer}`.
    */
   constructor(source, pacer, { startedS = null, frameS = null, maxBufferedChars = 1 << 20, clock = SYSTEM_CLOCK } = {}) {
@@ -672,7 +680,7 @@ export class PacedStream {
     this.#clock = clock;
     this.#startedS = startedS;
     this.#maxBufferedChars = maxBufferedChars;
-    this.#frameS = frameS ?? (pacer instanceof HumanPacer ? HUMAN_FRAME_S : 0);
+    this.#frameS = frameS ?? (pacer instanceof SmoothPacer ? SMOOTH_FRAME_S : 0);
   }
 
   get stats() {
@@ -794,7 +802,7 @@ export class PacedStream {
   }
 }
 
-/** False if the user's system asks for reduced motion: then show text as it arrives, `makePacer(null)`. */
+/** False if the user's system asks for reduced motion: then show text as it arrives, `makePacer("off")`. */
 export function wantsPacing() {
   return !(globalThis.matchMedia?.("(prefers-reduced-motion: reduce)").matches ?? false);
 }

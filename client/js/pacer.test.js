@@ -3,12 +3,12 @@ import { readFileSync } from "node:fs";
 import { test } from "node:test";
 
 import {
-  HUMAN_PACING,
-  HumanPacer,
+  SMOOTH_PACING,
+  SmoothPacer,
   PacedStream,
   QoeState,
   Segmenter,
-  humanPacing,
+  smoothPacing,
   makePacer,
   qoeTarget,
   wantsPacing,
@@ -36,8 +36,8 @@ function replay(pacer, events) {
 
 test("the vectors cover what they are meant to", () => {
   assert.equal(vectors.qoe.length, 35);
-  assert.equal(vectors.pacer.filter((c) => c.mode === "strict").length, 14);
-  assert.ok(vectors.pacer.filter((c) => c.mode === "human").length >= 30);
+  assert.equal(vectors.pacer.filter((c) => c.mode === "reading").length, 14);
+  assert.ok(vectors.pacer.filter((c) => c.mode === "smooth").length >= 30);
 });
 
 for (const vector of vectors.qoe) {
@@ -58,7 +58,10 @@ for (const vector of vectors.pacer) {
     assert.deepEqual(shown.map((item) => item.text), vector.shown.map(([text]) => text));
     shown.forEach((item, i) => assertClose(item.atS, vector.shown[i][1], `instant of piece ${i}`));
     assertClose(pacer.qoe, vector.qoe, "qoe");
-    assertClose(pacer.stats().stallSeconds, vector.stall_seconds, "stall seconds");
+    const { stallSeconds, receivedS, shownS } = pacer.stats();
+    assertClose(stallSeconds, vector.stall_seconds, "stall seconds");
+    assert.equal(receivedS, vector.events.findLast(([kind, , , numTokens]) => kind === "push" && numTokens > 0)[1]);
+    assert.equal(shownS, shown.at(-1).atS);
     assert.equal(pacer.bufferedTokens, 0);
     assert.equal(pacer.bufferedChars, 0);
   });
@@ -128,10 +131,10 @@ async function collect(clock, stream) {
   return output;
 }
 
-test("a strict stream shows each token at its instant, to within the shortest timer", async () => {
+test("a reading stream shows each token at its instant, to within the shortest timer", async () => {
   const clock = new FakeClock();
   const target = qoeTarget({ ttftS: 0.5, speedTokensPerS: 10 });
-  const output = await clock.run(collect(clock, new PacedStream(pieces(clock, 0.01, 20), makePacer("strict", target), { clock })));
+  const output = await clock.run(collect(clock, new PacedStream(pieces(clock, 0.01, 20), makePacer("reading", target), { clock })));
   assert.equal(output.length, 20);
   output.forEach(([atS, text], i) => {
     const lateS = atS - 100 - (0.5 + i / 10);
@@ -140,14 +143,14 @@ test("a strict stream shows each token at its instant, to within the shortest ti
   });
 });
 
-test("human mode draws at most 60 frames per second and keeps all text", async () => {
+test("smooth mode draws at most 60 frames per second and keeps all text", async () => {
   const clock = new FakeClock();
   const log = {};
-  const stream = new PacedStream(pieces(clock, 0.002, 300, log), makePacer("human"), { clock });
+  const stream = new PacedStream(pieces(clock, 0.002, 300, log), makePacer("smooth"), { clock });
   const output = await clock.run(collect(clock, stream));
   assert.equal(output.map(([, text]) => text).join(""), Array.from({ length: 300 }, (_, i) => `w${i} `).join(""));
   for (let i = 1; i < output.length; i += 1) assert.ok(output[i][0] - output[i - 1][0] >= 1 / 60 - 1e-9);
-  assert.ok(output.at(-1)[0] - 100 <= 0.6 + HUMAN_PACING.drainS + 0.02);
+  assert.ok(output.at(-1)[0] - 100 <= 0.6 + SMOOTH_PACING.drainS + 0.02);
   assert.ok(log.closed);
 });
 
@@ -160,7 +163,7 @@ test("an error of the source comes after the text before it", async () => {
   }
   const seen = [];
   const reading = (async () => {
-    for await (const text of new PacedStream(failing(), makePacer("human"), { clock })) seen.push(text);
+    for await (const text of new PacedStream(failing(), makePacer("smooth"), { clock })) seen.push(text);
   })();
   await assert.rejects(clock.run(reading), /lost/);
   assert.equal(seen.join(""), "one two ");
@@ -170,7 +173,7 @@ test("leaving the loop early closes the source", async () => {
   const clock = new FakeClock();
   const log = {};
   const reading = (async () => {
-    for await (const text of new PacedStream(pieces(clock, 0.1, 1000, log), makePacer("human"), { clock })) {
+    for await (const text of new PacedStream(pieces(clock, 0.1, 1000, log), makePacer("smooth"), { clock })) {
       if (text.includes("w3")) break;
     }
     await clock.sleep(1);
@@ -182,7 +185,7 @@ test("leaving the loop early closes the source", async () => {
 
 test("stop shows what had arrived at once and ends", async () => {
   const clock = new FakeClock();
-  const stream = new PacedStream(pieces(clock, 0.001, 1000), makePacer("strict"), { clock });
+  const stream = new PacedStream(pieces(clock, 0.001, 1000), makePacer("reading"), { clock });
   const reading = (async () => {
     const stopping = clock.sleep(0.0505).then(() => stream.stop());
     const output = await collect(clock, stream);
@@ -203,7 +206,7 @@ test("the source is not read further than the buffer's limit", async () => {
       yield "0123456789";
     }
   }
-  const stream = new PacedStream(endless(), makePacer("strict"), { clock, maxBufferedChars: 100 });
+  const stream = new PacedStream(endless(), makePacer("reading"), { clock, maxBufferedChars: 100 });
   const reading = (async () => {
     for await (const text of stream) if (text) break;
   })();
@@ -214,10 +217,10 @@ test("the source is not read further than the buffer's limit", async () => {
 test("parameters out of range are refused by name", () => {
   assert.throws(() => qoeTarget({ ttftS: 0 }), /ttftS/);
   assert.throws(() => qoeTarget({ speedTokensPerS: Infinity }), /speedTokensPerS/);
-  assert.throws(() => humanPacing({ drainS: 0 }), /drainS/);
-  assert.throws(() => humanPacing({ drain: 1 }), /drain/);
+  assert.throws(() => smoothPacing({ drainS: 0 }), /drainS/);
+  assert.throws(() => smoothPacing({ drain: 1 }), /drain/);
   assert.throws(() => makePacer("fast"), /fast/);
-  assert.equal(new HumanPacer(qoeTarget(), { reserveS: 0 }).pacing.reserveS, 0);
+  assert.equal(new SmoothPacer(qoeTarget(), { reserveS: 0 }).pacing.reserveS, 0);
 });
 
 test("without a browser nobody asks for reduced motion", () => {

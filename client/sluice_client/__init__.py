@@ -1,4 +1,4 @@
-"""Streams answers at reading speed: QoE arithmetic, token pacer, and a streaming SDK.
+"""Streams answers evenly or at reading speed: QoE arithmetic, token pacer, and a streaming SDK.
 
 Importing this package, `sluice_client.qoe` or `sluice_client.pacer` loads the standard library only; aiohttp comes with
 the first use of `SluiceClient`.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         SluiceClientError,
     )
     from sluice_client.paced_stream import PacedStream
-    from sluice_client.pacer import HumanPacing, PacerStats, Piece, make_pacer
+    from sluice_client.pacer import PacerStats, Piece, SmoothPacing, make_pacer
     from sluice_client.qoe import QoeState, QoeTarget
     from sluice_client.retry import RetryPolicy
     from sluice_client.transport import ClientLimits
@@ -36,7 +36,6 @@ __all__ = [
     "Answer",
     "ClientLimits",
     "ConnectionLostError",
-    "HumanPacing",
     "IncompleteStreamError",
     "PacedStream",
     "PacerStats",
@@ -48,6 +47,7 @@ __all__ = [
     "RetryPolicy",
     "SluiceClient",
     "SluiceClientError",
+    "SmoothPacing",
     "make_pacer",
 ]
 
@@ -56,7 +56,7 @@ _MODULES = {
     "client": ("SluiceClient",),
     "errors": tuple(name for name in __all__ if name.endswith("Error")),
     "paced_stream": ("PacedStream",),
-    "pacer": ("HumanPacing", "PacerStats", "Piece", "make_pacer"),
+    "pacer": ("SmoothPacing", "PacerStats", "Piece", "make_pacer"),
     "qoe": ("QoeState", "QoeTarget"),
     "retry": ("RetryPolicy",),
     "transport": ("ClientLimits",),

@@ -76,7 +76,7 @@ class SluiceClient:
         messages: Messages,
         model: str | None = None,
         *,
-        pace: PaceMode | None = "human",
+        pace: PaceMode = "smooth",
         qoe: QoeTarget | None = None,
         idempotency_key: str | None = None,
         **params: Any,
@@ -86,7 +86,8 @@ class SluiceClient:
         Args:
             messages: in OpenAI's format; a string is one message of the user.
             model: None takes the client's default.
-            pace: "human" for people, "strict" for the exact timeline of `qoe`, None for programs.
+            pace: "reading" shows the text at the speed that `qoe` says, "smooth" evenly as fast as it comes, "off" as
+                it comes, for programs.
             qoe: the reader's expectation; sent to the server if given (only Sluice knows the field).
             idempotency_key: of requests that are one; None: a new one, so that it is one however often it is sent.
             **params: any other field of the request (`max_tokens`, `temperature`, …).
@@ -102,7 +103,7 @@ class SluiceClient:
         prompt: str | Sequence[int],
         model: str | None = None,
         *,
-        pace: PaceMode | None = "human",
+        pace: PaceMode = "smooth",
         qoe: QoeTarget | None = None,
         idempotency_key: str | None = None,
         **params: Any,

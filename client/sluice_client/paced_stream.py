@@ -13,12 +13,12 @@ import inspect
 from collections.abc import AsyncIterable
 from typing import Self
 
-from sluice_client.pacer import Pacer, PacerStats, Piece, StrictPacer
+from sluice_client.pacer import Pacer, PacerStats, Piece, ReadingPacer
 
 MIN_TIMER_S = 1e-3
 """Loops round shorter timers, some to nothing."""
 
-HUMAN_FRAME_S = 1 / 60
+SMOOTH_FRAME_S = 1 / 60
 """Default of `frame_s` for people: a screen shows no more frames per second than this."""
 
 
@@ -85,7 +85,7 @@ class PacedStream:
         source: pieces of text; a string counts as one token. Closed (`aclose` or `close`) with the stream.
         pacer: fresh; owned by the stream.
         started_s: `loop.time()` of the request's arrival; None: the first use of the stream.
-        frame_s: least time between two pieces of output, seconds; None: 1/60 in human mode, else 0.
+        frame_s: least time between two pieces of output, seconds; None: 1/60 in smooth mode, else 0.
         max_buffered_chars: the source is not read further while this much text waits.
     """
 
@@ -222,7 +222,7 @@ class PacedStream:
 
 
 def _default_frame_s(pacer: Pacer) -> float:
-    return 0.0 if isinstance(pacer, StrictPacer) else HUMAN_FRAME_S
+    return 0.0 if isinstance(pacer, ReadingPacer) else SMOOTH_FRAME_S
 
 
 async def _close(source: object) -> None:

@@ -1,8 +1,8 @@
-"""The token pacer, made here by its mode: when text that has arrived is shown. Two modes of one machine.
+"""The token pacer, made here by its mode: when text that has arrived is shown. Three modes of one machine.
 
-- `strict` (`pacer_base.py`): token i is shown exactly at displayed[i] of `qoe.py` (the paper's pacer; tests,
+- `reading` (`pacer_base.py`): token i is shown exactly at displayed[i] of `qoe.py` (the paper's pacer; tests,
   benchmarks, and what a server assumes of a reader).
-- `human` (`human_pacer.py`): for people. The first text at once; then word by word, as fast as text arrives, behind a
+- `smooth` (`smooth_pacer.py`): for people. The first text at once; then word by word, as fast as text arrives, behind a
   small reserve that hides pauses; code and JSON as they come; nothing is held back once the answer has ended.
 
 State machines without a clock, a task or a generator: every method takes the time, in seconds since the request's
@@ -12,49 +12,49 @@ drives a pacer under an event loop; `client/js/pacer.js` is the same machine in 
 
     push ──► waiting ──(due)──► ready ──► pop
 
-Source: Andes (arXiv 2404.16283), section 5 (strict). Human mode is ours.
+Source: Andes (arXiv 2404.16283), section 5 (`reading`). Smooth mode is ours.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from sluice_client.human_pacer import HumanPacer, HumanPacing
-from sluice_client.pacer_base import DirectPacer, Pacer, PacerStats, Piece, Shown, StrictPacer
+from sluice_client.pacer_base import DirectPacer, Pacer, PacerStats, Piece, ReadingPacer, Shown
 from sluice_client.qoe import QoeTarget
+from sluice_client.smooth_pacer import SmoothPacer, SmoothPacing
 
 __all__ = [
     "DirectPacer",
-    "HumanPacer",
-    "HumanPacing",
     "PaceMode",
     "Pacer",
     "PacerStats",
     "Piece",
+    "ReadingPacer",
     "Shown",
-    "StrictPacer",
+    "SmoothPacer",
+    "SmoothPacing",
     "make_pacer",
 ]
 
-PaceMode = Literal["strict", "human"]
+PaceMode = Literal["reading", "smooth", "off"]
 
 
-def make_pacer(mode: PaceMode | None, target: QoeTarget | None = None, pacing: HumanPacing | None = None) -> Pacer:
-    """The pacer of a mode; None passes text on as it arrives.
+def make_pacer(mode: PaceMode, target: QoeTarget | None = None, pacing: SmoothPacing | None = None) -> Pacer:
+    """The pacer of a mode.
 
     Args:
-        mode: "strict", "human" or None.
+        mode: "reading", "smooth" or "off".
         target: what the reader expects; the default is the paper's mean reader.
-        pacing: parameters of human mode; the other modes have none.
+        pacing: parameters of smooth mode; the other modes have none.
 
     Raises:
         ValueError: there is no such mode.
     """
     target = target or QoeTarget()
-    if mode is None:
+    if mode == "off":
         return DirectPacer(target)
-    if mode == "strict":
-        return StrictPacer(target)
-    if mode == "human":
-        return HumanPacer(target, pacing)
-    raise ValueError(f"pace must be 'strict', 'human' or None, not {mode!r}")
+    if mode == "reading":
+        return ReadingPacer(target)
+    if mode == "smooth":
+        return SmoothPacer(target, pacing)
+    raise ValueError(f"pace must be 'reading', 'smooth' or 'off', not {mode!r}")

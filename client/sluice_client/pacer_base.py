@@ -1,4 +1,4 @@
-"""What both modes of the pacer share, and the strict one. See `pacer.py`; no clock, no task, no generator."""
+"""What all modes of the pacer share, and `reading` and `off`. See `pacer.py`; no clock, no task, no generator."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from sluice_client.qoe import QoeState, QoeTarget
 
-MIN_STRICT_STALL_S = 1e-3
-"""A shorter wait adds to the seconds of a strict pacer, not to its number of stalls."""
+MIN_READING_STALL_S = 1e-3
+"""A shorter wait adds to the seconds of a reading pacer, not to its number of stalls."""
 
 
 class Piece(NamedTuple):
@@ -38,7 +38,7 @@ class PacerStats:
     """What a reader went through so far."""
 
     qoe: float
-    """From the arrivals, as the definition says: in human mode too it is the QoE of the strict timeline, in [0, 1]."""
+    """From the arrivals, as the definition says: whatever the mode it is the QoE of the reading timeline, in [0, 1]."""
     stall_seconds: float
     """Time for which a reader at reading speed had read everything and waited, after the first token."""
     num_stalls: int
@@ -47,16 +47,22 @@ class PacerStats:
     buffered_chars: int
     ttft_s: float | None
     """Arrival of the first token; None while there is none."""
+    received_s: float | None
+    """Arrival of the newest token; None while there is none."""
+    shown_s: float | None
+    """When the last text that was popped was due; None while there is none. Later than `received_s`: by pacing."""
 
 
 class Pacer(ABC):
-    """What both modes share: order, the ready text, the counters."""
+    """What all modes share: order, the ready text, the counters."""
 
     def __init__(self, target: QoeTarget) -> None:
         self.target = target
         self._state = QoeState(target)
         self._now_s = float("-inf")
         self._ttft_s: float | None = None
+        self._received_s: float | None = None
+        self._shown_s: float | None = None
         self._finish_s: float | None = None
         self._skipped = False
         self._ready: list[Shown] = []
@@ -73,14 +79,15 @@ class Pacer(ABC):
         Args:
             now_s: instant of arrival.
             text: may be empty (tokens that have no text yet).
-            num_tokens: how many tokens it completes, 0 or more; strict mode shows it when the last of them is due.
-            paced: False for text that no one reads word by word (tool calls); human mode then passes it on in its turn.
+            num_tokens: how many tokens it completes, 0 or more; reading mode shows it when the last of them is due.
+            paced: False for text that no one reads word by word (tool calls); smooth mode then passes it on in turn.
         """
         assert num_tokens >= 0, "a piece cannot hold fewer than 0 tokens"
         assert self._finish_s is None, "push after finish"
         self._advance(now_s)
         if num_tokens:
             self._ttft_s = self._now_s if self._ttft_s is None else self._ttft_s
+            self._received_s = self._now_s
         self.buffered_tokens += num_tokens
         self.buffered_chars += len(text)
         self._accept(text, num_tokens, paced=paced)
@@ -105,6 +112,7 @@ class Pacer(ABC):
         for item in shown:
             self.buffered_tokens -= item.num_tokens
             self.buffered_chars -= len(item.text)
+            self._shown_s = item.at_s
         return shown
 
     def next_due_s(self) -> float | None:
@@ -127,6 +135,8 @@ class Pacer(ABC):
             buffered_tokens=self.buffered_tokens,
             buffered_chars=self.buffered_chars,
             ttft_s=self._ttft_s,
+            received_s=self._received_s,
+            shown_s=self._shown_s,
         )
 
     def _advance(self, now_s: float) -> None:
@@ -152,7 +162,7 @@ class Pacer(ABC):
         """Remove the first waiting text, which is shown at `due_s`."""
 
 
-class StrictPacer(Pacer):
+class ReadingPacer(Pacer):
     """Token i at displayed[i], never early. A piece of several tokens is shown when the last of them is due."""
 
     def __init__(self, target: QoeTarget) -> None:
@@ -161,12 +171,12 @@ class StrictPacer(Pacer):
         self._last_due_s = float("-inf")
 
     def _accept(self, text: str, num_tokens: int, *, paced: bool) -> None:
-        del paced  # strict mode knows tokens, not text
+        del paced  # reading mode knows tokens, not text
         if num_tokens:
             had_tokens, lag_s = self._state.num_tokens > 0, self._state.lag_s
             self._last_due_s = self._state.deliver(self._now_s, num_tokens)
             if had_tokens:
-                self._count_stall(self._state.lag_s - lag_s, MIN_STRICT_STALL_S)
+                self._count_stall(self._state.lag_s - lag_s, MIN_READING_STALL_S)
         self._waiting.append(Shown(text, max(self._last_due_s, self._now_s), num_tokens))
 
     def _next_waiting_s(self) -> float | None:
@@ -178,8 +188,8 @@ class StrictPacer(Pacer):
         return self._waiting.popleft()._replace(at_s=due_s)
 
 
-class DirectPacer(StrictPacer):
-    """No pacing: text is due as it arrives. For programs; it keeps the statistics of a strict pacer."""
+class DirectPacer(ReadingPacer):
+    """No pacing: text is due as it arrives. For programs; it keeps the statistics of a reading pacer."""
 
     def __init__(self, target: QoeTarget) -> None:
         super().__init__(target)

@@ -51,7 +51,7 @@ def ideal_times(target: QoeTarget, num_tokens: int) -> list[float]:
 
 
 def displayed_times(target: QoeTarget, delivered_s: Sequence[float]) -> list[float]:
-    """The instants at which the strict pacer shows the tokens that were delivered at `delivered_s` (in order)."""
+    """The instants at which the reading pacer shows the tokens that were delivered at `delivered_s` (in order)."""
     displayed: list[float] = []
     for ideal, delivered in zip(ideal_times(target, len(delivered_s)), delivered_s, strict=True):
         earliest = displayed[-1] + 1 / target.speed_tokens_per_s if displayed else ideal

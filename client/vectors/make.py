@@ -2,8 +2,8 @@
 
     python client/vectors/make.py
 
-QoE and strict mode come from the definition in `sluice_client.qoe`, not from the machines under test; the cuts of text
-and human mode are those of the Python pacer, whose properties have tests of their own. Seeds fix everything.
+QoE and reading mode come from the definition in `sluice_client.qoe`, not from the machines under test; the cuts of text
+and smooth mode are those of the Python pacer, whose properties have tests of their own. Seeds fix everything.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sluice_client.human_pacer import HumanPacer, HumanPacing
 from sluice_client.qoe import QoeTarget, delay_sum, displayed_times, final_qoe, qoe_at
 from sluice_client.segment import Segmenter
+from sluice_client.smooth_pacer import SmoothPacer, SmoothPacing
 
 OUTPUT = Path(__file__).with_name("pacer.json")
 
@@ -108,8 +108,8 @@ def strict_case(seed: int) -> dict[str, Any]:
         last += count
         shown.append([text, displayed[last]])
     return {
-        "name": f"strict-{seed}-{kind}",
-        "mode": "strict",
+        "name": f"reading-{seed}-{kind}",
+        "mode": "reading",
         "target": asdict(target),
         "events": [["push", *event] for event in zip(times, texts, counts, strict=True)] + [["finish", times[-1]]],
         "shown": shown,
@@ -118,8 +118,8 @@ def strict_case(seed: int) -> dict[str, Any]:
     }
 
 
-def human_case(seed: int, name: str, kind: str) -> dict[str, Any]:
-    """One text through the human pacer, with a skip in every fifth case and unpaced pieces in every seventh."""
+def smooth_case(seed: int, name: str, kind: str) -> dict[str, Any]:
+    """One text through the smooth pacer, with a skip in every fifth case and unpaced pieces in every seventh."""
     rng = random.Random(2000 + seed)  # noqa: S311
     target = QoeTarget(1.0, rng.choice((4.8, 4.8, 3.3, 10.0)))
     texts = cut_text(TEXTS[name], rng)
@@ -132,13 +132,13 @@ def human_case(seed: int, name: str, kind: str) -> dict[str, Any]:
             events.append(["skip", round(now_s + 0.01 * (kind != "at_once"), 6)])
     late_s = rng.choice((0.0, 0.05, 2.0))
     events.append(["finish", round(times[-1] + late_s + 0.02, 6)])
-    pacer = HumanPacer(target, HumanPacing())
+    pacer = SmoothPacer(target, SmoothPacing())
     replay(pacer, events)
     shown = pacer.pop(float("inf"))
     stats = pacer.stats()
     return {
-        "name": f"human-{seed}-{name}-{kind}",
-        "mode": "human",
+        "name": f"smooth-{seed}-{name}-{kind}",
+        "mode": "smooth",
         "target": asdict(target),
         "events": events,
         "shown": [[item.text, item.at_s] for item in shown],
@@ -165,14 +165,14 @@ def segment_case(seed: int, name: str) -> dict[str, Any]:
 
 def build() -> dict[str, Any]:
     """Every vector."""
-    human = [(name, kind) for i, name in enumerate(TEXTS) for kind in (ARRIVALS[i % 7], ARRIVALS[(i + 3) % 7])]
-    human += [("english", kind) for kind in ARRIVALS]
+    smooth = [(name, kind) for i, name in enumerate(TEXTS) for kind in (ARRIVALS[i % 7], ARRIVALS[(i + 3) % 7])]
+    smooth += [("english", kind) for kind in ARRIVALS]
     return {
         "about": "Made by make.py. Times in seconds since the request's arrival; compare numbers within tolerance.",
         "tolerance": 1e-9,
         "qoe": [qoe_case(seed) for seed in range(35)],
         "pacer": [strict_case(seed) for seed in range(14)]
-        + [human_case(seed, name, kind) for seed, (name, kind) in enumerate(human)],
+        + [smooth_case(seed, name, kind) for seed, (name, kind) in enumerate(smooth)],
         "segments": [segment_case(seed, name) for seed, name in enumerate(TEXTS)],
     }
 

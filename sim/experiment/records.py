@@ -149,8 +149,8 @@ class Records:
     def effective_tokens(self) -> F64:
         """[n] tokens by what they were worth to the reader when they came; without a reader every one counts.
 
-        Source: TokenFlow (arXiv 2510.02758), effective throughput. Deviations: an unread token is one that the strict
-        pacer has not displayed, and one that nobody reads counts.
+        Source: TokenFlow (arXiv 2510.02758), effective throughput. Deviations: an unread token is one that the
+        reading pacer has not displayed, and one that nobody reads counts.
         """
         effective = self.num_tokens.astype(np.float64)
         for i in np.flatnonzero((self.num_tokens > 0) & ~np.isnan(self.qoe_speed)):

@@ -75,14 +75,14 @@ def test_one_in_the_background_is_found_by_every_command_until_it_is_ended(shell
         assert str(run["url"]) in shell.type("ps").stdout
         shell.env["SLUICE_API_KEY"] = "of-sixteen-letters"
         assert "worker-0" in shell.type("status").stdout
-        assert shell.type("chat", "--no-pace", text="hello\n").stdout
+        assert shell.type("chat", "--pace", "off", text="hello\n").stdout
         assert "planner, epoch" in shell.type("planner").stdout
         assert len(shell.type("tap", "--count", "2").stdout.splitlines()) == 2
         load = ("--api-key", shell.env["SLUICE_API_KEY"], "--num-prompts", "2", "--output-len", "4")
         assert shell.type("bench", *load).returncode == 0
         assert '"event": "worker_ready"' in shell.type("logs", "worker-0").stdout
         assert "monitor " in shell.type("logs", "--tail", "1").stdout
-        talked = shell.type("run", "--no-pace", text="hello\n")
+        talked = shell.type("run", "--pace", "off", text="hello\n")
         assert talked.stdout
         assert f"sluice-demo is served at {run['url']} already" in talked.stderr
         assert len(shell.runs()) == 1
@@ -99,7 +99,7 @@ def test_one_in_the_background_is_found_by_every_command_until_it_is_ended(shell
 
 def test_a_conversation_with_a_model_has_a_cluster_for_as_long_as_it_takes(shell: Shell) -> None:
     shutil.copytree(shipped_folder(), shell.folder / "tales")
-    talked = shell.type("run", "tales", "--no-pace", text="hello\n")
+    talked = shell.type("run", "tales", "--pace", "off", text="hello\n")
     assert talked.returncode == 0, talked.stderr
     assert talked.stdout
     assert "model tales" in talked.stderr
@@ -148,7 +148,7 @@ def test_a_control_group_s_limit_is_respected(shell: Shell) -> None:
         try:
             (chosen,) = re.findall(r"memory (\d+)\.\d MiB; .*, 1\.[45] GiB are free", started.stderr)
             assert 400 <= int(chosen) <= 512
-            assert shell.type("chat", "--no-pace", text="hello\n").stdout
+            assert shell.type("chat", "--pace", "off", text="hello\n").stdout
         finally:
             assert shell.type("down").returncode == 0
         assert "oom_kill 0" in (LIMITED / "memory.oom_control").read_text()

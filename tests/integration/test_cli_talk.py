@@ -63,8 +63,20 @@ def test_chat_reads_messages_from_a_pipe_and_remembers_the_conversation(server: 
     assert all(expected.fullmatch(line) for line in lines), lines
 
 
-def test_chat_without_pacing_gives_the_same_text(server: Server) -> None:
-    assert server.sluice("chat", "--no-pace", text="hello\n").stdout == "0 before, then hello \n"
+@pytest.mark.parametrize("pace", ["reading", "smooth", "off"])
+def test_the_server_is_told_of_the_reader_that_text_is_paced_for(server: Server, pace: str) -> None:
+    result = server.sluice("chat", "--pace", pace, "--reading-speed", "800", text="hello\nwhich qoe\n")
+    assert result.returncode == 0, result.stderr
+    hello, qoe = result.stdout.splitlines()
+    assert hello == "0 before, then hello "
+    assert json.loads(qoe) == (None if pace == "off" else {"ttft_s": 1.0, "speed_tokens_per_s": 800.0})
+
+
+def test_reading_takes_as_long_as_the_speed_says(server: Server) -> None:
+    """First token after a second, three more at four a second; what is paced ends later, never earlier."""
+    began_s = time.monotonic()
+    assert server.sluice("chat", "--pace", "reading", "--reading-speed", "4", text="hello\n").returncode == 0
+    assert time.monotonic() - began_s > 1.0 + 3 / 4
 
 
 @pytest.mark.parametrize(
@@ -213,6 +225,12 @@ def test_demo_streams_one_answer_and_ends_without_a_terminal(server: Server, tmp
     assert told is not None
     is_late = float(told[2]) >= 1 or told[3] != "no stall"  # as on a busy machine
     assert told[1] == "1.00" or is_late
+    paced = re.search(
+        r"generated in (\S+) s, shown in (\S+) s \((\S+) s are pacing\), at reading speed, 4.8 tok", result.stdout
+    )
+    assert paced is not None
+    assert float(paced[3]) > 1.0
+    assert float(paced[1]) + float(paced[3]) == pytest.approx(float(paced[2]), abs=0.11)
     for text in ("4 tokens", "/v1/chat/completions", "curl -N ", "from openai import OpenAI", "nats --server"):
         assert text in result.stdout
     assert result.stderr.startswith("starting broker, monitor, planner, 2 workers, dispatcher; model tiny\n")

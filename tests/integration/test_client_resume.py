@@ -68,7 +68,7 @@ async def test_a_connection_cut_anywhere_changes_nothing(served: Running, way: W
             cutting(served.url, [cut], orderly=orderly) as proxy,
             client_of(proxy.url, way=way) as client,
         ):
-            shown = [piece async for piece in client.chat("hi", stop="nowhere", pace=None)]
+            shown = [piece async for piece in client.chat("hi", stop="nowhere", pace="off")]
             assert "".join(shown) == TEXT, cut
             await until(lambda: proxy.num_cut == 1)
     await until(lambda: nothing_left(served))
@@ -80,7 +80,7 @@ async def test_a_connection_that_is_cut_again_and_again_still_brings_the_whole_a
 ) -> None:
     """Each connection brings two or three events; each of them is progress."""
     async with cutting(served.url, [1400] * 12) as proxy, client_of(proxy.url, way=way) as client:
-        answer = client.chat("hi", pace=None, logprobs=True)
+        answer = client.chat("hi", pace="off", logprobs=True)
         shown = [piece async for piece in answer]
         assert "".join(shown) == answer.text == TEXT
         assert answer.finish_reason == "stop"
@@ -104,7 +104,7 @@ async def test_an_answer_goes_on_at_another_dispatcher_when_its_own_dies(serve: 
         client_of(proxy.url, second.url) as client,
     ):
         first.worker.step_s = 0.001
-        answer = client.chat("hi", pace="human", qoe=FAST)
+        answer = client.chat("hi", pace="smooth", qoe=FAST)
         assert "".join([piece async for piece in answer]) == TEXT
         assert seeds == [seeds[0]] * 2
         assert proxy.num_connections == 2
@@ -112,7 +112,7 @@ async def test_an_answer_goes_on_at_another_dispatcher_when_its_own_dies(serve: 
 
 async def test_a_draining_dispatcher_hands_its_clients_over(serve: Serve) -> None:
     async with serve() as first, serve(TEXT) as second, client_of(first.url, second.url) as client:
-        answer = client.chat("hi", pace=None)
+        answer = client.chat("hi", pace="off")
         reading = asyncio.create_task(answer.read())
         (item,) = await first.begun()
         await first.worker.emit(item, first.encode(TEXT)[:4])
@@ -127,7 +127,7 @@ async def test_an_answer_that_lost_its_worker_and_found_no_room_goes_on_when_the
         full = FakeWorker(running.bus, "w1", lambda _: [*running.encode(TEXT), running.end_id])
         full.refuse = RefusalReason.FULL
         await full.start()
-        answer = client.chat("hi", pace=None)
+        answer = client.chat("hi", pace="off")
         reading = asyncio.create_task(answer.read())
         (item,) = await running.begun()
         await running.worker.emit(item, running.encode(TEXT)[:4])
@@ -172,7 +172,7 @@ async def test_an_answer_that_is_left_is_cancelled_at_every_stage(
     async with client_of(running.url, way=way) as client:
         worker = running.worker
         worker.answers = stage != "submitting"
-        answer = client.chat("hi", pace=None)
+        answer = client.chat("hi", pace="off")
         async with answer:
             reading = asyncio.create_task(read_all(answer))
             await until(lambda: worker.submits)
@@ -198,7 +198,7 @@ async def read_all(answer: Any) -> None:
 
 async def test_seventeen_answers_at_once_take_a_second_connection(running: Running) -> None:
     async with client_of(running.url, way="websocket") as client:
-        reading = [asyncio.create_task(client.chat("hi", pace=None).read()) for _ in range(17)]
+        reading = [asyncio.create_task(client.chat("hi", pace="off").read()) for _ in range(17)]
         items = await running.begun(17)
         assert len(running.front.sockets) == 2
         for item in items:
@@ -212,15 +212,18 @@ async def test_a_server_that_never_comes_back_ends_the_answer_with_an_error(runn
         cutting(running.url, [1200]) as proxy,
         client_of(proxy.url, limits=ClientLimits(retry=policy)) as client,
     ):
-        answer = client.chat("hi", pace=None)
+        answer = client.chat("hi", pace="off")
         reading = asyncio.create_task(answer.read())
         (item,) = await running.begun()
         proxy.refuse()
-        for token in running.encode(TEXT):
-            await running.worker.emit(item, [token])
+        whole = f"{TEXT} " * 4
+        for word in whole.split(" "):  # one event each: together they would be too few bytes to be cut
+            num_bytes = proxy.num_bytes
+            await running.worker.emit(item, running.encode(f"{word} "))
+            await until(lambda before=num_bytes: proxy.num_bytes > before or proxy.num_cut)
         with pytest.raises(ConnectionLostError, match="could not be resumed: no answer from"):
             await reading
-        assert TEXT.startswith(answer.text)
+        assert whole.startswith(answer.text)
 
 
 async def test_a_server_without_websockets_is_named_with_the_way_out() -> None:

@@ -87,7 +87,7 @@ PUT_IN: Final = (
     (r"\bDIR\b", "made"),
     (r'"model": "llama"', '"model": "tiny"'),
     (r"^(sluice (chat|status|bench|replay)\b(?!.*--url))", r"\1 --url $URL"),
-    (r"^(sluice chat\b)", r"\1 --no-pace"),
+    (r"^(sluice chat\b(?!.*--pace))", r"\1 --pace off"),
     (r"^(sluice bench\b)(?!.*--dataset)", r"\1 --num-prompts 3 --input-len 20"),
     (r"^(sluice bench\b)(?!.*--output-len)(?!.*--dataset)", r"\1 --output-len 4"),
     (r"^(sluice bench .*--vocab) 4096", r"\1 300"),
@@ -273,7 +273,7 @@ def test_an_example_in_python_prints_an_answer(place: Place, line: Line) -> None
 
 def type_what_up_prints(place: Place, text: str, table: dict[str, str]) -> None:
     for name in ("state", "chat", "events"):
-        line = table[name].replace("sluice chat", "sluice chat --no-pace")
+        line = table[name].replace("sluice chat", "sluice chat --pace off")
         done = place.type(line, "Hello.\n")
         assert done.returncode == 0, f"{line}\n{done.stderr}"
     for name in ("models", "metrics"):

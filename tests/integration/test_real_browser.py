@@ -125,7 +125,7 @@ async def test_a_page_that_may_shows_a_stream_at_reading_speed(serve: Serve, bro
     script = """
     const {PacedStream, makePacer, qoeTarget} = await import("/pacer.js");
     const startedS = performance.now() / 1000;
-    const pacer = makePacer("strict", qoeTarget({ttftS, speedTokensPerS}));
+    const pacer = makePacer("reading", qoeTarget({ttftS, speedTokensPerS}));
     let text = "", numTokens = 0;
     async function* counted(pieces) {
       for await (const piece of pieces) {

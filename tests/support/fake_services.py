@@ -114,6 +114,8 @@ class Handler(BaseHTTPRequestHandler):
         if last == "break":
             return
         words = ["tick"] * 1000 if last == "slow" else f"{len(before)} before, then {last}".split()
+        if last.startswith("which "):
+            words = json.dumps(body.get(last[6:])).split()
         try:
             for index, word in enumerate(words):
                 self.send({"choices": [{"index": 0, "delta": {"content": word + " "}, "finish_reason": None}]})

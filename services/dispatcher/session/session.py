@@ -153,7 +153,7 @@ class Session:
         return max(0.0, self.shown_s - first_s - (len(self.token_s) - 1) * self._reading_s)
 
     def num_unread(self, now_s: float) -> int:
-        """Return how many tokens its reader has and has not been shown, as a strict pacer shows them."""
+        """Return how many tokens its reader has and has not been shown, as a reading pacer shows them."""
         if not self.shown_s > now_s or not self.token_s:
             return 0
         return min(ceil((self.shown_s - now_s) / self._reading_s), len(self.tokens))

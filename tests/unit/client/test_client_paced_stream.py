@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.virtual_time import run
-from sluice_client.paced_stream import HUMAN_FRAME_S, MIN_TIMER_S, PacedStream
-from sluice_client.pacer import HumanPacing, PaceMode, Piece, make_pacer
+from sluice_client.paced_stream import MIN_TIMER_S, SMOOTH_FRAME_S, PacedStream
+from sluice_client.pacer import PaceMode, Piece, SmoothPacing, make_pacer
 from sluice_client.qoe import QoeTarget, displayed_times, final_qoe
 
 TARGET = QoeTarget(ttft_s=0.5, speed_tokens_per_s=10.0)
-MODES: list[PaceMode | None] = ["strict", "human", None]
+MODES: list[PaceMode] = ["reading", "smooth", "off"]
 
 
 class Source:
@@ -53,7 +53,7 @@ class Source:
         return "".join(f"w{i} " for i in range(self.num_yielded))
 
 
-def stream_of(source: Source, mode: PaceMode | None, **options: Any) -> PacedStream:
+def stream_of(source: Source, mode: PaceMode, **options: Any) -> PacedStream:
     return PacedStream(source, make_pacer(mode, TARGET), **options)
 
 
@@ -64,12 +64,12 @@ async def collect(stream: PacedStream) -> list[tuple[float, str]]:
 
 @pytest.mark.parametrize("start_s", [0.0, 12345.678, 4e6 + 0.1])
 @pytest.mark.parametrize("mean_gap_s", [0.0, 0.01, 0.1, 0.7])
-def test_strict_mode_shows_each_token_at_its_instant(mean_gap_s: float, start_s: float) -> None:
+def test_reading_mode_shows_each_token_at_its_instant(mean_gap_s: float, start_s: float) -> None:
     """Producers much faster than, as fast as and much slower than the reader; late by less than the shortest timer."""
     rng = random.Random(21)
     gaps = [rng.uniform(0, 2 * mean_gap_s) for _ in range(60)]
     arrived = [sum(gaps[: i + 1]) for i in range(60)]
-    stream = stream_of(Source(gaps), "strict")
+    stream = stream_of(Source(gaps), "reading")
     output = run(collect(stream), start_s=start_s)
     shown = [at_s for at_s, text in output for _ in text.split()]
     for at_s, due_s in zip(shown, displayed_times(TARGET, arrived), strict=True):
@@ -80,7 +80,7 @@ def test_strict_mode_shows_each_token_at_its_instant(mean_gap_s: float, start_s:
 
 @pytest.mark.parametrize("mode", MODES)
 @given(gaps=st.lists(st.one_of(st.just(0.0), st.floats(0, 0.01), st.floats(0, 1)), max_size=50))
-def test_all_text_comes_out_in_order_and_the_source_is_closed(mode: PaceMode | None, gaps: list[float]) -> None:
+def test_all_text_comes_out_in_order_and_the_source_is_closed(mode: PaceMode, gaps: list[float]) -> None:
     source = Source(gaps)
     output = run(collect(stream_of(source, mode)))
     assert "".join(text for _, text in output) == "".join(f"w{i} " for i in range(len(gaps)))
@@ -89,16 +89,16 @@ def test_all_text_comes_out_in_order_and_the_source_is_closed(mode: PaceMode | N
 
 
 @pytest.mark.parametrize("gap_s", [0.0, 0.001, 0.02, 0.3])
-def test_human_mode_draws_at_most_sixty_frames_a_second_and_ends_with_the_drain(gap_s: float) -> None:
-    output = run(collect(stream_of(Source([gap_s] * 200), "human")))
+def test_smooth_mode_draws_at_most_sixty_frames_a_second_and_ends_with_the_drain(gap_s: float) -> None:
+    output = run(collect(stream_of(Source([gap_s] * 200), "smooth")))
     instants = [at_s for at_s, _ in output]
-    assert all(b - a >= HUMAN_FRAME_S - 1e-9 for a, b in pairwise(instants))
+    assert all(b - a >= SMOOTH_FRAME_S - 1e-9 for a, b in pairwise(instants))
     assert instants[0] == pytest.approx(gap_s, abs=1e-6)
-    assert instants[-1] <= 200 * gap_s + HumanPacing().drain_s + HUMAN_FRAME_S + 1e-6
+    assert instants[-1] <= 200 * gap_s + SmoothPacing().drain_s + SMOOTH_FRAME_S + 1e-6
 
 
 def test_without_pacing_text_is_shown_as_it_arrives() -> None:
-    output = run(collect(stream_of(Source([0.1] * 5), None)))
+    output = run(collect(stream_of(Source([0.1] * 5), "off")))
     assert [at_s for at_s, _ in output] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
 
 
@@ -108,7 +108,7 @@ async def test_pieces_say_how_many_tokens_they_hold() -> None:
         yield Piece("a", 3)
         yield Piece("b", 0)
 
-    output = await collect(PacedStream(source(), make_pacer("strict", TARGET)))
+    output = await collect(PacedStream(source(), make_pacer("reading", TARGET)))
     assert [text for _, text in output] == ["ab"]
     assert output[0][0] == pytest.approx(0.7, abs=1e-6)
 
@@ -118,13 +118,13 @@ async def test_time_counts_from_the_requests_arrival_if_that_is_given() -> None:
     await asyncio.sleep(77.0)
     now_s = asyncio.get_running_loop().time()
     await asyncio.sleep(0.4)
-    output = await collect(stream_of(Source([0.0] * 3), "strict", started_s=now_s))
+    output = await collect(stream_of(Source([0.0] * 3), "reading", started_s=now_s))
     assert [at_s for at_s, _ in output] == pytest.approx([0.1, 0.2, 0.3], abs=1e-6)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.virtual_time
-async def test_an_error_of_the_source_is_raised_after_the_text_before_it(mode: PaceMode | None) -> None:
+async def test_an_error_of_the_source_is_raised_after_the_text_before_it(mode: PaceMode) -> None:
     source, seen = Source([0.01] * 20, error=ValueError("lost")), []
     with pytest.raises(ValueError, match="lost"):  # noqa: PT012  the loop shows what came before the error
         async for text in stream_of(source, mode):
@@ -138,7 +138,7 @@ async def test_an_error_of_the_source_is_raised_after_the_text_before_it(mode: P
 @pytest.mark.parametrize("cancel_s", [0.0, 0.004, 0.0505, 0.101, 0.11, 0.119, 0.3])
 @pytest.mark.virtual_time
 async def test_cancelling_the_reader_in_any_state_leaves_no_task_and_no_text_lost(
-    mode: PaceMode | None, cancel_s: float
+    mode: PaceMode, cancel_s: float
 ) -> None:
     """Before the reader's first step, before the first piece, with a full buffer, while the source closes, after it."""
     source, seen = Source([0.01] * 10), []
@@ -167,14 +167,14 @@ async def test_a_timeout_around_the_loop_ends_the_stream() -> None:
     source = Source([0.1] * 1000)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(1.05):
-            await collect(stream_of(source, "human"))
+            await collect(stream_of(source, "smooth"))
     assert source.is_closed
     assert source.num_yielded == 10
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.virtual_time
-async def test_leaving_the_context_ends_reader_and_source(mode: PaceMode | None) -> None:
+async def test_leaving_the_context_ends_reader_and_source(mode: PaceMode) -> None:
     source = Source([0.01] * 1000)
     async with stream_of(source, mode) as stream:
         async for _ in stream:
@@ -186,7 +186,7 @@ async def test_leaving_the_context_ends_reader_and_source(mode: PaceMode | None)
 @pytest.mark.virtual_time
 async def test_a_stream_left_behind_without_closing_ends_its_reader() -> None:
     source = Source([0.01] * 1000)
-    async for _ in stream_of(source, "human"):
+    async for _ in stream_of(source, "smooth"):
         break
     gc.collect()
     await asyncio.sleep(0.1)
@@ -197,7 +197,7 @@ async def test_a_stream_left_behind_without_closing_ends_its_reader() -> None:
 @pytest.mark.virtual_time
 async def test_closing_a_stream_that_was_never_used_closes_the_source() -> None:
     source = Source([1.0])
-    stream = stream_of(source, "human")
+    stream = stream_of(source, "smooth")
     await stream.aclose()
     assert source.is_closed
     assert [text async for text in stream] == []
@@ -206,7 +206,7 @@ async def test_closing_a_stream_that_was_never_used_closes_the_source() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.virtual_time
-async def test_stop_shows_what_had_arrived_at_once_and_ends(mode: PaceMode | None) -> None:
+async def test_stop_shows_what_had_arrived_at_once_and_ends(mode: PaceMode) -> None:
     source = Source([0.01] * 1000)
     stream = stream_of(source, mode)
     task = asyncio.create_task(collect(stream))
@@ -221,7 +221,7 @@ async def test_stop_shows_what_had_arrived_at_once_and_ends(mode: PaceMode | Non
 
 @pytest.mark.virtual_time
 async def test_skip_shows_the_rest_as_it_arrives() -> None:
-    stream = stream_of(Source([0.01] * 50), "strict")
+    stream = stream_of(Source([0.01] * 50), "reading")
     task = asyncio.create_task(collect(stream))
     await asyncio.sleep(0.2)
     stream.skip()
@@ -231,7 +231,7 @@ async def test_skip_shows_the_rest_as_it_arrives() -> None:
     assert output[-1][0] == pytest.approx(0.5, abs=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["strict", "human"])
+@pytest.mark.parametrize("mode", ["reading", "smooth"])
 @pytest.mark.virtual_time
 async def test_the_source_is_not_read_further_than_the_buffers_limit(mode: PaceMode) -> None:
     source = Source([0.0] * 500)
@@ -251,7 +251,7 @@ async def test_a_source_that_is_cancelled_from_outside_does_not_pass_for_an_end(
 
     seen = []
     with pytest.raises(asyncio.CancelledError):  # noqa: PT012  the loop shows what came before the error
-        async for text in PacedStream(source(), make_pacer("human", TARGET)):
+        async for text in PacedStream(source(), make_pacer("smooth", TARGET)):
             seen.append(text)
     assert seen == ["one "]
 
@@ -259,7 +259,7 @@ async def test_a_source_that_is_cancelled_from_outside_does_not_pass_for_an_end(
 @pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 @pytest.mark.parametrize("mode", MODES)
 def test_live_loops_show_all_text_and_never_early(
-    mode: PaceMode | None, make_loop: Callable[[], asyncio.AbstractEventLoop]
+    mode: PaceMode, make_loop: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
     """A reader of 2 000 tokens/s, so that the whole answer takes 25 ms."""
     target = QoeTarget(ttft_s=0.001, speed_tokens_per_s=2000.0)
@@ -270,7 +270,7 @@ def test_live_loops_show_all_text_and_never_early(
         stream = PacedStream(source, make_pacer(mode, target), started_s=asked_s)
         output = [(loop.time() - asked_s, text) async for text in stream]
         assert "".join(text for _, text in output) == source.text
-        if mode == "strict":
+        if mode == "reading":
             shown = [at_s for at_s, text in output for _ in text.split()]
             assert all(at_s >= 0.001 + i / 2000 - 1e-4 for i, at_s in enumerate(shown))
         assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -282,7 +282,7 @@ def test_live_loops_show_all_text_and_never_early(
 def test_the_same_input_gives_the_same_output_to_the_last_digit() -> None:
     rng = random.Random(22)
     gaps = [rng.expovariate(30.0) for _ in range(200)]
-    traces = {tuple(run(collect(stream_of(Source(gaps), "human")))) for _ in range(3)}
+    traces = {tuple(run(collect(stream_of(Source(gaps), "smooth")))) for _ in range(3)}
     assert len(traces) == 1
 
 
@@ -299,7 +299,7 @@ async def test_a_cancellation_from_within_a_step_is_not_lost_in_a_timer(monkeypa
             await asyncio.sleep(0.001)
 
     async def read() -> None:
-        async with PacedStream(source(), make_pacer("human", TARGET)) as stream:
+        async with PacedStream(source(), make_pacer("smooth", TARGET)) as stream:
             count = 0
             async for _ in stream:
                 count += 1

@@ -1,4 +1,4 @@
-"""Both modes of the pacer as state machines: nothing lost, nothing early, and in human mode nothing held for long."""
+"""Both modes of the pacer as state machines: nothing lost, nothing early, and in smooth mode nothing held for long."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice_client.pacer import DirectPacer, HumanPacer, HumanPacing, PaceMode, Pacer, Shown, StrictPacer, make_pacer
+from sluice_client.pacer import DirectPacer, PaceMode, Pacer, ReadingPacer, Shown, SmoothPacer, SmoothPacing, make_pacer
 from sluice_client.qoe import QoeTarget, displayed_times, final_qoe
 
 TARGET = QoeTarget(ttft_s=1.0, speed_tokens_per_s=4.8)
-PACING = HumanPacing()
+PACING = SmoothPacing()
 READING_PER_S = TARGET.speed_tokens_per_s / PACING.tokens_per_word
-MODES: list[PaceMode | None] = ["strict", "human", None]
+MODES: list[PaceMode] = ["reading", "smooth", "off"]
 TEXTS = ["word ", " two", "a", " ", "\n", "中", "文。", "```", "`", "{", "e\u0301 ", "", "x" * 30]
 
 
@@ -67,7 +67,7 @@ def text_of(shown: list[Shown]) -> str:
 @pytest.mark.parametrize("mode", MODES)
 @given(raw=ARRIVALS)
 def test_everything_is_shown_once_in_order_and_never_before_it_arrived(
-    mode: PaceMode | None, raw: list[tuple[float, str, int, bool]]
+    mode: PaceMode, raw: list[tuple[float, str, int, bool]]
 ) -> None:
     arrivals = arrivals_of(raw)
     pacer = make_pacer(mode, TARGET)
@@ -88,7 +88,7 @@ def test_everything_is_shown_once_in_order_and_never_before_it_arrived(
 @pytest.mark.parametrize("mode", MODES)
 @given(raw=ARRIVALS, seed=st.integers(0, 2**32))
 def test_what_is_shown_when_does_not_depend_on_when_it_is_popped(
-    mode: PaceMode | None, raw: list[tuple[float, str, int, bool]], seed: int
+    mode: PaceMode, raw: list[tuple[float, str, int, bool]], seed: int
 ) -> None:
     """A late timer, or a hidden tab, delays nothing further."""
     arrivals, rng = arrivals_of(raw), random.Random(seed)
@@ -113,7 +113,7 @@ def test_what_is_shown_when_does_not_depend_on_when_it_is_popped(
 @pytest.mark.parametrize("mode", MODES)
 @given(raw=ARRIVALS, skip_after=st.integers(0, 60))
 def test_skip_shows_all_that_arrived_now_and_the_rest_as_it_arrives(
-    mode: PaceMode | None, raw: list[tuple[float, str, int, bool]], skip_after: int
+    mode: PaceMode, raw: list[tuple[float, str, int, bool]], skip_after: int
 ) -> None:
     arrivals = arrivals_of(raw)
     pacer = make_pacer(mode, TARGET)
@@ -129,18 +129,18 @@ def test_skip_shows_all_that_arrived_now_and_the_rest_as_it_arrives(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_qoe_is_that_of_the_arrivals_in_every_mode(mode: PaceMode | None) -> None:
+def test_qoe_is_that_of_the_arrivals_in_every_mode(mode: PaceMode) -> None:
     rng = random.Random(11)
     for _ in range(50):
         times = sorted(rng.uniform(0, 20) for _ in range(40))
         pacer = make_pacer(mode, TARGET)
-        play(pacer, words(times))
-        assert pacer.qoe == pytest.approx(final_qoe(TARGET, times), abs=1e-9)
-        assert pacer.stats().ttft_s == times[0]
+        shown, stats = play(pacer, words(times)), pacer.stats()
+        assert stats.qoe == pytest.approx(final_qoe(TARGET, times), abs=1e-9)
+        assert (stats.ttft_s, stats.received_s, stats.shown_s) == (times[0], times[-1], shown[-1].at_s)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_buffer_depth_counts_tokens_and_characters_that_wait(mode: PaceMode | None) -> None:
+def test_buffer_depth_counts_tokens_and_characters_that_wait(mode: PaceMode) -> None:
     pacer = make_pacer(mode, TARGET)
     for i in range(10):
         pacer.push(0.0, "word ", 2)
@@ -153,13 +153,13 @@ def test_buffer_depth_counts_tokens_and_characters_that_wait(mode: PaceMode | No
 
 
 def test_a_pacer_refuses_text_after_the_end_and_modes_that_do_not_exist() -> None:
-    pacer = make_pacer("human")
+    pacer = make_pacer("smooth")
     pacer.finish(1.0)
     with pytest.raises(AssertionError, match="after finish"):
         pacer.push(2.0, "late")
     with pytest.raises(ValueError, match="fast"):
         make_pacer("fast")  # type: ignore[arg-type]
-    assert isinstance(make_pacer(None), DirectPacer)
+    assert isinstance(make_pacer("off"), DirectPacer)
 
 
 class TestStrict:
@@ -168,36 +168,36 @@ class TestStrict:
         for _ in range(300):
             target = QoeTarget(rng.uniform(0.1, 3), rng.uniform(1, 50))
             times = sorted(rng.uniform(0, rng.choice((0.5, 5, 50))) for _ in range(60))
-            shown = play(StrictPacer(target), words(times))
+            shown = play(ReadingPacer(target), words(times))
             expected = displayed_times(target, times)
             assert [item.at_s for item in shown] == pytest.approx(expected, abs=1e-9)
 
     def test_a_piece_of_several_tokens_waits_for_its_last_one(self) -> None:
-        shown = play(StrictPacer(TARGET), [Arrival(0.0, "ab", 3), Arrival(0.0, "c", 1)])
+        shown = play(ReadingPacer(TARGET), [Arrival(0.0, "ab", 3), Arrival(0.0, "c", 1)])
         assert [item.at_s for item in shown] == pytest.approx([1 + 2 / 4.8, 1 + 3 / 4.8])
 
     def test_text_without_a_token_goes_with_the_text_before_it(self) -> None:
-        shown = play(StrictPacer(TARGET), [Arrival(0.0, "a", 2), Arrival(0.1, "b", 0)])
+        shown = play(ReadingPacer(TARGET), [Arrival(0.0, "a", 2), Arrival(0.1, "b", 0)])
         assert [item.at_s for item in shown] == pytest.approx([1 + 1 / 4.8] * 2)
 
     def test_stalls_are_the_growth_of_the_lag_after_the_first_token(self) -> None:
         """The first token 2 s late is no stall; then a gap of 3 reading gaps is one stall of 2 of them."""
         gap_s = 1 / 4.8
-        pacer = StrictPacer(TARGET)
+        pacer = ReadingPacer(TARGET)
         play(pacer, words([3.0, 3.0 + gap_s, 3.0 + 4 * gap_s, 3.0 + 5 * gap_s]))
         assert pacer.stats().num_stalls == 1
         assert pacer.stats().stall_seconds == pytest.approx(2 * gap_s)
 
     def test_a_full_buffer_hides_a_pause(self) -> None:
-        pacer = StrictPacer(TARGET)
+        pacer = ReadingPacer(TARGET)
         play(pacer, words([0.5] * 100 + [15.0] * 10))
         assert pacer.stats().num_stalls == 0
         assert pacer.qoe == 1.0
 
 
-def human_words(times: list[float], finish_s: float | None = None) -> tuple[HumanPacer, list[float], list[float]]:
+def smooth_words(times: list[float], finish_s: float | None = None) -> tuple[SmoothPacer, list[float], list[float]]:
     """The pacer, when each word is shown, and how long after its arrival."""
-    pacer = HumanPacer(TARGET)
+    pacer = SmoothPacer(TARGET)
     shown = [item for item in play(pacer, words(times), finish_s) if item.text.strip()]
     instants = [item.at_s for item in shown]
     return pacer, instants, [s - t for s, t in zip(instants, times, strict=True)]
@@ -210,7 +210,7 @@ class TestHuman:
     ) -> None:
         arrivals = arrivals_of(raw)
         finish_s = (arrivals[-1].at_s if arrivals else 0.0) + late_s
-        shown = play(HumanPacer(TARGET), arrivals, finish_s)
+        shown = play(SmoothPacer(TARGET), arrivals, finish_s)
         position, starts = 0, [0]
         for arrival in arrivals:
             starts.append(starts[-1] + len(arrival.text))
@@ -223,17 +223,17 @@ class TestHuman:
 
     @pytest.mark.parametrize("gap_s", [0.001, 0.02, 0.2, 2.0])
     def test_the_first_word_is_shown_at_once(self, gap_s: float) -> None:
-        _, instants, _ = human_words([0.7 + i * gap_s for i in range(20)])
+        _, instants, _ = smooth_words([0.7 + i * gap_s for i in range(20)])
         assert instants[0] == 0.7
 
     def test_a_leading_blank_does_not_hold_the_first_word_back(self) -> None:
-        shown = play(HumanPacer(TARGET), [Arrival(0.5, "\n"), Arrival(0.6, " Hello"), Arrival(0.61, " you")])
+        shown = play(SmoothPacer(TARGET), [Arrival(0.5, "\n"), Arrival(0.6, " Hello"), Arrival(0.61, " you")])
         assert [item.at_s for item in shown[:2]] == [0.5, 0.6]
 
     @pytest.mark.parametrize("words_per_s", [4.0, 10.0, 75.0, 400.0])
     def test_a_steady_generator_is_followed_at_its_own_rate_behind_the_reserve(self, words_per_s: float) -> None:
         times = [0.5 + i / words_per_s for i in range(int(8 * words_per_s))]
-        _, instants, lags = human_words(times)
+        _, instants, lags = smooth_words(times)
         half = len(times) // 2
         steady = [b - a for a, b in pairwise(instants)][half : -int(words_per_s)]
         assert max(steady) <= 1.3 / words_per_s
@@ -241,12 +241,12 @@ class TestHuman:
 
     def test_bursts_are_spread_to_an_even_flow(self) -> None:
         """A generator of 100 words/s whose network delivers 10 at a time: the largest gap shrinks from 100 to 30 ms."""
-        _, instants, _ = human_words([0.5 + 0.1 * (i // 10) for i in range(600)])
+        _, instants, _ = smooth_words([0.5 + 0.1 * (i // 10) for i in range(600)])
         steady = [b - a for a, b in pairwise(instants[300:551])]
         assert max(steady) <= 0.03
 
     def test_a_generator_slower_than_the_reader_is_not_held_back(self) -> None:
-        pacer, _, lags = human_words([0.5 + i for i in range(20)])
+        pacer, _, lags = smooth_words([0.5 + i for i in range(20)])
         assert max(lags) == pytest.approx(0, abs=1e-9)
         # each second the reader reads one word in 0.27 s and waits for the next
         assert pacer.stats().num_stalls == 19
@@ -256,7 +256,7 @@ class TestHuman:
     def test_the_reserve_covers_a_pause_of_its_own_length(self, words_per_s: float) -> None:
         count = int(6 * words_per_s)
         times = [0.5 + i / words_per_s + (PACING.reserve_s if i > count // 2 else 0.0) for i in range(count)]
-        pacer, instants, _ = human_words(times)
+        pacer, instants, _ = smooth_words(times)
         assert pacer.stats().num_stalls == 0
         around = instants[count // 2 - 3 : count // 2 + 6]
         arrived_gap_s = 1 / words_per_s + PACING.reserve_s
@@ -264,17 +264,17 @@ class TestHuman:
 
     def test_a_long_pause_is_one_stall_once_the_reader_has_caught_up(self) -> None:
         """40 words arrive at once: the reader needs 10.8 s for them. The next come at 20.5 s."""
-        pacer, _, _ = human_words([0.5] * 40 + [20.5 + i / 10 for i in range(20)])
+        pacer, _, _ = smooth_words([0.5] * 40 + [20.5 + i / 10 for i in range(20)])
         stats = pacer.stats()
         assert stats.num_stalls == 1
         assert stats.stall_seconds == pytest.approx(20 - 40 / READING_PER_S, abs=0.35)
 
     def test_a_pause_while_the_reader_is_behind_is_no_stall(self) -> None:
-        pacer, _, _ = human_words([0.5] * 40 + [8.0 + i / 10 for i in range(20)])
+        pacer, _, _ = smooth_words([0.5] * 40 + [8.0 + i / 10 for i in range(20)])
         assert pacer.stats().num_stalls == 0
 
     def test_an_answer_that_arrives_at_once_and_ends_is_drained_evenly(self) -> None:
-        _, instants, _ = human_words([0.5] * 61)
+        _, instants, _ = smooth_words([0.5] * 61)
         assert instants[-1] == pytest.approx(0.5 + PACING.drain_s)
         gaps = [b - a for a, b in pairwise(instants)]
         assert max(gaps) == pytest.approx(PACING.drain_s / 60)
@@ -283,20 +283,20 @@ class TestHuman:
     def test_code_appears_as_it_arrives_after_the_prose_before_it(self) -> None:
         pieces = ["Look:\n", "```\n", *(f"line {i}\n" for i in range(50)), "```\n", "Done ", "now."]
         arrivals = [Arrival(0.5 + i / 100, piece) for i, piece in enumerate(pieces)]
-        shown = play(HumanPacer(TARGET), arrivals, finish_s=10.0)
+        shown = play(SmoothPacer(TARGET), arrivals, finish_s=10.0)
         lines = [(item.at_s, item.text) for item in shown if "line" in item.text]
         assert lines[-1][0] - arrivals[51].at_s < 1e-9
         assert next(item.at_s for item in shown if item.text.startswith("Done")) > arrivals[-2].at_s
 
     def test_unpaced_pieces_do_not_overtake(self) -> None:
         arrivals = [*words([0.5] * 5), Arrival(0.5, '{"tool": 1}', paced=False), *words([0.5] * 3)]
-        shown = play(HumanPacer(TARGET), arrivals, finish_s=10.0)
+        shown = play(SmoothPacer(TARGET), arrivals, finish_s=10.0)
         at = {item.text: item.at_s for item in shown}
         assert at['{"tool": 1}'] == at["w4 "] > at["w3 "]
 
     def test_the_rest_of_a_word_follows_its_beginning_at_once(self) -> None:
         arrivals = [Arrival(0.5, "Un"), Arrival(0.9, "believ"), Arrival(1.3, "able"), Arrival(1.4, " news")]
-        shown = play(HumanPacer(TARGET), arrivals, finish_s=9.0)
+        shown = play(SmoothPacer(TARGET), arrivals, finish_s=9.0)
         assert [(item.text, item.at_s) for item in shown[:3]] == [("Un", 0.5), ("believ", 0.9), ("able", 1.3)]
 
     @pytest.mark.parametrize(
@@ -305,14 +305,14 @@ class TestHuman:
     )
     def test_parameters_out_of_range_are_refused_by_name(self, field: str) -> None:
         with pytest.raises(ValueError, match=field):
-            HumanPacing(**{field: 0.0})
+            SmoothPacing(**{field: 0.0})
         with pytest.raises(ValueError, match="reserve_s"):
-            HumanPacing(reserve_s=float("inf"))
-        assert HumanPacing(reserve_s=0.0).reserve_s == 0.0
+            SmoothPacing(reserve_s=float("inf"))
+        assert SmoothPacing(reserve_s=0.0).reserve_s == 0.0
 
     def test_without_a_reserve_a_steady_stream_is_shown_as_it_arrives(self) -> None:
         times = [0.5 + i / 50 for i in range(100)]
-        pacer = HumanPacer(TARGET, HumanPacing(reserve_s=0.0))
+        pacer = SmoothPacer(TARGET, SmoothPacing(reserve_s=0.0))
         shown = play(pacer, words(times))
         lags = [item.at_s - t for item, t in zip(shown, times, strict=True)]
         assert max(lags) <= PACING.min_observed_s + 0.021  # until the rate is known
@@ -320,7 +320,7 @@ class TestHuman:
 
     def test_after_a_burst_the_lag_returns_to_the_reserve(self) -> None:
         """100 words wait when the flow of 20 words/s begins; each second 5 more are shown than come."""
-        _, _, lags = human_words(
+        _, _, lags = smooth_words(
             [0.5 + i / 20 for i in range(200)] + [10.5] * 100 + [10.55 + i / 20 for i in range(400)]
         )
         assert max(lags) > 0.8

@@ -141,7 +141,7 @@ def test_shapes_of_the_paper_score_as_computed_by_hand(shape: str) -> None:
 
 
 def test_a_pause_in_the_middle_scores_0_69_though_first_and_last_token_arrive_on_time() -> None:
-    """The reader loses the pause, and the strict pacer never catches up.
+    """The reader loses the pause, and the reading pacer never catches up.
 
     62 tokens on time; the next ones 17 s after the 62nd, or when ideal if that is later. So 138 tokens have a lag of
     17 - 1 / 4.8 = 16.79 s: S_delay = 2317, S_whole = 200 * 16.79 + 200 * 199 / (2 * 4.8) = 7504, QoE 0.691.

@@ -54,7 +54,7 @@ async def serving(
         yield client, server
 
 
-@pytest.mark.parametrize("pace", ["strict", "human", None])
+@pytest.mark.parametrize("pace", ["reading", "smooth", "off"])
 async def test_a_chat_streams_its_text_and_then_knows_all_about_it(pace: Any) -> None:
     async with serving(stream(WHOLE, request_id="r-7"), api_key="secret", model="demo") as (client, server):
         answer = client.chat([{"role": "user", "content": "hi"}], pace=pace, qoe=FAST, max_tokens=9)
@@ -96,7 +96,7 @@ async def test_completions_stream_text_and_take_token_ids() -> None:
         {"id": "c", "choices": [{"index": 0, "text": "b", "finish_reason": "length"}]},
     )
     async with serving(stream(raw)) as (client, server):
-        answer = client.complete([1, 2, 3], "demo", pace=None)
+        answer = client.complete([1, 2, 3], "demo", pace="off")
         assert [piece async for piece in answer] in (["a ", "b"], ["a b"])
         assert (answer.finish_reason, answer.request_id, answer.usage) == ("length", "c", None)
     assert server.requests[0][0] == "/v1/completions"
@@ -109,7 +109,7 @@ async def test_chunks_of_several_tokens_count_as_such() -> None:
         delta("ab", sluice={"n": 3}), delta("c"), delta("", sluice={"n": 2}), delta("d", sluice={"n": -1}), FINISH
     )
     async with serving(stream(raw)) as (client, _):
-        answer = client.chat("hi", "demo", pace="strict", qoe=QoeTarget(0.001, 1000.0))
+        answer = client.chat("hi", "demo", pace="reading", qoe=QoeTarget(0.001, 1000.0))
         async for _ in answer:
             pass
         assert answer.text == "abcd"
@@ -137,7 +137,7 @@ async def test_tool_calls_and_reasoning_are_collected_and_not_displayed() -> Non
         ]
 
 
-@pytest.mark.parametrize("pace", ["strict", "human", None])
+@pytest.mark.parametrize("pace", ["reading", "smooth", "off"])
 @pytest.mark.parametrize(
     ("tail", "lose", "error", "match"),
     [
@@ -260,7 +260,7 @@ async def test_an_answer_left_early_closes_its_connection(how: str) -> None:
     """The server's handler is cancelled when the connection closes; it would wait for ever otherwise."""
     raw = events(ROLE, *(delta(word) for word in WORDS))
     async with serving(stream(raw, hang=True)) as (client, server):
-        answer, has_begun = client.chat("hi", "demo", pace="human"), asyncio.Event()
+        answer, has_begun = client.chat("hi", "demo", pace="smooth"), asyncio.Event()
 
         async def read() -> None:
             async for _ in answer:

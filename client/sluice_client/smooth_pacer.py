@@ -26,8 +26,8 @@ from sluice_client.segment import Segmenter
 
 
 @dataclass(frozen=True, slots=True)
-class HumanPacing:
-    """Parameters of human mode. A "word" is a unit of `segment.py`.
+class SmoothPacing:
+    """Parameters of smooth mode. A "word" is a unit of `segment.py`.
 
     Raises:
         ValueError: a number is out of its range.
@@ -79,7 +79,7 @@ class HumanPacing:
 class _GenerationRate:
     """Words per second of the generator: a running mean that forgets with a time constant."""
 
-    def __init__(self, pacing: HumanPacing) -> None:
+    def __init__(self, pacing: SmoothPacing) -> None:
         self._pacing = pacing
         self._last_s: float | None = None
         self._words = 0.0
@@ -121,12 +121,12 @@ class _Unit:
     arrived_s: float
 
 
-class HumanPacer(Pacer):
+class SmoothPacer(Pacer):
     """Shows words at the pace of the generator, behind a reserve; see the module's text for the rule."""
 
-    def __init__(self, target: QoeTarget, pacing: HumanPacing | None = None) -> None:
+    def __init__(self, target: QoeTarget, pacing: SmoothPacing | None = None) -> None:
         super().__init__(target)
-        self.pacing = pacing or HumanPacing()
+        self.pacing = pacing or SmoothPacing()
         self._reading_per_s = target.speed_tokens_per_s / self.pacing.tokens_per_word
         self._segmenter = Segmenter()
         self._rate = _GenerationRate(self.pacing)
