@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from cli.chat_options import Pacing
+from cli.conversation import Pacing
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
+from cli.wrap import WordWrap
 from sluice_client.answer import Answer
 from sluice_client.client import SluiceClient
 from sluice_client.errors import APIConnectionError, APIStatusError, SluiceClientError
@@ -30,21 +32,30 @@ def start_answer(
     return client.chat(list(messages), pace=pacing.mode, qoe=qoe, **params)
 
 
-async def show_answer(answer: Answer, out: TextIO) -> None:
+async def show_answer(answer: Answer, out: TextIO, column: int = 0) -> None:
     """Write the text as it becomes due, and a line end; closes the answer, also when cancelled.
+
+    Args:
+        answer: to be read.
+        out: a terminal, where no word is broken at the edge, or anything else.
+        column: of the terminal, where the text begins.
 
     Raises:
         CommandError: the answer broke off; what came before it was written.
     """
+    wrap = WordWrap(lambda: shutil.get_terminal_size().columns, column) if out.isatty() else None
     try:
         async with answer:
             async for text in answer:
-                out.write(printable(text))
+                shown = printable(text)
+                out.write(shown if wrap is None else wrap.feed(shown))
                 out.flush()
     except APIConnectionError as error:
         raise CommandError(f"no answer: {error}", "See `sluice status`", UNREACHABLE) from error
     except APIStatusError as error:
-        raise CommandError(f"the server refused: {error}", "See `sluice status`", FAILED) from error
+        is_long = error.code == "context_length_exceeded"
+        hint = "/clear begins a new conversation" if is_long else "See `sluice status`"
+        raise CommandError(f"the server refused: {error}", hint, FAILED) from error
     except SluiceClientError as error:
         raise CommandError(f"the answer broke off: {error}", "See `sluice status`", FAILED) from error
     finally:

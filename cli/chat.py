@@ -7,18 +7,18 @@ import importlib
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Final
 
 from cli.answer import describe_answer, show_answer, start_answer
-from cli.chat_options import Pacing
 from cli.console import Console
+from cli.conversation import Conversation, Talk
 from cli.exit_codes import DONE, FAILED, UNREACHABLE, CommandError
 from cli.http import check_url, refusal_hint
 from sluice_client.client import SluiceClient
 from sluice_client.errors import APIStatusError, SluiceClientError
 
-MAX_MESSAGES = 100
-"""Messages of the conversation that are sent along; older ones are left out."""
+QUOTES: Final = '"""'
+LEAVE: Final = ("/bye", "/exit", "/quit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +39,14 @@ class Chat:
         runner: of the event loop; its Ctrl-C cancels what runs.
         console: for prompts and figures; answers go to stdout.
         server: whom to talk to.
-        pacing: of what is shown.
+        conversation: what is said.
     """
 
-    def __init__(self, runner: asyncio.Runner, console: Console, server: Server, pacing: Pacing) -> None:
+    def __init__(self, runner: asyncio.Runner, console: Console, server: Server, conversation: Conversation) -> None:
         self._runner = runner
         self._console = console
         self._server = server
-        self._pacing = pacing
-        self._history: list[dict[str, Any]] = []
+        self._conversation = conversation
         self._client: SluiceClient | None = None
 
     def connect(self) -> str:
@@ -64,19 +63,19 @@ class Chat:
             self._runner.run(self._client.aclose())
 
     def say(self, text: str) -> None:
-        """Send a message and show the answer; both become part of the conversation.
+        """Send a message and show the answer; both become part of the conversation, unless nothing comes.
 
         Raises:
             CommandError: the answer broke off.
             KeyboardInterrupt: the person stopped it; the server was told, and the text so far is kept.
         """
-        self._history.append({"role": "user", "content": text})
         assert self._client is not None, "connected"
-        answer = start_answer(self._client, self._history[-MAX_MESSAGES:], pacing=self._pacing)
+        talk = self._conversation.talk
+        answer = start_answer(self._client, self._conversation.with_next(text), pacing=talk.pacing, **talk.params)
         try:
             self._runner.run(show_answer(answer, sys.stdout))
         finally:
-            self._history.append({"role": "assistant", "content": answer.text})
+            self._conversation.add(text, answer.text)
         self._console.line(self._console.style(describe_answer(answer), "dim"))
 
     async def _connect(self) -> str:
@@ -97,48 +96,63 @@ class Chat:
         return model or (models[0] if models else "")
 
 
-def run_chat(server: Server, console: Console, pacing: Pacing) -> int:
-    """Talk until the end of input; return the exit code.
+def run_chat(server: Server, console: Console, talk: Talk, question: str | None = None) -> int:
+    """Talk until the end of input, or ask one question; return the exit code.
 
     Raises:
-        CommandError: it is no URL, or nothing answers there; with input from a pipe, also when an answer breaks off.
+        CommandError: it is no URL, or nothing answers there; where nobody types, also when an answer breaks off.
     """
     check_url(server.url)
-    is_interactive = sys.stdin.isatty()
+    is_interactive = question is None and sys.stdin.isatty()
     if is_interactive:
         with suppress(ImportError):  # line editing and history of what was typed
             importlib.import_module("readline")
+    conversation = Conversation(talk)
     with asyncio.Runner() as runner:
-        chat = Chat(runner, console, server, pacing)
+        chat = Chat(runner, console, server, conversation)
         try:
             name = chat.connect()
             if is_interactive:
-                console.line(f"{name} at {server.url}; Ctrl-C stops an answer, Ctrl-D leaves")
-            _converse(chat, console, is_interactive=is_interactive)
+                console.line(f"{name} at {server.url}; Ctrl-C stops an answer, /help tells more, Ctrl-D leaves")
+                _converse(chat, conversation, console)
+            else:
+                for text in [question] if question is not None else filter(None, map(str.strip, sys.stdin)):
+                    chat.say(text)
         finally:
             chat.close()
     return DONE
 
 
-def _converse(chat: Chat, console: Console, *, is_interactive: bool) -> None:
-    while (text := _read(console, is_interactive=is_interactive)) is not None:
-        if not text:
-            continue
+def _converse(chat: Chat, conversation: Conversation, console: Console) -> None:
+    """Talk with who types, until they leave: neither Ctrl-C nor an answer that fails ends it."""
+    while True:
         try:
-            chat.say(text)
+            text = _read()
+            if text is None or text in LEAVE:
+                return
+            if text.startswith("/"):
+                console.line(conversation.obey(text))
+            elif text:
+                chat.say(text)
         except KeyboardInterrupt:
-            console.line(console.style("stopped; Ctrl-C again leaves", "dim"))
+            console.line(console.style("\nstopped; the conversation goes on, Ctrl-D leaves", "dim"))
         except CommandError as error:
-            if not is_interactive:
-                raise
             console.line(str(error))
-
-
-def _read(console: Console, *, is_interactive: bool) -> str | None:
-    """Return the next message, or None at the end of input or on Ctrl-C."""
-    try:
-        return input("> " if is_interactive else "").strip()
-    except (EOFError, KeyboardInterrupt):
-        if is_interactive:
+        except EOFError:
             console.line()
-        return None
+            return
+
+
+def _read() -> str | None:
+    """Return the next message: a line, or several between lines of three quotes.
+
+    Raises:
+        EOFError: of the input.
+    """
+    text = input("> ").strip()
+    if not text.startswith(QUOTES):
+        return text
+    text = text.removeprefix(QUOTES)
+    while not text.endswith(QUOTES):
+        text += "\n" + input(". ").rstrip()
+    return text.removesuffix(QUOTES).strip()

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import click
 
+from cli.conversation import PACE_MODES, PARAMETERS, Pacing, Talk
 from cli.run_file import URL_DEFAULT, api_url
 from sluice_client.pacer import PaceMode
 from sluice_client.qoe import QoeTarget
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+CHAT_EPILOG = """\b
+Examples:
+  sluice chat                                  a conversation; /help there tells more
+  sluice chat "Tell me a story about a fox"    one answer
+  sluice chat --pace reading                   as fast as one reads
+  sluice chat --system-prompt "Answer in rhymes" --temperature 0.7
+  echo "Tell me a story" | sluice chat --pace off
 
-@dataclass(frozen=True, slots=True)
-class Pacing:
-    """How answers are shown in the terminal."""
-
-    mode: PaceMode = "smooth"
-    target: QoeTarget = field(default_factory=QoeTarget)
-    """Of the reader: text is shown by it if the mode is `reading`, and QoE is measured against it."""
+Ctrl-C stops an answer, the conversation stays; Ctrl-D leaves. From a pipe, each line is one message.
+"""
 
 
 def pacing_options(pace: PaceMode) -> Callable[[F], F]:
@@ -38,7 +40,7 @@ def pacing_options(pace: PaceMode) -> Callable[[F], F]:
         )
         mode = click.option(
             "--pace",
-            type=click.Choice(get_args(PaceMode)),
+            type=click.Choice(PACE_MODES),
             default=pace,
             show_default=True,
             help="Show the text at reading speed, evenly as fast as it comes, or as it comes.",
@@ -53,22 +55,37 @@ def pacing_of(flags: dict[str, Any]) -> Pacing:
     return Pacing(flags.pop("pace"), QoeTarget(speed_tokens_per_s=flags.pop("reading_speed")))
 
 
+def talk_options(command: F) -> F:
+    """Add what `chat` and `run` are told of a conversation; `talk_of` takes it out."""
+    for name, kind in reversed(PARAMETERS.items()):
+        option = f"--{name.replace('_', '-')}"
+        command = click.option(option, type=kind, default=None, help="As in the API. [the model's own]")(command)
+    text = "What the model is told before everything else. [nothing]"
+    command = click.option("--system-prompt", metavar="TEXT", default="", help=text)(command)
+    return pacing_options("smooth")(command)
+
+
+def talk_of(flags: dict[str, Any]) -> Talk:
+    """Take all of these out of the flags."""
+    given = {name: flags.pop(name) for name in PARAMETERS}
+    params = {name: value for name, value in given.items() if value is not None}
+    return Talk(pacing_of(flags), flags.pop("system_prompt"), params)
+
+
 api_key_option = click.option(
     "--api-key", metavar="KEY", envvar="SLUICE_API_KEY", default="", help="Sent along. [SLUICE_API_KEY]"
 )
 
 
-@click.command()
+@click.command(epilog=CHAT_EPILOG)
+@click.argument("question", required=False)
 @api_key_option
 @click.option("--url", metavar="URL", default=None, help=f"The API to talk to. {URL_DEFAULT}")
 @click.option("--model", metavar="NAME", default="", help="Model to talk to. [the first that is served]")
-@pacing_options("smooth")
-def chat(*, api_key: str, url: str | None, model: str, **flags: Any) -> int:
-    """Talk with a model.
-
-    Ctrl-C stops an answer; a second Ctrl-C, or Ctrl-D, leaves. From a pipe, each line is one message.
-    """
+@talk_options
+def chat(*, question: str | None, api_key: str, url: str | None, model: str, **flags: Any) -> int:
+    """Talk with a model, or ask it one QUESTION."""
     from cli.chat import Server, run_chat
     from cli.console import Console
 
-    return run_chat(Server(api_url(url), model, api_key), Console(), pacing_of(flags))
+    return run_chat(Server(api_url(url), model, api_key), Console(), talk_of(flags), question)

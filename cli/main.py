@@ -6,10 +6,10 @@ import asyncio
 import errno
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -40,8 +40,6 @@ _LACKS = {
     errno.ENOSPC: CommandError("there is no room on the disk for what is written", "Free some", FAILED),
 }
 """What a command may lack wherever it is, by the error's number."""
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 EPILOG = """\b
 Examples:

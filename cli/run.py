@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from cli.chat import Server, run_chat
-from cli.chat_options import Pacing
 from cli.cluster.background import start_in_background
 from cli.cluster.settings import UpSettings
 from cli.console import Console
+from cli.conversation import Talk
 from cli.model import SHIPPED_NAME
 from cli.run_file import find_runs
 from cli.runs import run_down
@@ -19,26 +19,29 @@ from cli.runs import run_down
 STOP_LIMIT_S: Final = 200.0
 
 
-def run_model(settings: UpSettings, flags: Mapping[str, Any], console: Console, pacing: Pacing) -> int:
+def run_model(
+    settings: UpSettings, flags: Mapping[str, Any], console: Console, talk: Talk, question: str | None
+) -> int:
     """Talk with the model that the settings name; return the exit code.
 
     Args:
         settings: of the cluster that is started if none serves it; at a free port unless one is named.
         flags: from which they were made.
         console: where the person looks.
-        pacing: of what is shown.
+        talk: how the conversation is held.
+        question: the only one; None: people, or a pipe, ask.
     """
     name = _name_of(settings)
     url = next((run.url for run in find_runs() if run.model == name), None)
     if url is not None:
         console.line(f"{name} is served at {url} already")
-        return run_chat(Server(url, name, settings.api_key), console, pacing)
+        return run_chat(Server(url, name, settings.api_key), console, talk, question)
     port = {} if "port" in settings.model_fields_set else {"port": "0"}
     code, started = start_in_background({**flags, **port}, console)
     if started is None:
         return code
     try:
-        return run_chat(Server(str(started["url"]), name, settings.api_key), console, pacing)
+        return run_chat(Server(str(started["url"]), name, settings.api_key), console, talk, question)
     finally:
         asyncio.run(run_down(str(started["url"]), console, is_all=False, limit_s=STOP_LIMIT_S))
 

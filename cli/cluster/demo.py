@@ -6,11 +6,11 @@ import asyncio
 import sys
 
 from cli.answer import describe_answer, describe_pacing, show_answer, start_answer
-from cli.chat_options import Pacing
 from cli.cluster.cluster import Cluster, run_cluster
 from cli.cluster.hints import describe
 from cli.cluster.settings import UpSettings
 from cli.console import Console
+from cli.conversation import Pacing
 from shared.errors import StartupError
 from shared.process.tasks import ends_before
 from sluice_client.client import SluiceClient
@@ -59,7 +59,7 @@ async def _answer(cluster: Cluster, console: Console, prompt: str, pacing: Pacin
     api_key = plan.settings.api_key or None
     async with SluiceClient(plan.url, model=plan.model_name, api_key=api_key) as client:
         answer = start_answer(client, [{"role": "user", "content": prompt}], pacing=pacing, max_tokens=MAX_TOKENS)
-        if not await ends_before(stop, show_answer(answer, sys.stdout)):
+        if not await ends_before(stop, show_answer(answer, sys.stdout, len(plan.model_name) + 2)):
             return False
     sys.stdout.write(f"\n{console.style(describe_answer(answer), 'cyan')}\n")
     sys.stdout.write(f"{console.style(describe_pacing(answer, pacing), 'cyan')}\n")

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from cli.chat_options import pacing_of, pacing_options
+from cli.chat_options import pacing_of, pacing_options, talk_of, talk_options
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -28,8 +28,10 @@ Examples:
   sluice run                                   the model that ships
   sluice run ./llama                           a folder
   sluice run owner/name --device cuda          fetched from the hub if it is not here
+  sluice run ./llama "Tell me a story"         one answer
   echo "Tell me a story" | sluice run --pace off
 
+Ctrl-C stops an answer, the conversation stays; Ctrl-D leaves. From a pipe, each line is one message.
 A cluster that runs already and serves the model is talked with, and goes on afterwards.
 """
 
@@ -111,19 +113,17 @@ def up(*, named_model: str | None, as_json: bool, detach: bool, in_background: b
 
 @click.command(epilog=RUN_EPILOG)
 @click.argument("named_model", metavar="[MODEL]", required=False)
+@click.argument("question", required=False)
 @cluster_options
-@pacing_options("smooth")
-def run(*, named_model: str | None, **flags: Any) -> int:
-    """Talk with a model: the cluster that serves it here, or one that is started for as long as that takes.
-
-    Ctrl-C stops an answer; a second Ctrl-C, or Ctrl-D, leaves. From a pipe, each line is one message.
-    """
+@talk_options
+def run(*, named_model: str | None, question: str | None, **flags: Any) -> int:
+    """Talk with a model: the cluster that serves it here, or one that is started for as long as that takes."""
     from cli.cluster.settings import load_up_settings
     from cli.console import Console
     from cli.run import run_model
 
-    pacing, flags = pacing_of(flags), _with_model(flags, named_model)
-    return run_model(load_up_settings(flags), flags, Console(), pacing)
+    talk, flags = talk_of(flags), _with_model(flags, named_model)
+    return run_model(load_up_settings(flags), flags, Console(), talk, question)
 
 
 @click.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
@@ -9,8 +10,10 @@ import re
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -22,6 +25,7 @@ import pytest
 from tests.support.fake_services import DRIVER, start_fake_dispatcher, write_fake_services
 from tests.support.ports import free_port
 from tests.support.processes import sluice, wait_until
+from tests.support.waiting import rounds
 
 LIMIT_S = 30.0
 
@@ -137,9 +141,11 @@ def heed_ctrl_c() -> None:
 class Terminal:
     """A `sluice` command on a pseudo-terminal."""
 
-    def __init__(self, *argv: str) -> None:
+    def __init__(self, *argv: str, columns: int = 80) -> None:
         self._fd, child_fd = pty.openpty()
+        fcntl.ioctl(child_fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         env = {**os.environ, "TERM": "xterm", "NO_COLOR": "1"}
+        env.pop("COLUMNS", None)  # it would come before what the terminal says of itself
         command = [sys.executable, "-m", "cli.main", *argv]
         self.process = subprocess.Popen(
             command,
@@ -157,24 +163,24 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._fd, text.encode())
 
-    def read_until(self, text: str) -> None:
-        deadline = time.monotonic() + LIMIT_S
+    def read_until(self, text: str, limit_s: float = LIMIT_S) -> None:
+        deadline = time.monotonic() + limit_s
         while text not in self.text[self._seen :]:
             assert time.monotonic() < deadline, self.text
             if select.select([self._fd], [], [], 0.1)[0]:
                 self.text += os.read(self._fd, 4096).decode(errors="replace")
         self._seen = self.text.index(text, self._seen) + len(text)
 
-    def interrupt_until_it_ends(self) -> int:
-        """Press Ctrl-C as a person would, again if nothing happens; return the exit code.
+    def interrupt_until(self, text: str) -> None:
+        """Press Ctrl-C as a person would, again if nothing happens, until this is shown.
 
         Python's line editing misses a signal that comes between the prompt and the first wait for a key.
         """
-        for _ in range(int(LIMIT_S / 5)):
+        for _ in rounds(f"Ctrl-C is answered by {text}"):
             self.process.send_signal(signal.SIGINT)
-            with suppress(subprocess.TimeoutExpired):
-                return self.process.wait(5)
-        raise AssertionError("it does not end")
+            with suppress(AssertionError):
+                self.read_until(text, 5.0)
+                return
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -183,7 +189,7 @@ class Terminal:
         os.close(self._fd)
 
 
-def test_ctrl_c_stops_the_answer_and_a_second_one_leaves(server: Server) -> None:
+def test_ctrl_c_stops_the_answer_and_never_ends_the_conversation(server: Server) -> None:
     with closing(Terminal("chat", "--url", server.url)) as terminal:
         terminal.read_until("> ")
         terminal.type("slow\n")
@@ -195,7 +201,54 @@ def test_ctrl_c_stops_the_answer_and_a_second_one_leaves(server: Server) -> None
         terminal.type("hello\n")
         terminal.read_until("2 before, then hello")
         terminal.read_until("> ")
-        assert terminal.interrupt_until_it_ends() == 0
+        terminal.interrupt_until("the conversation goes on")
+        terminal.type("again\n")
+        terminal.read_until("4 before, then again")
+        terminal.read_until("> ")
+        terminal.type("/bye\n")
+        assert terminal.process.wait(LIMIT_S) == 0
+
+
+def test_an_answer_that_fails_is_told_and_the_conversation_goes_on_without_it(server: Server) -> None:
+    with closing(Terminal("chat", "--url", server.url)) as terminal:
+        for message, said in (
+            ("hello", "0 before"),
+            ("refuse", "the server refused"),
+            ("again", "2 before, then again"),
+        ):
+            terminal.read_until("> ")
+            terminal.type(f"{message}\n")
+            terminal.read_until(said)
+
+
+def test_commands_change_what_is_sent_and_quotes_hold_several_lines(server: Server) -> None:
+    with closing(Terminal("chat", "--url", server.url, "--seed", "7", "--system-prompt", "Be brief")) as terminal:
+        for typed, said in (
+            ("which seed", "7"),
+            ("/set temperature 0.5", "temperature: 0.5"),
+            ("which temperature", "0.5"),
+            ("/clear", "4 messages are forgotten"),
+            ('"""one\ntwo"""', "1 before, then one two"),
+            ("/nonsense", "/help shows"),
+        ):
+            terminal.read_until("> ")
+            terminal.type(f"{typed}\n")
+            terminal.read_until(said)
+
+
+def test_a_word_is_not_broken_at_the_edge_of_the_terminal(server: Server) -> None:
+    with closing(Terminal("chat", "--url", server.url, "--pace", "off", columns=20)) as terminal:
+        terminal.read_until("> ")
+        terminal.type("aaaa bbbb cccc dddd eeee\n")
+        terminal.read_until("QoE")
+    shown = [line.rstrip() for line in terminal.text.splitlines()]
+    assert shown[shown.index("0 before, then aaaa") + 1] == "bbbb cccc dddd eeee"
+
+
+def test_one_question_is_asked_without_a_conversation(server: Server) -> None:
+    result = server.sluice("chat", "hello there", "--max-tokens", "9", text="not read\n")
+    assert (result.returncode, result.stdout) == (0, "0 before, then hello there \n"), result.stderr
+    assert server.sluice("chat", "refuse").returncode == 1
 
 
 def test_end_of_input_leaves(server: Server) -> None:

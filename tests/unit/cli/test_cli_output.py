@@ -121,7 +121,7 @@ def test_up_has_a_flag_for_every_setting(capsys: pytest.CaptureFixture[str]) -> 
             ),
         ),
         (["restore", "w0"], "sluice: Got unexpected extra argument (w0). See `sluice restore --help`\n"),
-        (["chat", "extra"], "sluice: Got unexpected extra argument (extra). See `sluice chat --help`\n"),
+        (["chat", "one", "more"], "sluice: Got unexpected extra argument (more). See `sluice chat --help`\n"),
     ],
 )
 def test_bad_usage_is_one_line_and_exit_code_2(refusal: Refusal, argv: list[str], line: str) -> None:
