@@ -405,7 +405,27 @@ class Pacer {
   }
 }
 
-/** Token i at displayed[i], never early. A piece of several tokens is shown when the last of them is due. */
+/** Words with the blanks before them, Chinese and Japanese by character. */
+const PARTS = /\s*(?:[\u2e80-\u9fff\uf900-\ufaff\uff00-\uffef]|[^\s\u2e80-\u9fff\uf900-\ufaff\uff00-\uffef]+)|\s+/g;
+
+/** A piece in as many parts as it has tokens, or words if those are fewer; `cut_piece` in pacer_base.py says more. */
+function* cutPiece(text, numTokens) {
+  const parts = numTokens > 1 ? (text.match(PARTS) ?? []) : [];
+  const count = Math.min(numTokens, parts.length);
+  if (count < 2) {
+    yield [text, numTokens];
+    return;
+  }
+  for (let index = 1, first = 0, given = 0; index <= count; index += 1) {
+    const end = Math.floor((index * parts.length) / count);
+    const until = Math.floor((index * numTokens) / count);
+    yield [parts.slice(first, end).join(""), until - given];
+    first = end;
+    given = until;
+  }
+}
+
+/** Token i at displayed[i], never early; of a piece of several tokens, each word when the last of its tokens is. */
 export class ReadingPacer extends Pacer {
   constructor(target = qoeTarget()) {
     super(target);
@@ -414,13 +434,13 @@ export class ReadingPacer extends Pacer {
   }
 
   _accept(text, numTokens) {
-    if (numTokens > 0) {
-      const hadTokens = this._state.numTokens > 0;
-      const lagS = this._state.lagS;
-      this._lastDueS = this._state.deliver(this._nowS, numTokens);
-      if (hadTokens) this._countStall(this._state.lagS - lagS, MIN_READING_STALL_S);
+    const hadTokens = this._state.numTokens > 0;
+    const lagS = this._state.lagS;
+    for (const [part, count] of cutPiece(text, numTokens)) {
+      if (count > 0) this._lastDueS = this._state.deliver(this._nowS, count);
+      this._waiting.push({ text: part, atS: Math.max(this._lastDueS, this._nowS), numTokens: count });
     }
-    this._waiting.push({ text, atS: Math.max(this._lastDueS, this._nowS), numTokens });
+    if (numTokens > 0 && hadTokens) this._countStall(this._state.lagS - lagS, MIN_READING_STALL_S);
   }
 
   _nextWaitingS() {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -79,7 +81,7 @@ class Pacer(ABC):
         Args:
             now_s: instant of arrival.
             text: may be empty (tokens that have no text yet).
-            num_tokens: how many tokens it completes, 0 or more; reading mode shows it when the last of them is due.
+            num_tokens: how many tokens it completes, 0 or more.
             paced: False for text that no one reads word by word (tool calls); smooth mode then passes it on in turn.
         """
         assert num_tokens >= 0, "a piece cannot hold fewer than 0 tokens"
@@ -162,8 +164,31 @@ class Pacer(ABC):
         """Remove the first waiting text, which is shown at `due_s`."""
 
 
+_PARTS = re.compile(
+    r"\s*(?:[\u2e80-\u9fff\uf900-\ufaff\uff00-\uffef]|[^\s\u2e80-\u9fff\uf900-\ufaff\uff00-\uffef]+)|\s+"
+)
+"""Words with the blanks before them, Chinese and Japanese by character."""
+
+
+def cut_piece(text: str, num_tokens: int) -> Iterator[tuple[str, int]]:
+    """Cut a piece into as many parts as it has tokens, or words if those are fewer, each with its share of the tokens.
+
+    Where one token ends and the next begins is not known: they are taken to be spread evenly over the words.
+    """
+    parts = _PARTS.findall(text) if num_tokens > 1 else []
+    count = min(num_tokens, len(parts))
+    if count < 2:
+        yield text, num_tokens
+        return
+    first = given = 0
+    for index in range(1, count + 1):
+        end, until = index * len(parts) // count, index * num_tokens // count
+        yield "".join(parts[first:end]), until - given
+        first, given = end, until
+
+
 class ReadingPacer(Pacer):
-    """Token i at displayed[i], never early. A piece of several tokens is shown when the last of them is due."""
+    """Token i at displayed[i], never early; of a piece of several tokens, each word when the last of its tokens is."""
 
     def __init__(self, target: QoeTarget) -> None:
         super().__init__(target)
@@ -171,13 +196,14 @@ class ReadingPacer(Pacer):
         self._last_due_s = float("-inf")
 
     def _accept(self, text: str, num_tokens: int, *, paced: bool) -> None:
-        del paced  # reading mode knows tokens, not text
-        if num_tokens:
-            had_tokens, lag_s = self._state.num_tokens > 0, self._state.lag_s
-            self._last_due_s = self._state.deliver(self._now_s, num_tokens)
-            if had_tokens:
-                self._count_stall(self._state.lag_s - lag_s, MIN_READING_STALL_S)
-        self._waiting.append(Shown(text, max(self._last_due_s, self._now_s), num_tokens))
+        del paced  # reading mode knows tokens, not what they are
+        had_tokens, lag_s = self._state.num_tokens > 0, self._state.lag_s
+        for part, count in cut_piece(text, num_tokens):
+            if count:
+                self._last_due_s = self._state.deliver(self._now_s, count)
+            self._waiting.append(Shown(part, max(self._last_due_s, self._now_s), count))
+        if num_tokens and had_tokens:
+            self._count_stall(self._state.lag_s - lag_s, MIN_READING_STALL_S)
 
     def _next_waiting_s(self) -> float | None:
         if not self._waiting:

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from sluice_client.pacer_base import cut_piece
 from sluice_client.qoe import QoeTarget, delay_sum, displayed_times, final_qoe, qoe_at
 from sluice_client.segment import Segmenter
 from sluice_client.smooth_pacer import SmoothPacer, SmoothPacing
@@ -39,11 +40,11 @@ TEXTS = {
 }
 
 
-def cut_text(text: str, rng: random.Random) -> list[str]:
-    """Pieces of 1 to 6 characters, as a tokenizer might make them."""
+def cut_text(text: str, rng: random.Random, longest: int = 6) -> list[str]:
+    """Pieces of 1 to 6 characters, as a tokenizer might make them, or longer ones, as a server that is behind does."""
     pieces = []
     while text:
-        size = rng.choice((1, 2, 3, 4, 5, 6))
+        size = rng.randint(1, longest)
         pieces.append(text[:size])
         text = text[size:]
     return pieces
@@ -92,21 +93,22 @@ def qoe_case(seed: int) -> dict[str, Any]:
     }
 
 
-def strict_case(seed: int) -> dict[str, Any]:
-    """Pieces of one or more tokens, each shown when its last token is displayed by the definition."""
+def reading_case(seed: int) -> dict[str, Any]:
+    """Pieces of one or more tokens; each word is shown when the last token of it is displayed by the definition."""
     rng = random.Random(1000 + seed)  # noqa: S311
     target = QoeTarget(round(rng.uniform(0.2, 2.0), 3), round(rng.uniform(2.0, 12.0), 3))
     kind = ARRIVALS[seed % len(ARRIVALS)]
-    texts = cut_text(TEXTS["english"], rng)[:40]
+    texts = cut_text(TEXTS["chinese" if seed % 5 == 4 else "english"], rng, longest=24 if seed % 2 else 6)[:40]
     times = arrival_times(kind, len(texts), rng)
-    counts = [rng.choice((1, 1, 1, 2, 3)) for _ in texts]
+    counts = [rng.choice((1, 1, 1, 2, 3, 7)) for _ in texts]
     delivered = [t for t, count in zip(times, counts, strict=True) for _ in range(count)]
     displayed = displayed_times(target, delivered)
     lags = [d - (target.ttft_s + i / target.speed_tokens_per_s) for i, d in enumerate(displayed)]
     shown, last = [], -1
     for text, count in zip(texts, counts, strict=True):
-        last += count
-        shown.append([text, displayed[last]])
+        for part, part_count in cut_piece(text, count):
+            last += part_count
+            shown.append([part, displayed[last]])
     return {
         "name": f"reading-{seed}-{kind}",
         "mode": "reading",
@@ -171,7 +173,7 @@ def build() -> dict[str, Any]:
         "about": "Made by make.py. Times in seconds since the request's arrival; compare numbers within tolerance.",
         "tolerance": 1e-9,
         "qoe": [qoe_case(seed) for seed in range(35)],
-        "pacer": [strict_case(seed) for seed in range(14)]
+        "pacer": [reading_case(seed) for seed in range(14)]
         + [smooth_case(seed, name, kind) for seed, (name, kind) in enumerate(smooth)],
         "segments": [segment_case(seed, name) for seed, name in enumerate(TEXTS)],
     }

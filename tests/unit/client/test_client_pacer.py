@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice_client.pacer import DirectPacer, PaceMode, Pacer, ReadingPacer, Shown, SmoothPacer, SmoothPacing, make_pacer
+from sluice_client.pacer_base import cut_piece
 from sluice_client.qoe import QoeTarget, displayed_times, final_qoe
 
 TARGET = QoeTarget(ttft_s=1.0, speed_tokens_per_s=4.8)
@@ -162,7 +163,7 @@ def test_a_pacer_refuses_text_after_the_end_and_modes_that_do_not_exist() -> Non
     assert isinstance(make_pacer("off"), DirectPacer)
 
 
-class TestStrict:
+class TestReading:
     def test_each_token_is_shown_at_its_displayed_instant(self) -> None:
         rng = random.Random(12)
         for _ in range(300):
@@ -172,7 +173,22 @@ class TestStrict:
             expected = displayed_times(target, times)
             assert [item.at_s for item in shown] == pytest.approx(expected, abs=1e-9)
 
-    def test_a_piece_of_several_tokens_waits_for_its_last_one(self) -> None:
+    def test_a_piece_of_several_tokens_is_shown_word_by_word(self) -> None:
+        """A server that is behind puts many tokens into one event; the reader is not to wait for the last of them."""
+        shown = play(ReadingPacer(TARGET), [Arrival(0.0, "one two three four", 8), Arrival(0.0, "你好", 2)])
+        assert [item.text for item in shown] == ["one", " two", " three", " four", "你", "好"]
+        assert [item.at_s for item in shown] == pytest.approx([1 + i / 4.8 for i in (1, 3, 5, 7, 8, 9)])
+
+    @given(st.text("ab 你\n\u00a0", max_size=30), st.integers(0, 40))
+    def test_parts_of_a_piece_hold_its_text_and_its_tokens_evenly(self, text: str, num_tokens: int) -> None:
+        parts = list(cut_piece(text, num_tokens))
+        assert "".join(part for part, _ in parts) == text
+        counts = [count for _, count in parts]
+        assert sum(counts) == num_tokens
+        assert len(parts) == 1 or (min(counts) >= 1 and max(counts) - min(counts) <= 1)
+        assert len(parts) <= max(num_tokens, 1)
+
+    def test_a_word_of_several_tokens_waits_for_its_last_one(self) -> None:
         shown = play(ReadingPacer(TARGET), [Arrival(0.0, "ab", 3), Arrival(0.0, "c", 1)])
         assert [item.at_s for item in shown] == pytest.approx([1 + 2 / 4.8, 1 + 3 / 4.8])
 
@@ -203,7 +219,7 @@ def smooth_words(times: list[float], finish_s: float | None = None) -> tuple[Smo
     return pacer, instants, [s - t for s, t in zip(instants, times, strict=True)]
 
 
-class TestHuman:
+class TestSmooth:
     @given(raw=ARRIVALS, late_s=st.floats(0, 5))
     def test_no_text_is_held_longer_than_reserve_and_backlog_nor_past_the_drain(
         self, raw: list[tuple[float, str, int, bool]], late_s: float
