@@ -44,6 +44,7 @@ _LACKS = {
 EPILOG = """\b
 Examples:
   sluice demo                                  a cluster and one answer, nothing needed
+  sluice demo --burst                          see layers give way to the KV of many readers
   sluice run owner/name                        fetch a model, serve it, talk with it
   sluice up                                    serve the model that ships on port 8000
   sluice up ./llama --workers 2                serve a folder, two copies (`serve` is the same)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cli.cluster.broker import BrokerAccess
@@ -33,6 +34,8 @@ class ClusterPlan:
     port: int
     run_dir: Path
     """For what a child leaves to the one after it; removed when the run ends."""
+    worker_env: Mapping[str, str] = field(default_factory=dict)
+    """Settings of workers that `sluice up` has no flags for."""
 
     @property
     def nats_url(self) -> str:
@@ -96,7 +99,8 @@ class ClusterPlan:
         flags += [] if settings.graphs else ["--no-graphs"]
         flags += [] if settings.fused else ["--no-fused"]
         flags += [] if settings.overlap is None else ["--overlap" if settings.overlap else "--no-overlap"]
-        return replace(self._service(name, *flags), needed_as="worker")
+        spec = self._service(name, *flags)
+        return replace(spec, env={**spec.env, **self.worker_env}, needed_as="worker")
 
     def _dispatcher(self) -> ChildSpec:
         settings = self.settings

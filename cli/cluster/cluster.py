@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -43,10 +43,14 @@ class Cluster:
         settings: checked against each other by `checks`.
         console: where the person looks.
         run_dir: entered.
+        worker_env: see `ClusterPlan`.
     """
 
-    def __init__(self, settings: UpSettings, console: Console, run_dir: RunDir) -> None:
+    def __init__(
+        self, settings: UpSettings, console: Console, run_dir: RunDir, worker_env: Mapping[str, str] | None = None
+    ) -> None:
         self._settings = settings
+        self._worker_env = worker_env or {}
         self._console = console
         self._run_dir = run_dir
         self.log_dir = log_dir_of(settings, run_dir.path)
@@ -75,9 +79,9 @@ class Cluster:
         port = checks.find_port(settings.host, settings.port)
         model = await asyncio.to_thread(find_model, settings.model, show_progress(self._console, settings.model))
         self._console.end_status()
-        settings, chosen = await asyncio.to_thread(_size, settings, model)
+        settings, chosen = await asyncio.to_thread(choose_sizes, settings, model)
         checks.check_memory(settings)
-        plan = ClusterPlan(settings, model, self._broker.check(), port, self._run_dir.path)
+        plan = ClusterPlan(settings, model, self._broker.check(), port, self._run_dir.path, self._worker_env)
         self._console.show_status(f"checking the model {plan.model_name}")
         async with self._in_time("the model was not checked", "See whether its disk and the device answer"):
             await self.supervisor.check(plan.checks())
@@ -165,12 +169,20 @@ class Cluster:
         self._console.line(self._console.style("sluice: ", "yellow") + text)
 
 
-def _size(settings: UpSettings, model: Model) -> tuple[UpSettings, str]:
+def choose_sizes(settings: UpSettings, model: Model) -> tuple[UpSettings, str]:
+    """Return the settings with what was not named, by what is free here, and what to tell of it.
+
+    Raises:
+        StartupError: the model does not fit.
+    """
     return size(settings, model.folder, free_memory(), find_cards())
 
 
 async def run_cluster(
-    settings: UpSettings, console: Console, use: Callable[[Cluster, asyncio.Event], Awaitable[int]]
+    settings: UpSettings,
+    console: Console,
+    use: Callable[[Cluster, asyncio.Event], Awaitable[int]],
+    worker_env: Mapping[str, str] | None = None,
 ) -> int:
     """Start a cluster, use it, and stop it; return the exit code.
 
@@ -179,6 +191,7 @@ async def run_cluster(
         console: where the person looks.
         use: called once the cluster is ready, with the event that says that it should end; cancelled when the cluster
             fails or a signal comes while it starts.
+        worker_env: see `ClusterPlan`.
     """
     with RunDir() as run_dir, only_from("error"):  # warnings are the children's, which are shown as lines
 
@@ -188,7 +201,7 @@ async def run_cluster(
             os._exit(KILLED)
 
         signals = StopSignals(kill)
-        cluster = Cluster(settings, console, run_dir)
+        cluster = Cluster(settings, console, run_dir, worker_env)
         try:
             return await _run(cluster, console, signals.stop, use)
         finally:

@@ -130,17 +130,22 @@ def run(*, named_model: str | None, question: str | None, **flags: Any) -> int:
 @cluster_options
 @pacing_options("reading")
 @click.option("--prompt", metavar="TEXT", default=None, help="The question. [a story]")
-def demo(*, prompt: str | None, **flags: Any) -> int:
-    """Start a cluster and stream one answer through it.
+@click.option("--burst", is_flag=True, help="Send many readers: layers are dropped for their KV, and come back.")
+def demo(*, prompt: str | None, burst: bool, **flags: Any) -> int:
+    """Start a cluster and stream one answer through it, or a burst of readers.
 
-    In a terminal the cluster then stays up until Ctrl-C; otherwise the command ends after the answer.
+    In a terminal the cluster then stays up until Ctrl-C; otherwise, and after a burst, the command ends. A burst takes
+    two minutes, shows what happens as it happens, and ends with 1 if no layers were dropped.
     """
+    from cli.cluster.burst import DEFAULTS as BURST_DEFAULTS
+    from cli.cluster.burst import run_burst
     from cli.cluster.demo import DEFAULTS, run_demo
     from cli.cluster.hints import EXAMPLE_PROMPT
     from cli.cluster.settings import load_up_settings
     from cli.console import Console
 
-    pacing, settings = pacing_of(flags), load_up_settings(flags, DEFAULTS)
-    is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    prompt = prompt or EXAMPLE_PROMPT
+    pacing, prompt = pacing_of(flags), prompt or EXAMPLE_PROMPT
+    if burst:
+        return asyncio.run(run_burst(load_up_settings(flags, BURST_DEFAULTS), Console(), prompt, pacing))
+    settings, is_interactive = load_up_settings(flags, DEFAULTS), sys.stdin.isatty() and sys.stdout.isatty()
     return asyncio.run(run_demo(settings, Console(), prompt, pacing, is_interactive=is_interactive))

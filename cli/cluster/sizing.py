@@ -118,6 +118,11 @@ def _too_large(settings: UpSettings, folder: Path, dtype: str, parameter_bytes: 
     return StartupError(f"{said}, and {each} could have {describe_bytes(share)} of what is free here", hint)
 
 
+def parameter_bytes(folder: Path, dtype: str) -> tuple[int, int]:
+    """Return what the parameters of a checkpoint take in a type, 0 if that is not known, and a number of that type."""
+    return _num_parameters(folder) * _BYTES[dtype], _BYTES[dtype]
+
+
 def _num_parameters(folder: Path) -> int:
     """Return how many parameters a checkpoint has by the size of its files; 0 if that is not known."""
     index = _json(folder / "model.safetensors.index.json")

@@ -308,6 +308,7 @@ class Pacer {
     this._nowS = -Infinity;
     this._ttftS = null;
     this._receivedS = null;
+    this._longestGapS = 0;
     this._shownS = null;
     this._finishS = null;
     this._skipped = false;
@@ -325,6 +326,7 @@ class Pacer {
     this._advance(nowS);
     if (numTokens > 0) {
       this._ttftS ??= this._nowS;
+      if (this._receivedS !== null) this._longestGapS = Math.max(this._longestGapS, this._nowS - this._receivedS);
       this._receivedS = this._nowS;
     }
     this._bufferedTokens += numTokens;
@@ -388,6 +390,7 @@ class Pacer {
       bufferedChars: this._bufferedChars,
       ttftS: this._ttftS,
       receivedS: this._receivedS,
+      longestGapS: this._longestGapS,
       shownS: this._shownS,
     };
   }

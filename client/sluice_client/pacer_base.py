@@ -51,6 +51,8 @@ class PacerStats:
     """Arrival of the first token; None while there is none."""
     received_s: float | None
     """Arrival of the newest token; None while there is none."""
+    longest_gap_s: float
+    """The longest time between the arrivals of two tokens so far."""
     shown_s: float | None
     """When the last text that was popped was due; None while there is none. Later than `received_s`: by pacing."""
 
@@ -64,6 +66,7 @@ class Pacer(ABC):
         self._now_s = float("-inf")
         self._ttft_s: float | None = None
         self._received_s: float | None = None
+        self._longest_gap_s = 0.0
         self._shown_s: float | None = None
         self._finish_s: float | None = None
         self._skipped = False
@@ -89,6 +92,8 @@ class Pacer(ABC):
         self._advance(now_s)
         if num_tokens:
             self._ttft_s = self._now_s if self._ttft_s is None else self._ttft_s
+            if self._received_s is not None:
+                self._longest_gap_s = max(self._longest_gap_s, self._now_s - self._received_s)
             self._received_s = self._now_s
         self.buffered_tokens += num_tokens
         self.buffered_chars += len(text)
@@ -138,6 +143,7 @@ class Pacer(ABC):
             buffered_chars=self.buffered_chars,
             ttft_s=self._ttft_s,
             received_s=self._received_s,
+            longest_gap_s=self._longest_gap_s,
             shown_s=self._shown_s,
         )
 

@@ -288,3 +288,34 @@ def test_demo_streams_one_answer_and_ends_without_a_terminal(server: Server, tmp
         assert text in result.stdout
     assert result.stderr.startswith("starting broker, monitor, planner, 2 workers, dispatcher; model tiny\n")
     assert "worker-1 ended" in (tmp_path / "trace").read_text()
+
+
+def burst(*argv: str, before: str = "pass") -> subprocess.CompletedProcess[str]:
+    """Run the demo's burst for readers who read so fast that it is soon over."""
+    code = f"import cli.cluster.burst as burst; {before}; from cli.main import main; main()"
+    command = [sys.executable, "-c", code, "demo", "--burst", "--reading-speed", "60", *argv]
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=150, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_burst_has_layers_dropped_and_brought_back_and_says_what_readers_saw() -> None:
+    result = burst()
+    assert result.returncode == 0, result.stderr
+    grown = re.search(r"dropped after \S+ s, KV memory from (\d+) to (\d+) tokens; restored after", result.stdout)
+    assert grown is not None, result.stdout
+    assert int(grown[2]) > int(grown[1])
+    assert re.search(r"\d+ readers, \d+ tokens: QoE \d\.\d\d, at least ", result.stdout)
+    assert re.search(r"longest gap: delivered \d+\.\d\d s, displayed \d+\.\d\d s; a token each 0.02 s", result.stdout)
+    assert "got no whole answer" not in result.stdout
+    for said in ("form 1 group", "of KV from worker-", "of parameters from the checkpoint", "become whole"):
+        assert said in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_burst_without_a_drop_ends_with_1() -> None:
+    result = burst("--system", "fcfs", before="burst.DROP_LIMIT_S = 3.0")
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith("sluice: no layers were dropped. See `sluice planner`")
+    assert "longest gap: delivered " in result.stdout
