@@ -3,6 +3,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --no-input
+# with the libraries of docs/recipes.md: some of them want other versions than Sluice has
+RECIPES := .venv-recipes
 # in two processes, whose threads do not spin while others compute; files whole, since a file's tests share what they ran
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 SOURCES := pyproject.toml client/pyproject.toml constraints.txt
@@ -25,7 +27,7 @@ GPU_MODEL ?= /tmp/sluice-llama3-8b
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-faults test-long test-pauses test-torch-kernels test-browser test-compose gpu-check gpu-figures campaign mutation check format clean
+.PHONY: help install demo test test-slow test-faults test-long test-pauses test-torch-kernels test-browser test-recipes test-compose chromium gpu-check gpu-figures campaign mutation check format clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -62,7 +64,7 @@ demo: $(VENV)/.demo ## start a cluster here and stream one answer at reading spe
 	$(BIN)/sluice demo
 
 test: $(VENV)/.dev $(VENV)/.native ## run the tests that need no GPU and little time, in two processes
-	$(PYTEST) -p tests.support.cpu_time -m "not gpu and not faults and not compose and not browser and not slow and not long"
+	$(PYTEST) -p tests.support.cpu_time -m "not gpu and not faults and not compose and not browser and not recipes and not slow and not long"
 
 test-slow: $(VENV)/.dev $(VENV)/.native ## run those that take more than a CPU second, and campaigns' other seeds
 	$(PYTEST) -m "slow and not long and not gpu and not faults and not compose and not browser"
@@ -81,12 +83,24 @@ test-pauses: $(VENV)/.dev $(VENV)/.native ## look for tests that fail when the m
 test-torch-kernels: $(VENV)/.dev ## run what computes with a model, and takes little time, once more without the CPU kernels
 	SLUICE_WORKER_KERNELS=torch $(PYTEST) -m "kernels and not slow and not long and not gpu and not faults"
 
-test-browser: $(VENV)/.dev ## use the API from pages in a real Chromium, which apt installs where it may
+chromium:
 	@if ! { command -v chromium || command -v chromium-browser || command -v google-chrome; }; then \
 	  [ "$$(id -u)" != 0 ] || { apt-get update && apt-get install -y --no-install-recommends chromium; } >/dev/null \
-	    || echo "test-browser: apt could not install Chromium"; \
+	    || echo "chromium: apt could not install it"; \
 	fi
+
+test-browser: $(VENV)/.dev chromium ## use the API from pages in a real Chromium, which apt installs where it may
 	$(BIN)/python -m pytest -m browser tests/integration/test_real_browser.py
+
+$(RECIPES)/.made: $(addprefix tests/recipes/,requirements.txt package.json package-lock.json) | $(BIN)/python
+	$(BIN)/python -m venv $(RECIPES)
+	$(RECIPES)/bin/pip --disable-pip-version-check --no-input install -r tests/recipes/requirements.txt
+	cp tests/recipes/package.json tests/recipes/package-lock.json $(RECIPES)
+	cd $(RECIPES) && PATH="$$PWD/bin:$$PATH" npm ci --no-audit --no-fund
+	@touch $@
+
+test-recipes: $(VENV)/.dev $(VENV)/.native $(RECIPES)/.made chromium ## run docs/recipes.md as it stands: other people's libraries
+	$(BIN)/python -m pytest -m recipes tests/recipes
 
 test-compose: $(VENV)/.dev ## build and run the compose file on a real engine, and disturb it
 	@if [ -x $(COMPOSE_CHECK) ]; then \
@@ -133,4 +147,4 @@ format: $(VENV)/.dev ## rewrite the code in the project's format
 	$(BIN)/ruff check --fix .
 
 clean: ## remove the environment and every cache
-	rm -rf $(VENV) services/worker/native/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info client/*.egg-info
+	rm -rf $(VENV) $(RECIPES) services/worker/native/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info client/*.egg-info
