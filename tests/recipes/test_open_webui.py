@@ -10,7 +10,6 @@ import json
 import re
 import shlex
 import subprocess
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from tests.support.recipes import API, MIN_PIECES, STORY, pieces_of, post, recip
 
 pytestmark = pytest.mark.recipes
 
-CONTAINER, CALLS = recipes()["Open WebUI"]
+STARTED, CALLS = recipes()["Open WebUI"]
 USER = {
     "X-OpenWebUI-User-Name": "Ada%20L",
     "X-OpenWebUI-User-Id": "6c1f0d1e-43d4-4d3b-9a53-9b4a4c3a6f10",
@@ -67,20 +66,22 @@ ASSISTANT: {story}
 </chat_history>"""
 
 
-def container_env() -> dict[str, str]:
-    """Return what the line that starts Open WebUI gives it in its environment."""
-    words = shlex.split(CONTAINER.replace("\\\n", " "))
-    assert words[:2] == ["docker", "run"]
-    return dict(after.split("=", 1) for word, after in pairwise(words) if word == "-e")
+def open_webui_env() -> dict[str, str]:
+    """Return the environment in which Open WebUI is started."""
+    *exports, start = STARTED.splitlines()
+    assert start == "open-webui serve"
+    words = [shlex.split(line) for line in exports]
+    assert {first for first, *_ in words} == {"export"}
+    return dict(word.split("=", 1) for _, *rest in words for word in rest)
 
 
 def headers() -> dict[str, str]:
-    return {"Authorization": f"Bearer {container_env()['OPENAI_API_KEY']}", **USER}
+    return {"Authorization": f"Bearer {open_webui_env()['OPENAI_API_KEY']}", **USER}
 
 
 def test_its_calls_as_they_stand_are_answered(cluster: str, story: str, tmp_path: Path) -> None:
     """The models, a stream and a title, one after the other."""
-    env = container_env()
+    env = open_webui_env()
     assert set(re.findall(r"http://\S+/v1", CALLS)) == {env["OPENAI_API_BASE_URL"]}
     assert set(re.findall(r"Bearer (\w+)", CALLS)) == {env["OPENAI_API_KEY"]}
     script = CALLS.replace(API, cluster)
@@ -139,7 +140,7 @@ def test_a_task_is_answered_as_a_whole(
 
 def test_its_own_tools_are_refused_with_a_sentence_that_it_can_show(cluster: str) -> None:
     """It offers them unless function calling is legacy, as the page's line has it."""
-    assert json.loads(container_env()["DEFAULT_MODEL_PARAMS"]) == {"function_calling": "legacy"}
+    assert json.loads(open_webui_env()["DEFAULT_MODEL_PARAMS"]) == {"function_calling": "legacy"}
     body = {"stream": True, **STORY, "tools": [{"type": "function", "function": CLOCK}]}
     status, kind, answer = post(cluster, body, headers())
     assert (status, kind) == (400, "application/json")
