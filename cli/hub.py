@@ -119,7 +119,8 @@ def fetch(source: HubModel, folder: Path | None, progress: Progress) -> Path:
         progress: called from another thread while bytes arrive.
 
     Raises:
-        StartupError: no network, no such model or revision, a gated one, no weights that can be read, a full disk.
+        StartupError: no network, no such model or revision, a gated one, no weights that can be read, a full disk,
+            bytes that are not the hub's.
     """
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -132,7 +133,10 @@ def fetch(source: HubModel, folder: Path | None, progress: Progress) -> Path:
         place = folder or _cache_of(source)
         _check_room(place, missing)
         with _watched(place, missing, progress):
-            return Path(_snapshot(source, local_dir=folder))
+            found = Path(_snapshot(source, local_dir=folder))
+        if missing:
+            _check_digests(source, folder)
+        return found
 
 
 def _check_endpoint() -> None:
@@ -156,6 +160,25 @@ def _check_files(source: HubModel, names: list[str]) -> None:
     if not any(name.endswith(".safetensors") for name in names):
         hint = "Choose one that has them; pickled weights are never read"
         raise StartupError(f"{source} has no weights as safetensors", hint)
+
+
+def _check_digests(source: HubModel, folder: Path | None) -> None:
+    """Compare all that is here with the digests that the hub has, and remove what differs.
+
+    Raises:
+        StartupError: something does.
+    """
+    from huggingface_hub import HfApi
+
+    compared = HfApi().verify_repo_checksums(source.name, revision=source.revision, local_dir=folder)
+    broken = [Path(compared.verified_path, each["path"]) for each in compared.mismatches]
+    for path in broken:
+        path.resolve().unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+    if broken:
+        names = ", ".join(path.name for path in broken)
+        said = f"{source} has come with other bytes than the hub has, by their digests: {names}"
+        raise StartupError(said, "They are removed: try again")
 
 
 def _cache_of(source: HubModel) -> Path:

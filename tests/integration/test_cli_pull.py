@@ -95,6 +95,45 @@ def test_only_what_is_served_is_fetched_once_and_found_again_without_a_hub(hub: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("to", [(), ("--to", "model")])
+def test_a_download_that_is_cut_goes_on_and_the_bytes_are_those_of_the_hub(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    large = next(iter(WEIGHTS))
+    hub.fetched.clear()
+    hub.cuts[large] = 100_000
+    result = pull(hub, tmp_path, NAME, *to)
+    assert result.returncode == 0, result.stderr
+    assert hub.fetched.count(large) == 2
+    assert not hub.cuts
+    assert {path.name: path.read_bytes() for path in Path(result.stdout.strip()).iterdir() if path.is_file()} == NEEDED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", [(), ("--to", "model")])
+@pytest.mark.parametrize("name", [next(iter(WEIGHTS)), "config.json"])
+def test_bytes_that_are_not_the_hub_s_are_removed_and_fetched_again(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, to: tuple[str, ...]
+) -> None:
+    """Another file is untouched, and not fetched again."""
+    monkeypatch.chdir(tmp_path)
+    hub.spoiled.add(name)
+    try:
+        result = pull(hub, tmp_path, NAME, *to)
+    finally:
+        hub.spoiled.clear()
+    assert (result.returncode, result.stdout) == (2, "")
+    said = f"sluice: {NAME} has come with other bytes than the hub has, by their digests: {name}. They are removed"
+    assert result.stderr.splitlines()[-1].startswith(said), result.stderr
+    hub.fetched.clear()
+    again = pull(hub, tmp_path, NAME, *to)
+    assert again.returncode == 0, again.stderr
+    assert hub.fetched == [name]
+    assert Path(again.stdout.strip(), name).read_bytes() == NEEDED[name]
+
+
+@pytest.mark.slow
 def test_a_revision_goes_into_the_folder_that_was_named(hub: FakeHub, tmp_path: Path) -> None:
     target = tmp_path / "model"
     result = pull(hub, tmp_path / "home", f"{NAME}@{COMMIT}", "--to", str(target))

@@ -18,6 +18,7 @@ from cli.model import shipped_folder
 from cli.processes import is_running
 from cli.run_file import find_runs
 from tests.integration.test_cli_up import Place, ready
+from tests.support.fake_hub import fake_hub
 from tests.support.processes import wait_until
 
 pytestmark = pytest.mark.slow
@@ -106,6 +107,22 @@ def test_a_conversation_with_a_model_has_a_cluster_for_as_long_as_it_takes(shell
     assert talked.stderr.endswith("has ended\n")
     assert shell.runs() == []
     assert shell.type("run", "tales", "--model", "tales").returncode == REFUSED
+
+
+def test_a_model_of_the_hub_is_fetched_served_and_asked_in_one_command(shell: Shell) -> None:
+    with fake_hub() as hub:
+        hub.models["owner/tales"] = {path.name: path.read_bytes() for path in shipped_folder().iterdir()}
+        hub.cuts["model.safetensors"] = 1_000_000
+        shell.env |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(shell.folder / "hub"), "HF_HUB_DISABLE_XET": "1"}
+        asked = ("run", "owner/tales", "Tell me a story about a fox.", "--pace", "off", "--temperature", "0")
+        first = shell.type(*asked)
+        assert first.returncode == 0, first.stderr
+        assert len(first.stdout) > 100
+        assert "owner/tales 100% of " in first.stderr
+        assert hub.fetched.count("model.safetensors") == 2
+        hub.is_down = True
+        assert shell.type(*asked).stdout == first.stdout, "it is here now"
+    assert shell.runs() == []
 
 
 def test_two_are_told_apart_and_one_that_is_killed_leaves_nothing_that_is_believed(

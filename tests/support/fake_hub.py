@@ -28,6 +28,10 @@ class FakeHub:
     fetched: list[str] = field(default_factory=list)
     """Names of the files whose bytes were asked for."""
     is_down: bool = False
+    cuts: dict[str, int] = field(default_factory=dict)
+    """By a file's name: bytes after which its next connection breaks."""
+    spoiled: set[str] = field(default_factory=set)
+    """Names of files of which other bytes come than were put there."""
 
 
 class HubHandler(BaseHTTPRequestHandler):
@@ -55,10 +59,7 @@ class HubHandler(BaseHTTPRequestHandler):
         elif verb == "revision":
             self.answer(200, json.dumps({"id": name, "sha": COMMIT, "siblings": []}).encode())
         else:
-            files = [
-                {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-                for path, data in self.hub.models[name].items()
-            ]
+            files = [describe_file(path, data) for path, data in self.hub.models[name].items()]
             self.answer(200, json.dumps(files).encode())
 
     def answer_file(self, name: str, revision: str, path: str) -> None:
@@ -69,20 +70,52 @@ class HubHandler(BaseHTTPRequestHandler):
             return
         if self.command == "GET":
             self.hub.fetched.append(path)
-        etag = hashlib.sha1(data).hexdigest()
-        self.answer(200, data, {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT})
+        headers = {"ETag": f'"{digest_of(path, data)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        if path in self.hub.spoiled:
+            data = bytes(255 - each for each in data)
+        first = int(self.headers.get("range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        if first:
+            headers["Content-Range"] = f"bytes {first}-{len(data) - 1}/{len(data)}"
+        self.answer(
+            206 if first else 200,
+            data[first:],
+            headers,
+            self.hub.cuts.pop(path, None) if self.command == "GET" else None,
+        )
 
-    def answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+    def answer(self, status: int, body: bytes, headers: dict[str, str] | None = None, cut: int | None = None) -> None:
         self.send_response(status)
         for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(body)
+            self.wfile.write(body[:cut])
+            self.close_connection = self.close_connection or cut is not None
 
     def log_message(self, *_: object) -> None:
         pass
+
+
+def is_large(path: str) -> bool:
+    """Whether the hub keeps a file apart, under its SHA-256."""
+    return path.endswith((".safetensors", ".bin", ".pt"))
+
+
+def digest_of(path: str, data: bytes) -> str:
+    """Return what the hub calls a file's contents: their SHA-256, or git's name for them."""
+    if is_large(path):
+        return hashlib.sha256(data).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def describe_file(path: str, data: bytes) -> dict[str, object]:
+    """Return a file as the hub lists it."""
+    entry: dict[str, object] = {"type": "file", "path": path, "size": len(data), "oid": digest_of(path, data)}
+    if is_large(path):
+        entry["oid"] = hashlib.sha1(data).hexdigest()
+        entry["lfs"] = {"oid": digest_of(path, data), "size": len(data), "pointerSize": 134}
+    return entry
 
 
 @contextmanager
