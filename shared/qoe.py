@@ -7,6 +7,8 @@ Source: Andes (arXiv 2404.16283), section 2; checked against the sums of the def
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -37,6 +39,22 @@ def answer_qoe(delivered_s: F64, ttft_s: float, speed: float) -> float:
     if np.isnan(whole_s):
         return float("nan")
     return 1.0 if whole_s <= 0 else float(np.clip(1 - lag_s.sum() / whole_s, 0.0, 1.0))
+
+
+def qoe_by_now(delivered_s: F64, ttft_s: float, speed: float, at_s: float) -> float:
+    """Return what the reader of an answer that goes on has experienced at an instant, in [0, 1].
+
+    1 while nothing is expected; tokens that are delivered and not displayed yet do not count. Arguments as
+    `answer_qoe`.
+
+    Source: Andes (arXiv 2404.16283), section 2. Deviations: none.
+    """
+    num_expected = max(0, math.floor((at_s - ttft_s) * speed) + 1)
+    expected_s = num_expected * (at_s - ttft_s) - num_expected * (num_expected - 1) / (2 * speed)
+    if expected_s <= 0:
+        return 1.0
+    shown_s = ttft_s + np.arange(delivered_s.size) / speed + _lag_s(delivered_s, ttft_s, speed)
+    return float(np.clip(np.maximum(at_s - shown_s, 0.0).sum() / expected_s, 0.0, 1.0))
 
 
 def displayed(delivered_s: F64, ttft_s: float, speed: float) -> tuple[float, float]:

@@ -48,7 +48,7 @@ async def chat(served: Running, key: str | None, **body: Any) -> tuple[int, Any,
 
 @pytest.mark.parametrize("header", ["", "Bearer", "Bearer  ", "Basic c2stOmluZmVy", "sk-infer", "Token sk-infer"])
 @pytest.mark.parametrize(
-    "path", [CHAT, "/v1/models", "/metrics", "/v1/cluster", "/version", "/tokenize", "/nowhere", "/"]
+    "path", [CHAT, "/v1/models", "/metrics", "/v1/cluster", "/v1/requests", "/version", "/tokenize", "/nowhere", "/"]
 )
 async def test_every_path_but_the_probes_needs_a_key(served: Running, header: str, path: str) -> None:
     status, headers, body = await ask(served, path, header=header)
@@ -69,13 +69,13 @@ async def test_probes_are_open(served: Running) -> None:
     ("key", "opened"),
     [
         ("infer", {"/v1/models", "/v1/models/tiny", "/version"}),
-        ("metrics", {"/v1/models", "/metrics", "/v1/cluster", "/version"}),
+        ("metrics", {"/v1/models", "/metrics", "/v1/cluster", "/v1/requests", "/version"}),
         ("batch", {"/v1/models", "/version"}),
         ("admin", {"/v1/models", "/version"}),
     ],
 )
 async def test_a_scope_opens_its_own_paths_and_no_others(served: Running, key: str, opened: set[str]) -> None:
-    for path in ("/v1/models", "/v1/models/tiny", "/version", "/metrics", "/v1/cluster"):
+    for path in ("/v1/models", "/v1/models/tiny", "/version", "/metrics", "/v1/cluster", "/v1/requests"):
         status, headers, body = await ask(served, path, key)
         assert status == (200 if path in opened else 403), path
         if status == 403:
@@ -204,5 +204,5 @@ async def test_one_key_of_the_settings_opens_what_a_user_needs(serve: Serve) -> 
     async with serve("hi", api_key=key) as running:
         assert (await chat(running, None))[0] == 401
         assert (await chat(running, key))[0] == 200
-        for path in ("/metrics", "/v1/cluster", "/v1/models"):
+        for path in ("/metrics", "/v1/cluster", "/v1/requests", "/v1/models"):
             assert (await ask(running, path, key))[0] == 200

@@ -257,6 +257,6 @@ async def test_a_bug_of_our_own_is_a_500_that_tells_nothing_and_disturbs_nobody(
 
 async def test_no_answer_names_the_model_folder(served: Running) -> None:
     folder = str(Path(served.front.settings.model))
-    for path in ("/v1/models", "/v1/models/x", "/ready", "/v1/cluster", "/metrics", "/version"):
+    for path in ("/v1/models", "/v1/models/x", "/ready", "/v1/cluster", "/v1/requests", "/metrics", "/version"):
         async with served.http.get(served.url + path) as response:
             assert folder not in await response.text()

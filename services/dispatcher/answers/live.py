@@ -106,7 +106,11 @@ class LiveCalls:
         self._num_kept_tokens = 0
 
     def __len__(self) -> int:
-        return len({id(live) for group in self._by_name.values() for live in group.values()})
+        return len(self.all())
+
+    def all(self) -> list[Live]:
+        """Return what is under way, in the order in which it came."""
+        return list({id(live): live for group in self._by_name.values() for live in group.values()}.values())
 
     def enter(self, call: CheckedCall, choices: Sequence[Choice]) -> Live:
         """Note a request; the caller must let it `leave`, and close its permit.

@@ -19,7 +19,7 @@ _GRANT: Final = web.RequestKey("grant", Grant)
 _OPEN: Final = frozenset({"/live", "/ready", "/health"})
 """What orchestrators ask, who have no keys."""
 _ANY_KEY: Final = frozenset({"/version", "/v1/models"})
-_SCOPES: Final = {"/metrics": Scope.METRICS, "/v1/cluster": Scope.METRICS}
+_SCOPES: Final = {"/metrics": Scope.METRICS, "/v1/cluster": Scope.METRICS, "/v1/requests": Scope.METRICS}
 _PREFIXES: Final = (("/admin/", Scope.ADMIN), ("/v1/files", Scope.BATCH), ("/v1/batches", Scope.BATCH))
 _CHALLENGE: Final = {"WWW-Authenticate": 'Bearer realm="sluice"'}
 

@@ -21,6 +21,7 @@ from services.dispatcher.endpoints import models, probes
 from services.dispatcher.endpoints.cancel import cancel_request, is_cancel_path
 from services.dispatcher.endpoints.chat import chat_call
 from services.dispatcher.endpoints.completions import completion_call
+from services.dispatcher.endpoints.open_requests import list_requests
 from services.dispatcher.endpoints.tokenize import detokenize, tokenize
 from services.dispatcher.http.connection import ConnectionServer, bad_http, head_too_large, unsupported_coding
 from services.dispatcher.http.cors import page_headers, preflight
@@ -58,6 +59,7 @@ _ROUTES: Final[dict[str, Route]] = {
     "/v1/ws": {"GET": open_socket},
     "/v1/models": _get(models.list_models),
     "/v1/cluster": _get(probes.cluster),
+    "/v1/requests": _get(list_requests),
     "/live": _get(probes.live),
     "/ready": _get(probes.ready),
     "/health": _get(probes.health),

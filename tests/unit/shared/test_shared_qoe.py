@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.qoe import answer_qoe, displayed, unread_tokens
-from sluice_client.qoe import QoeTarget, delay_sum, displayed_times, final_qoe
+from shared.qoe import answer_qoe, displayed, qoe_by_now, unread_tokens
+from sluice_client.qoe import QoeTarget, delay_sum, displayed_times, final_qoe, qoe_at
 
 
 @given(st.floats(0.1, 5), st.floats(0.5, 50), st.lists(st.floats(0, 10), max_size=60))
@@ -24,6 +24,16 @@ def test_what_has_been_displayed_is_told_as_by_the_definition(ttft_s: float, spe
     delivered_s, target = np.cumsum(np.array(gaps, dtype=np.float64)), QoeTarget(ttft_s, speed)
     expected = (displayed_times(target, delivered_s.tolist())[-1], delay_sum(target, delivered_s.tolist()))
     assert displayed(delivered_s, ttft_s, speed) == pytest.approx(expected, abs=1e-9)
+
+
+@given(st.floats(0.1, 5), st.floats(0.5, 50), st.lists(st.floats(0, 10), max_size=60), st.floats(0, 20))
+def test_the_qoe_by_now_is_that_of_the_definition_for_an_answer_that_goes_on(
+    ttft_s: float, speed: float, gaps: list[float], later_s: float
+) -> None:
+    delivered_s, target = np.cumsum(np.array(gaps, dtype=np.float64)), QoeTarget(ttft_s, speed)
+    at_s = sum(gaps) + later_s
+    expected = min(max(qoe_at(target, delivered_s.tolist(), at_s, finished=False), 0.0), 1.0)
+    assert qoe_by_now(delivered_s, ttft_s, speed, at_s) == pytest.approx(expected, abs=1e-6)
 
 
 @given(st.floats(0.1, 5), st.floats(0.5, 50), st.lists(st.floats(0, 10), min_size=1, max_size=60))
