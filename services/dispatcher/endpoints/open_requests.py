@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from heapq import nsmallest
-from math import inf
+from math import inf, isinf
 from typing import Final, NamedTuple
 
 from aiohttp import web
@@ -26,32 +26,46 @@ from shared.open_requests import OpenCounts, OpenRequest, OpenRequests, RequestS
 MAX_LISTED: Final = 200
 CHOICES_AT_ONCE: Final = 256
 """That are looked at in one turn of the event loop."""
-TOKENS_AT_ONCE: Final = 16_384
+TOKENS_AT_ONCE: Final = 4096
 """Whose times are looked at in one turn, but for a longer answer's."""
 
 
 class _Found(NamedTuple):
+    """A choice; those that come first in order are listed first."""
+
+    urgency_s: float
+    """The slack of its reader; infinite without one."""
+    arrival_s: float
+    number: int
+    """Of the choice among all: no two are equal."""
     answer_id: str
     index: int
     session: Session
     state: RequestState
-    slack_s: float | None
 
 
 async def list_requests(front: Front, _request: web.BaseRequest, _public_id: str) -> web.Response:
     """Return what is served now, but for requests that are not admitted yet."""
     now_s = front.now()
-    found: list[_Found] = []
+    found, counts, num_late = list[_Found](), Counter[tuple[Tier, RequestState]](), 0
     for number, (answer_id, index, session) in enumerate(_choices(front.live.all()), start=1):
         if not session.is_over:
-            found.append(_Found(answer_id, index, session, state_of(session, now_s), slack_s(session, now_s)))
+            request, state, slack = session.request, state_of(session, now_s), slack_s(session, now_s)
+            urgency_s = inf if slack is None else slack
+            found.append(_Found(urgency_s, request.arrival_s, number, answer_id, index, session, state))
+            counts[request.tier, state] += 1
+            num_late += urgency_s < 0
         if number % CHOICES_AT_ONCE == 0:
             await asyncio.sleep(0)
-    listed = nsmallest(MAX_LISTED, found, key=_urgency)
+    listed = nsmallest(MAX_LISTED, found)
+    await asyncio.sleep(0)
     content = OpenRequests(
         dispatcher_id=DispatcherId(front.settings.instance_id),
-        counts=_counts(found),
-        num_late=sum(each.slack_s is not None and each.slack_s < 0 for each in found),
+        counts=tuple(
+            OpenCounts(tier=tier.label, **{state.value: counts[tier, state] for state in RequestState})
+            for tier in reversed(Tier)
+        ),
+        num_late=num_late,
         waiting=front.sessions.waiting(),
         num_left_out=len(found) - len(listed),
         requests=tuple(await _describe(listed, now_s)),
@@ -65,18 +79,6 @@ def _choices(lives: Sequence[Live]) -> Iterator[tuple[str, int, Session]]:
         for choice in live.choices:
             if choice.session is not None:
                 yield live.call.answer_id, choice.index, choice.session
-
-
-def _urgency(found: _Found) -> tuple[float, float]:
-    return inf if found.slack_s is None else found.slack_s, found.session.request.arrival_s
-
-
-def _counts(found: Sequence[_Found]) -> tuple[OpenCounts, ...]:
-    number = Counter((each.session.request.tier, each.state) for each in found)
-    return tuple(
-        OpenCounts(tier=tier.label, **{state.value: number[tier, state] for state in RequestState})
-        for tier in reversed(Tier)
-    )
 
 
 async def _describe(listed: Sequence[_Found], now_s: float) -> list[OpenRequest]:
@@ -101,7 +103,7 @@ async def _describe(listed: Sequence[_Found], now_s: float) -> list[OpenRequest]
                 num_output_tokens=len(session.tokens),
                 num_preemptions=session.history.num_preemptions,
                 qoe=None if qoe is None else round(qoe, 4),
-                slack_s=None if each.slack_s is None else round(each.slack_s, 3),
+                slack_s=None if isinf(each.urgency_s) else round(each.urgency_s, 3),
             )
         )
     return rows
