@@ -9,7 +9,16 @@ from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 _CLEAR = "\r\x1b[K"
-_STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
+_STYLES = {
+    "bold": "1",
+    "dim": "2",
+    "reverse": "7",
+    "marked": "1;7",
+    "red": "31",
+    "green": "32",
+    "yellow": "33",
+    "cyan": "36",
+}
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -35,7 +44,7 @@ class Console:
         self._live = ""
 
     def style(self, text: str, style: str) -> str:
-        """Return the text in bold, dim or a colour, where colours are wanted."""
+        """Return the text in bold, dim, reverse or a colour, where colours are wanted."""
         return f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if self._has_color else text
 
     def line(self, text: str = "") -> None:

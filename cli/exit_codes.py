@@ -33,3 +33,4 @@ class CommandError(Exception):
         text = f"{message}{'' if message.endswith('?') else '.'} {hint}" if hint else message
         super().__init__("sluice: " + " ".join(text.split()))
         self.code = code
+        self.message = message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -64,8 +65,22 @@ async def read_body(response: aiohttp.ClientResponse, max_bytes: int = MAX_ANSWE
     return b"".join(parts)
 
 
-async def ask(url: str, *, api_key: str = "", limit_s: float = 5.0, max_bytes: int = MAX_ANSWER_BYTES) -> HttpAnswer:
+async def ask(
+    url: str,
+    *,
+    api_key: str = "",
+    limit_s: float = 5.0,
+    max_bytes: int = MAX_ANSWER_BYTES,
+    session: aiohttp.ClientSession | None = None,
+) -> HttpAnswer:
     """Return what GET says; a key is sent along if there is one. Of a longer body so many bytes are read.
+
+    Args:
+        url: to ask.
+        api_key: "": none.
+        limit_s: seconds until the whole answer must be there.
+        max_bytes: of a body that are read.
+        session: of who asks often, whose connections are kept; None: one for this question.
 
     Raises:
         CommandError: nothing answers there, or no HTTP, or not within the time; or it is no URL.
@@ -73,7 +88,10 @@ async def ask(url: str, *, api_key: str = "", limit_s: float = 5.0, max_bytes: i
     timeout = aiohttp.ClientTimeout(total=limit_s)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session, session.get(url) as response:
+        async with (
+            nullcontext(session) if session is not None else aiohttp.ClientSession() as used,
+            used.get(url, timeout=timeout, headers=headers) as response,
+        ):
             return HttpAnswer(response.status, await read_body(response, max_bytes))
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         reason = "no answer in time" if isinstance(error, asyncio.TimeoutError) else type(error).__name__

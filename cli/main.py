@@ -26,6 +26,7 @@ from cli.replay.options import replay
 from cli.run_file import URL_DEFAULT, api_url
 from cli.run_options import down, logs, ps
 from cli.simulate.options import compare, plan, simulate
+from cli.top.options import interval_option, top, watch
 from shared.errors import SluiceError, StartupError
 from shared.reading import check_text
 from shared.version import VERSION
@@ -55,6 +56,7 @@ Examples:
   sluice down                                  stop it
   sluice chat                                  talk with it
   sluice status                                what the workers do
+  sluice top                                   the same as it changes, with readers, memory and queues
   sluice pull owner/name                       fetch a model from the hub
   sluice keys create --tenant me               make an API key
   sluice bench --request-rate 4                put a load on a server and measure it
@@ -107,10 +109,16 @@ def cli(context: click.Context) -> None:
 @api_key_option
 @click.option("--url", metavar="URL", default=None, help=f"The API to ask. {URL_DEFAULT}")
 @click.option("--json", "as_json", is_flag=True, help="The cluster view as one line of JSON.")
-def status(*, api_key: str, url: str | None, as_json: bool) -> int:
+@click.option("--watch", "is_watched", is_flag=True, help="Go on, as `sluice top` does.")
+@interval_option
+def status(*, api_key: str, url: str | None, as_json: bool, is_watched: bool, interval_s: float) -> int:
     """Show the workers: phase, KV memory, requests, speed."""
     from cli.status import run_status
 
+    if is_watched and as_json:
+        raise click.UsageError("--watch is for people; ask again and again for --json")
+    if is_watched:
+        return watch(url, api_key, interval_s)
     click.echo(asyncio.run(run_status(api_url(url), api_key, as_json=as_json)))
     return 0
 
@@ -166,7 +174,7 @@ for _command in (up, run, demo, chat):
     cli.add_command(_command)
 for _command in (bench, chaos, planner, drop, restore, keys, replay, simulate, compare, plan):
     cli.add_command(_command)
-for _command in (pull, ls, ps, down, logs, drain, tap, nats_config, nats_setup):
+for _command in (top, pull, ls, ps, down, logs, drain, tap, nats_config, nats_setup):
     cli.add_command(_command)
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from typing import Any
+
+import aiohttp
 
 from cli.console import table
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
@@ -46,8 +49,23 @@ async def run_status(url: str, api_key: str = "", *, as_json: bool) -> str:
     Raises:
         CommandError: nothing answers there, or it is no dispatcher.
     """
+    fields, view = await ask_cluster(url, api_key)
+    if view is None:
+        hint = "The monitor has written no view yet; try again in a second"
+        raise CommandError(f"{url} does not know its cluster yet", hint, UNREACHABLE)
+    return json.dumps(fields) if as_json else render(view, fields.get("age_s"))
+
+
+async def ask_cluster(
+    url: str, api_key: str, *, limit_s: float = ANSWER_LIMIT_S, session: aiohttp.ClientSession | None = None
+) -> tuple[dict[str, Any], ClusterView | None]:
+    """Return what a dispatcher says of its cluster, and the view in it; None while there is none yet.
+
+    Raises:
+        CommandError: nothing answers there, or it is no dispatcher.
+    """
     cluster_url = f"{check_url(url)}/v1/cluster"
-    answer = await ask(cluster_url, api_key=api_key, limit_s=ANSWER_LIMIT_S, max_bytes=MAX_VIEW_BYTES)
+    answer = await ask(cluster_url, api_key=api_key, limit_s=limit_s, max_bytes=MAX_VIEW_BYTES, session=session)
     if answer.status in (401, 403):
         hint = "Give a key that has the scope 'metrics' with --api-key, or set SLUICE_API_KEY"
         hint = refusal_hint(answer.body.decode(errors="replace"), hint)
@@ -58,13 +76,11 @@ async def run_status(url: str, api_key: str = "", *, as_json: bool) -> str:
     try:
         fields = parse_json(answer.body)
         if isinstance(fields, dict) and fields.get("kind") is None and fields.get("workers") == []:
-            hint = "The monitor has written no view yet; try again in a second"
-            raise CommandError(f"{url} does not know its cluster yet", hint, UNREACHABLE)
-        view = decode_json(answer.body, ClusterView, MAX_VIEW_BYTES)
+            return fields, None
+        return fields, decode_json(answer.body, ClusterView, MAX_VIEW_BYTES)
     except ValueError as error:  # WireError too
         hint = "Use the `sluice` of the same version"
         raise CommandError(f"{url} describes its cluster in an unknown way: {error}", hint, FAILED) from error
-    return json.dumps(fields) if as_json else render(view, fields.get("age_s"))
 
 
 def render(view: ClusterView, age_s: float | None = None) -> str:
@@ -91,7 +107,7 @@ def render(view: ClusterView, age_s: float | None = None) -> str:
         *_gave_way(view),
         *_paused(view),
         *_readers(view),
-        *_moves(view),
+        *moves_under_way(view),
         *_migrated(view),
         *stale,
     ]
@@ -232,7 +248,8 @@ def _readers(view: ClusterView) -> list[str]:
     return lines
 
 
-def _moves(view: ClusterView) -> list[str]:
+def moves_under_way(view: ClusterView) -> list[str]:
+    """Return a line for each thing that moves to a worker now."""
     return [
         f"{_MOVE_NAMES[move.kind]}: {status.report.worker_id}: {_progress(move)}"
         for status in view.workers

@@ -39,7 +39,7 @@ class _Found(NamedTuple):
     number: int
     """Of the choice among all: no two are equal."""
     answer_id: str
-    index: int
+    choice: int
     session: Session
     state: RequestState
 
@@ -93,7 +93,7 @@ async def _describe(listed: Sequence[_Found], now_s: float) -> list[OpenRequest]
         rows.append(
             OpenRequest(
                 id=each.answer_id,
-                choice=each.index,
+                choice=each.choice,
                 tier=request.tier.label,
                 tenant=request.tenant,
                 worker_id=session.worker_id or "",

@@ -62,7 +62,7 @@ def test_an_answer_is_queued_until_its_worker_begins_and_again_when_it_has_lost_
 
 
 def test_the_slack_is_the_time_until_the_reader_has_read_what_came() -> None:
-    """Four tokens at 100.5 s are displayed at 101, 101.25, 101.5 and 101.75, and read at 102; one more at 103 is late."""
+    """Four tokens at 100.5 s are displayed from 101 on, every quarter of a second, and read at 102; another is late."""
     session = make_session()
     assert slack_s(session, 100.0) == pytest.approx(1.0)
     assert slack_s(session, 101.5) == pytest.approx(-0.5)
