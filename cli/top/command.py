@@ -111,7 +111,8 @@ class _Top:
             age_s = self._loop.time() - self._looked_s
             seen = Seen(self._url, self._last, age_s, self._trouble, self._interval_s)
             try:
-                self._screen.draw(render(seen, self._controls, *self._screen.size))
+                width, height = self._screen.size
+                self._screen.draw(render(seen, self._controls, width, height, has_keys=self._screen.has_keys))
             except OSError:  # the terminal is gone
                 stop.set()
                 return

@@ -66,6 +66,11 @@ class Screen:
         self.__enter__()
 
     @property
+    def has_keys(self) -> bool:
+        """Whether somebody can press some."""
+        return self._in_fd is not None
+
+    @property
     def size(self) -> tuple[int, int]:
         """Cells and lines that it has now."""
         with suppress(OSError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import pty
@@ -10,21 +9,23 @@ import re
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 
 from tests.support.fake_services import DRIVER, start_fake_dispatcher, write_fake_services
 from tests.support.ports import free_port
 from tests.support.processes import sluice, wait_until
+from tests.support.screens import set_size
 from tests.support.waiting import rounds
 
 LIMIT_S = 30.0
@@ -46,13 +47,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     port = free_port()
     trace = folder / "trace"
     process = start_fake_dispatcher(write_fake_services(folder / "code"), port, trace)
-    wait_until(lambda: _accepts(port), "the server listens")
+    wait_until(lambda: accepts(port), "the server listens")
     yield Server(f"http://127.0.0.1:{port}", trace, folder / "code")
     process.kill()
     process.wait()
 
 
-def _accepts(port: int) -> bool:
+def accepts(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
@@ -139,12 +140,22 @@ def heed_ctrl_c() -> None:
 
 
 class Terminal:
-    """A `sluice` command on a pseudo-terminal."""
+    """A `sluice` command on a pseudo-terminal.
 
-    def __init__(self, *argv: str, columns: int = 80) -> None:
+    Args:
+        *argv: what follows `sluice`.
+        size: cells and lines; None: it does not say.
+        env: besides this process's own.
+    """
+
+    def __init__(
+        self, *argv: str, size: tuple[int, int] | None = None, env: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self._fd, child_fd = pty.openpty()
-        fcntl.ioctl(child_fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-        env = {**os.environ, "TERM": "xterm", "NO_COLOR": "1"}
+        self.modes_before = self.modes()
+        if size is not None:
+            set_size(self._fd, *size)
+        env = {**os.environ, "TERM": "xterm", "NO_COLOR": "1", **env}
         env.pop("COLUMNS", None)  # it would come before what the terminal says of itself
         command = [sys.executable, "-m", "cli.main", *argv]
         self.process = subprocess.Popen(
@@ -159,6 +170,10 @@ class Terminal:
         os.close(child_fd)
         self.text = ""
         self._seen = 0
+
+    def modes(self) -> list[Any]:
+        """Return how the terminal treats what is typed."""
+        return termios.tcgetattr(self._fd)
 
     def type(self, text: str) -> None:
         os.write(self._fd, text.encode())
@@ -237,7 +252,7 @@ def test_commands_change_what_is_sent_and_quotes_hold_several_lines(server: Serv
 
 
 def test_a_word_is_not_broken_at_the_edge_of_the_terminal(server: Server) -> None:
-    with closing(Terminal("chat", "--url", server.url, "--pace", "off", columns=20)) as terminal:
+    with closing(Terminal("chat", "--url", server.url, "--pace", "off", size=(20, 24))) as terminal:
         terminal.read_until("> ")
         terminal.type("aaaa bbbb cccc dddd eeee\n")
         terminal.read_until("QoE")

@@ -89,7 +89,13 @@ CLUSTER = {
     "sequence_number": 1,
     "workers": [{"liveness": "alive", "age_s": 0.1, "report": REPORT}],
 }
-ANSWERS = {"/ready": {}, "/v1/models": MODELS, "/v1/cluster": CLUSTER}
+COMMON = {"tier": "default", "worker_id": "worker-0", "state": "streaming", "age_s": 4.2}
+OPEN = [
+    {"id": "cmpl-alice", "slack_s": 1.5, "qoe": 0.9, "num_output_tokens": 30, **COMMON},
+    {"id": "cmpl-bob", "slack_s": 2.5, "qoe": 0.8, "num_output_tokens": 40, **COMMON},
+]
+REQUESTS = {"dispatcher_id": "dispatcher-0", "counts": [{"tier": "default", "streaming": 2}], "requests": OPEN}
+ANSWERS = {"/ready": {}, "/v1/models": MODELS, "/v1/cluster": CLUSTER, "/v1/requests": REQUESTS}
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
