@@ -36,7 +36,7 @@ class Column(Generic[Row]):
 def draw_table(
     columns: Sequence[Column[Row]], rows: Sequence[Row], width: int, sorted_by: str, num_all: int
 ) -> list[Line]:
-    """Return the head and a line per row; columns without a word in them are left out.
+    """Return the head and a line per row; columns without a word in them are left out, but for those that stand still.
 
     Args:
         columns: in their order; the first holds names, and gets what is left of the width.
@@ -87,7 +87,7 @@ def _widths(columns: Sequence[Column[Row]], cells: dict[str, list[str]], width: 
     left = width - found[first.title]
     for column in sorted(columns[1:], key=lambda column: column.rank):
         texts = cells[column.title]
-        if all(text == NONE for text in texts) if texts else not column.least:
+        if not column.least and all(text == NONE for text in texts):
             continue
         needed = min(max([column.least, width_of(column.title), *map(width_of, texts)]), MAX_CELL)
         if needed + GAP > left:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cli.top.tables import READER_ORDERS, WORKER_ORDERS
+from cli.top.tables import REQUEST_ORDERS, WORKER_ORDERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,11 +12,11 @@ class Controls:
     """Which table comes first where both find no room, and how each is sorted."""
 
     on_workers: bool = False
-    """The keys are about the workers; else about the readers."""
+    """The keys are about the workers; else about the requests."""
     worker_order: int = 0
     """Of `WORKER_ORDERS`."""
-    reader_order: int = 0
-    """Of `READER_ORDERS`."""
+    request_order: int = 0
+    """Of `REQUEST_ORDERS`."""
     is_reversed: bool = False
 
     def press(self, key: str) -> Controls:
@@ -28,5 +28,5 @@ class Controls:
         if key == "s" and self.on_workers:
             return replace(self, worker_order=(self.worker_order + 1) % len(WORKER_ORDERS), is_reversed=False)
         if key == "s":
-            return replace(self, reader_order=(self.reader_order + 1) % len(READER_ORDERS), is_reversed=False)
+            return replace(self, request_order=(self.request_order + 1) % len(REQUEST_ORDERS), is_reversed=False)
         return self

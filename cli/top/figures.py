@@ -21,8 +21,10 @@ def count(number: float) -> str:
 
 
 def gib(num_bytes: float) -> str:
-    """Return a size in GiB, three digits of it."""
+    """Return a size in GiB, three digits of it, and thousandths."""
     size = num_bytes / _GIB
+    if size < 0.9995:
+        return f"{size:.3f}" if num_bytes else "0"
     return f"{size:.2f}" if size < 9.995 else f"{size:.1f}" if size < 99.95 else f"{size:.0f}"
 
 

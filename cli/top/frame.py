@@ -21,8 +21,8 @@ from cli.top.controls import Controls
 from cli.top.figures import count, gib, quality, rate, seconds, share
 from cli.top.look import Look
 from cli.top.tables import (
-    READER_COLUMNS,
-    READER_ORDERS,
+    REQUEST_COLUMNS,
+    REQUEST_ORDERS,
     WORKER_COLUMNS,
     WORKER_ORDERS,
     WorkerRow,
@@ -37,9 +37,9 @@ from shared.open_requests import OpenRequests, RequestState
 
 MAX_MOVES: Final = 3
 """That have a line each."""
-_LABEL: Final = 9
-_BAR_AT: Final = 71
-"""Width from which on the bar of memory grows."""
+_LABEL: Final = 10
+_BAR: Final = 6, 40
+"""Cells of the bar of memory, at least and at most."""
 _MIN_OTHER: Final = 3
 """Lines of the table that was not chosen."""
 Parts = list[list[Span]]
@@ -114,7 +114,7 @@ def _wrong(seen: Seen, width: int) -> list[Line]:
     """Return a line about what is wrong, if something is."""
     view = seen.last.view
     if seen.trouble:
-        text, style = f"{clean(seen.trouble)}; trying again every {seconds(seen.interval_s)}", "red"
+        text, style = f"{clean(seen.trouble)}; trying again every {seen.interval_s:g} s", "red"
     elif view is None:
         text, style = "the monitor has written no view yet; workers are shown once they report", "yellow"
     elif seen.is_stale:
@@ -134,7 +134,7 @@ def _summary(last: Look, width: int) -> list[Line]:
     return [
         _line("workers", _workers(rows), width),
         _line("memory", _memory(rows, width), width),
-        _line("readers", _readers(view, last.requests), width),
+        _line("requests", _requests(view, last.requests), width),
         _line("queue", _queue(view), width),
         _line("groups", _groups(view), width),
         *_moves(view, width),
@@ -170,19 +170,20 @@ def _memory(rows: Sequence[WorkerRow], width: int) -> Parts:
         sum(getattr(row.report, name) * row.report.block_size for row in alive)
         for name in ("num_blocks", "num_used_blocks")
     )
-    size = min(max(width - _BAR_AT, 8), 40)
-    filled = min(ceil(size * used / tokens), size) if tokens else 0
-    style = "red" if filled > 0.95 * size else "yellow" if filled > 0.8 * size else "green"
-    bar = [Span("KV ["), Span("|" * filled, style), Span(f"{' ' * (size - filled)}] {share(used, tokens):>4}")]
-    return [
-        bar,
+    parts: Parts = [
         [Span(f"{gib(used_bytes)}/{gib(all_bytes)} GiB")],
         [Span(f"{count(used)}/{count(tokens)} tokens")],
         [Span(f"params {gib(sum(row.report.param_bytes for row in alive))} GiB")],
     ]
+    others = _LABEL + len("KV [] 100%") + sum(2 + width_of(part[0].text) for part in parts)
+    size = min(max(width - others, _BAR[0]), _BAR[1])
+    filled = min(ceil(size * used / tokens), size) if tokens else 0
+    style = "red" if filled > 0.95 * size else "yellow" if filled > 0.8 * size else "green"
+    bar = [Span("KV ["), Span("|" * filled, style), Span(f"{' ' * (size - filled)}] {share(used, tokens):>4}")]
+    return [bar, *parts]
 
 
-def _readers(view: ClusterView, requests: OpenRequests | None) -> Parts:
+def _requests(view: ClusterView, requests: OpenRequests | None) -> Parts:
     """Return how many requests there are by their state, and what their readers have, at all workers."""
     parts: Parts = []
     if requests is None:
@@ -192,7 +193,7 @@ def _readers(view: ClusterView, requests: OpenRequests | None) -> Parts:
         words = ", ".join(f"{count(number[state])} {state.value}" for state in RequestState if number[state])
         parts.append([Span(f"{count(sum(number.values()))}{f': {words}' if words else ''}")])
         if requests.num_late:
-            parts.append([Span(f"{count(requests.num_late)} out of text", "red")])
+            parts.append([Span(f"out of text: {count(requests.num_late)}", "red")])
     known = [
         (each.report.qoe, max(each.report.num_running + each.report.num_waiting + each.report.num_preempted, 1))
         for each in view.workers
@@ -263,7 +264,7 @@ def _tables(last: Look, controls: Controls, width: int, room: int) -> list[Line]
     return [
         *_worker_table(workers, controls, width, lines[True]),
         (),
-        *_reader_table(last, controls, width, lines[False]),
+        *_request_table(last, controls, width, lines[False]),
     ]
 
 
@@ -277,12 +278,12 @@ def _worker_table(rows: Sequence[WorkerRow], controls: Controls, width: int, roo
     return lines[: max(room, 0)]
 
 
-def _reader_table(last: Look, controls: Controls, width: int, room: int) -> list[Line]:
-    order, rows = READER_ORDERS[controls.reader_order], last.requests.requests if last.requests is not None else ()
+def _request_table(last: Look, controls: Controls, width: int, room: int) -> list[Line]:
+    order, rows = REQUEST_ORDERS[controls.request_order], last.requests.requests if last.requests is not None else ()
     is_reversed = controls.is_reversed and not controls.on_workers
     shown = sorted_rows(rows, order, is_reversed=is_reversed)[: max(room - 1, 0)]
     num_all = len(rows) + (last.requests.num_left_out if last.requests is not None else 0)
-    lines = draw_table(READER_COLUMNS, shown, width, order.title, num_all)
+    lines = draw_table(REQUEST_COLUMNS, shown, width, order.title, num_all)
     if not rows:
         lines.append(cut_line([Span("nobody is served now", "dim")], width))
     return lines[: max(room, 0)]
@@ -290,10 +291,10 @@ def _reader_table(last: Look, controls: Controls, width: int, room: int) -> list
 
 def _keys(seen: Seen, controls: Controls, width: int) -> Line:
     """Return what can be pressed, and what it does now."""
-    order = WORKER_ORDERS[controls.worker_order] if controls.on_workers else READER_ORDERS[controls.reader_order]
-    table, other = ("workers", "readers") if controls.on_workers else ("readers", "workers")
+    order = WORKER_ORDERS[controls.worker_order] if controls.on_workers else REQUEST_ORDERS[controls.request_order]
+    table, other = ("workers", "requests") if controls.on_workers else ("requests", "workers")
     way = ", reversed" if controls.is_reversed else ""
     text = f"q quit   s sort {table}: {order.title.lower()}{way}   r reverse   tab {other}"
-    every = f"every {seconds(seen.interval_s)}"
+    every = f"every {seen.interval_s:g} s"
     room = width - width_of(text) - width_of(every)
     return cut_line([Span(text + (" " * room + every if room > 2 else ""), "dim")], width)

@@ -16,9 +16,10 @@ Examples:
   sluice top                                   the cluster that runs here
   sluice top --url http://host:8000 --interval 5
 
-Readers are the requests of the dispatcher that is asked. SLACK is for how long a reader has text; with a minus, for how
-long it has waited for some. QOE is what it has experienced by now, 0 to 1. KV memory is in GiB and in tokens. Where
-no terminal is, one frame is printed.
+Requests are those of the dispatcher that is asked. SLACK is for how long a request's reader has text; with a minus, for
+how long it has waited for some. QOE is what the reader has experienced by now, 0 to 1. IN and OUT are tokens of prompt
+and answer. PARAM is GiB of parameters, HOST the share of host memory for KV, LATE how many readers of a worker are out
+of text. Where no terminal is, one frame is printed.
 """
 
 interval_option = click.option(

@@ -1,4 +1,4 @@
-"""The tables of workers and of readers: their columns, and by what each can be sorted. Pure."""
+"""The tables of workers and of requests: their columns, and by what each can be sorted. Pure."""
 
 from __future__ import annotations
 
@@ -77,6 +77,12 @@ def _state(row: WorkerRow) -> tuple[str, str]:
     return found
 
 
+def _kv(row: WorkerRow) -> str:
+    """Return KV memory in GiB: used, and all."""
+    kv_bytes = row.report.kv_bytes
+    return f"{gib(row.used_ratio * kv_bytes)}/{gib(kv_bytes)}"
+
+
 def _tokens(report: WorkerReport) -> str:
     """Return KV memory in tokens: used, and all; a member of a group has none of its own."""
     if not report.num_blocks:
@@ -107,7 +113,9 @@ WORKER_COLUMNS: Final[tuple[Column[WorkerRow], ...]] = (
     Column("GROUP", lambda row: _group(row.report), 7, is_right=False),
     Column("LAYERS", lambda row: _layers(row.report), 12),
     Column("KV%", lambda row: f"{row.used_ratio:.0%}", 3, least=4, style=_used_style),
-    Column("KV GIB", lambda row: f"{gib(row.used_ratio * row.report.kv_bytes)}/{gib(row.report.kv_bytes)}", 4, least=9),
+    Column(
+        "KV GIB", lambda row: f"{gib(row.used_ratio * row.report.kv_bytes)}/{gib(row.report.kv_bytes)}", 4, least=11
+    ),
     Column("KV TOKENS", lambda row: _tokens(row.report), 5, least=11),
     Column("PARAM", lambda row: gib(row.report.param_bytes), 10, least=5),
     Column(
@@ -116,7 +124,6 @@ WORKER_COLUMNS: Final[tuple[Column[WorkerRow], ...]] = (
             share(row.report.num_used_host_blocks, row.report.num_host_blocks) if row.report.num_host_blocks else NONE
         ),
         11,
-        least=4,
     ),
     Column("RUN", lambda row: str(row.report.num_running), 2, least=3),
     Column("WAIT", lambda row: str(row.report.num_waiting + row.report.num_preempted), 6),
@@ -152,8 +159,8 @@ def _slack_style(row: OpenRequest) -> str:
     return "red" if row.slack_s < 0 else "yellow"
 
 
-READER_COLUMNS: Final[tuple[Column[OpenRequest], ...]] = (
-    Column("READER", lambda row: row.id, 0, is_right=False, shorten=lambda text: text.partition("-")[2] or text),
+REQUEST_COLUMNS: Final[tuple[Column[OpenRequest], ...]] = (
+    Column("REQUEST", lambda row: row.id, 0, is_right=False, shorten=lambda text: text.partition("-")[2] or text),
     Column("CHOICE", lambda row: str(row.choice) if row.choice else NONE, 11),
     Column("TENANT", lambda row: row.tenant or NONE, 9, is_right=False),
     Column("TIER", lambda row: row.tier, 5, least=8, is_right=False),
@@ -179,16 +186,17 @@ READER_COLUMNS: Final[tuple[Column[OpenRequest], ...]] = (
 _TIERS: Final = {tier.label: -tier for tier in Tier}
 
 
-def _name(row: OpenRequest) -> tuple[str, int]:
-    return row.id, row.choice
+def _since(row: OpenRequest) -> tuple[float, str, int]:
+    """Return what stays as it is from one look to the next: who came first is first."""
+    return -row.age_s, row.id, row.choice
 
 
-READER_ORDERS: Final[tuple[Order[OpenRequest], ...]] = (
-    Order("SLACK", lambda row: (inf if row.slack_s is None else row.slack_s, *_name(row))),
-    Order("QOE", lambda row: (inf if row.qoe is None else row.qoe, *_name(row))),
-    Order("AGE", lambda row: (-row.age_s, *_name(row))),
-    Order("OUT", lambda row: (-row.num_output_tokens, *_name(row))),
-    Order("TIER", lambda row: (_TIERS.get(row.tier, 0), *_name(row))),
+REQUEST_ORDERS: Final[tuple[Order[OpenRequest], ...]] = (
+    Order("SLACK", lambda row: (inf if row.slack_s is None else row.slack_s, *_since(row))),
+    Order("QOE", lambda row: (inf if row.qoe is None else row.qoe, *_since(row))),
+    Order("AGE", lambda row: _since(row)),
+    Order("OUT", lambda row: (-row.num_output_tokens, *_since(row))),
+    Order("TIER", lambda row: (_TIERS.get(row.tier, 0), *_since(row))),
 )
 
 

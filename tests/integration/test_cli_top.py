@@ -113,14 +113,14 @@ def test_a_server_is_watched_through_its_absence(server: StandIn) -> None:
         assert terminal.image.modes == ENTERED
         assert terminal.modes() != terminal.modes_before
         assert first_words(lines, "WORKER") == ["worker-0"]
-        assert first_words(lines, "READER") == ["cmpl-alice", "cmpl-bob"]
+        assert first_words(lines, "REQUEST") == ["cmpl-alice", "cmpl-bob"]
         terminal.type("s")
-        lines = terminal.until(lambda lines: "readers: qoe" in lines[-1], "another order")
-        assert first_words(lines, "READER") == ["cmpl-bob", "cmpl-alice"]
+        lines = terminal.until(lambda lines: "requests: qoe" in lines[-1], "another order")
+        assert first_words(lines, "REQUEST") == ["cmpl-bob", "cmpl-alice"]
         server.kill()
         lines = terminal.until(lambda lines: "disconnected" in lines[0], "it is missed")
         assert lines[1].startswith("nothing answers at ")
-        assert first_words(lines, "READER") == ["cmpl-bob", "cmpl-alice"], "the last that was seen"
+        assert first_words(lines, "REQUEST") == ["cmpl-bob", "cmpl-alice"], "the last that was seen"
         server.start()
         terminal.until(is_live, "it is there again")
         assert "nothing answers" not in terminal.image.text

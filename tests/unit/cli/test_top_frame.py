@@ -13,7 +13,7 @@ from cli.top import figures
 from cli.top.controls import Controls
 from cli.top.frame import Seen, render
 from cli.top.look import Look
-from cli.top.tables import READER_ORDERS, WORKER_ORDERS
+from cli.top.tables import REQUEST_ORDERS, WORKER_ORDERS
 from cli.top.text import cut, pad, plain, width_of
 from shared.api_keys import Tier
 from shared.ids import DispatcherId, WorkerId
@@ -84,10 +84,10 @@ def test_what_a_cluster_has_is_told_in_gib_and_tokens() -> None:
     lines = shown(see(make_view(first, second)))
     assert lines[0].startswith("sluice top  tiny  127.0.0.1:8000 ")
     assert lines[0].endswith(" live")
-    assert lines[1] == "workers  2 of 2 ready  8 running  2 waiting  12.3 tokens/s"
-    assert lines[2] == "memory   KV [||       ]  15%  1.20/8.00 GiB  4.8k/32.0k tokens  params 1.00 GiB"
+    assert lines[1] == "workers   2 of 2 ready  8 running  2 waiting  12.3 tokens/s"
+    assert lines[2] == "memory    KV [||       ]  15%  1.20/8.00 GiB  4.8k/32.0k tokens  params 1.00 GiB"
     assert column(lines, "WORKER", "KV TOKENS") == ["4.8k/16.0k", "0/16.0k"]
-    assert column(lines, "WORKER", "KV GIB") == ["1.20/4.00", "0.00/4.00"]
+    assert column(lines, "WORKER", "KV GIB") == ["1.20/4.00", "0/4.00"]
     assert column(lines, "WORKER", "QOE") == ["0.97", "-"]
 
 
@@ -95,10 +95,10 @@ def test_readers_are_told_with_qoe_and_slack() -> None:
     late = make_row(1, slack_s=-2.34, qoe=0.876, state=RequestState.PAUSED)
     plain_one = make_row(2, slack_s=None, qoe=None, state=RequestState.QUEUED, worker_id="", tier="flex")
     lines = shown(see(make_view(make_status("w0", qoe=0.9)), make_requests(make_row(0), late, plain_one, num_late=1)))
-    assert "readers  3: 1 queued, 1 streaming, 1 paused  1 out of text  QoE 0.90" in lines
-    assert column(lines, "READER", "SLACK") == ["-2.3s", "+5.0s", "-"]
-    assert column(lines, "READER", "QOE") == ["0.87", "1.00", "-"]
-    assert "paused" in rows_of(lines, "READER")[0]
+    assert "requests  3: 1 queued, 1 streaming, 1 paused  out of text: 1  QoE 0.90" in lines
+    assert column(lines, "REQUEST", "SLACK") == ["-2.3s", "+5.0s", "-"]
+    assert column(lines, "REQUEST", "QOE") == ["0.87", "1.00", "-"]
+    assert "paused" in rows_of(lines, "REQUEST")[0]
 
 
 def test_the_queue_is_told_by_tier_here_and_at_workers() -> None:
@@ -107,7 +107,7 @@ def test_the_queue_is_told_by_tier_here_and_at_workers() -> None:
         WaitingRequests(model="m", tier="flex", num_requests=12, num_tokens=40_000),
     )
     view = make_view(make_status("w0", num_waiting=2)).model_copy(update={"waiting": waiting})
-    expected = "queue    priority 0  default 3 (1.2k tok) + 2 at workers  flex 12 (40.0k tok)"
+    expected = "queue     priority 0  default 3 (1.2k tok) + 2 at workers  flex 12 (40.0k tok)"
     assert expected in shown(see(view))
 
 
@@ -124,10 +124,10 @@ def test_groups_and_moves_are_told() -> None:
     leader = make_status("w0", stage=0, layers=(0, 4), moves=[move], migration=moved, **grouped)
     member = make_status("w1", stage=1, layers=(4, 8), num_preemptions_total=3, **grouped)
     lines = shown(see(make_view(leader, member, make_status("w2"))))
-    assert "groups   w0 + w1 (plan 17)" in lines
+    assert "groups    w0 + w1 (plan 17)" in lines
     (first,) = [number for number, line in enumerate(lines) if line.startswith("moves")]
-    assert lines[first].startswith("moves    KV exchange: w0: 25% of 8.0 MiB, 3.0 MiB/s after 1.0 s, 2.0 s left")
-    assert lines[first + 1] == "         so far: 4 migrated, 3 preempted, 0 pauses"
+    assert lines[first].startswith("moves     KV exchange: w0: 25% of 8.0 MiB, 3.0 MiB/s after 1.0 s, 2.0 s left")
+    assert lines[first + 1] == "          so far: 4 migrated, 3 preempted, 0 pauses"
     assert [row.split()[2:4] for row in rows_of(lines, "WORKER")][:2] == [["w0", "1/2"], ["w0", "2/2"]]
 
 
@@ -155,7 +155,7 @@ def test_a_cluster_without_workers_and_requests_is_said_to_be_empty() -> None:
     lines = shown(see(make_view()))
     assert lines[1] == "no worker reports to this cluster; start one with `sluice up`"
     assert rows_of(lines, "WORKER") == ["no worker reports"]
-    assert rows_of(lines, "READER") == ["nobody is served now"]
+    assert rows_of(lines, "REQUEST") == ["nobody is served now"]
 
 
 def test_a_cluster_whose_monitor_has_not_spoken_is_loading() -> None:
@@ -179,38 +179,37 @@ def test_a_server_that_is_gone_leaves_the_last_frame_dim_and_says_what_is_wrong(
     seen = see(make_view(make_status("w7")), age_s=12.0, trouble="nothing answers at X")
     lines = shown(seen)
     assert lines[0].endswith(" disconnected, last data 12s ago")
-    assert lines[1] == "nothing answers at X; trying again every 1.0s"
+    assert lines[1] == "nothing answers at X; trying again every 1 s"
     assert rows_of(lines, "WORKER")[0].startswith("w7 ")
     assert {span.style for line in render(seen, Controls(), 80, 24)[2:-1] for span in line} == {"dim"}
 
 
 def test_an_older_server_lists_no_requests() -> None:
     seen = Seen(URL, Look("tiny", make_view(make_status()), 0.1, None))
-    assert "readers  this server lists no requests" in shown(seen)
+    assert "requests  this server lists no requests" in shown(seen)
 
 
 def test_keys_change_what_is_sorted_and_how() -> None:
-    """Slack 2, 1, 3; QoE 0.3, 0.2, 0.1; ages 1, 2, 3; tokens 20, 30, 10."""
+    """Slack 2, 1, 3; QoE 0.3, 0.2, 0.1; ages 1, 2, 3, which decides among equals; tokens 20, 30, 10."""
     rows = [
         make_row(number, slack_s=slack, qoe=qoe, age_s=age_s, num_output_tokens=out)
         for number, (slack, qoe, age_s, out) in enumerate([(2, 0.3, 1, 20), (1, 0.2, 2, 30), (3, 0.1, 3, 10)])
     ]
     seen, controls, orders = see(make_view(make_status()), make_requests(*rows)), Controls(), []
-    for _ in READER_ORDERS:
+    for _ in REQUEST_ORDERS:
         lines = shown(seen, controls)
-        orders.append((re.findall("s sort readers: (.*?)  ", lines[-1])[0], column(lines, "READER", "OUT")))
+        orders.append((re.findall("s sort requests: (.*?)  ", lines[-1])[0], column(lines, "REQUEST", "OUT")))
         controls = controls.press("s")
-    by_name = ["20", "30", "10"]
     assert orders == [
         ("slack", ["30", "20", "10"]),
         ("qoe", ["10", "30", "20"]),
         ("age", ["10", "30", "20"]),
         ("out", ["30", "20", "10"]),
-        ("tier", by_name),
+        ("tier", ["10", "30", "20"]),
     ]
     assert controls == Controls(), "after the last comes the first"
     lines = shown(seen, controls.press("r"))
-    assert column(lines, "READER", "OUT") == ["10", "20", "30"]
+    assert column(lines, "REQUEST", "OUT") == ["10", "20", "30"]
     assert "slack, reversed" in lines[-1]
     assert controls.press("x") == controls
 
@@ -235,13 +234,13 @@ def test_where_both_tables_find_no_room_the_chosen_one_has_more_of_it() -> None:
         make_view(*(make_status(f"w{number:02}") for number in range(30))), make_requests(*map(make_row, range(40)))
     )
     on_readers, on_workers = shown(seen), shown(seen, Controls(on_workers=True))
-    num = [(len(rows_of(lines, "WORKER")), len(rows_of(lines, "READER"))) for lines in (on_readers, on_workers)]
+    num = [(len(rows_of(lines, "WORKER")), len(rows_of(lines, "REQUEST"))) for lines in (on_readers, on_workers)]
     assert num[0][0] < num[0][1]
     assert num[1][0] > num[1][1] > 0
     assert [len(lines) for lines in (on_readers, on_workers)] == [24, 24]
-    assert any(line.startswith(f"READER {num[0][1]}/40 ") for line in on_readers)
+    assert any(line.startswith(f"REQUEST {num[0][1]}/40 ") for line in on_readers)
     tall = shown(seen, height=100)
-    assert (len(rows_of(tall, "WORKER")), len(rows_of(tall, "READER"))) == (30, 40)
+    assert (len(rows_of(tall, "WORKER")), len(rows_of(tall, "REQUEST"))) == (30, 40)
 
 
 def test_more_width_has_more_columns_and_whole_names() -> None:
@@ -249,7 +248,7 @@ def test_more_width_has_more_columns_and_whole_names() -> None:
     seen = see(make_view(status), make_requests(make_row(7)))
     narrow, wide = shown(seen), shown(seen, width=160)
     assert f"cmpl-{7:032x}" in "\n".join(wide)
-    assert rows_of(narrow, "READER")[0].startswith("0000000000")
+    assert rows_of(narrow, "REQUEST")[0].startswith("0000000000")
     assert column(wide, "WORKER", "STEP MS") == ["12.3"]
     assert "STEP MS" not in "\n".join(narrow)
 
