@@ -3,7 +3,7 @@
 0    done, or stopped as asked
 1    something failed while it ran; the line says what, and where its log is
 2    refused: bad usage, a wrong setting, no URL, a taken port, a missing model …; nothing was left running
-3    nothing answers at the URL (`status`, `chat`, `bench`), or no worker is heard of (`profile`), or no planner
+3    nothing answers at the URL (`status`, `top`, `chat`, `bench`), or no worker is heard of (`profile`), or no planner
      (`drop`, `restore`)
 130  a second Ctrl-C, of commands that start no cluster the first: stopped at once, without finishing running answers
 """

@@ -38,8 +38,10 @@ from shared.open_requests import OpenRequests, RequestState
 MAX_MOVES: Final = 3
 """That have a line each."""
 _LABEL: Final = 10
-_BAR: Final = 6, 40
+_BAR: Final = 8, 40
 """Cells of the bar of memory, at least and at most."""
+_BAR_AT: Final = 80
+"""Width of everything beside it, as far as it is wider than at least."""
 _MIN_OTHER: Final = 3
 """Lines of the table that was not chosen."""
 Parts = list[list[Span]]
@@ -175,8 +177,7 @@ def _memory(rows: Sequence[WorkerRow], width: int) -> Parts:
         [Span(f"{count(used)}/{count(tokens)} tokens")],
         [Span(f"params {gib(sum(row.report.param_bytes for row in alive))} GiB")],
     ]
-    others = _LABEL + len("KV [] 100%") + sum(2 + width_of(part[0].text) for part in parts)
-    size = min(max(width - others, _BAR[0]), _BAR[1])
+    size = min(max(width - _BAR_AT, _BAR[0]), _BAR[1])
     filled = min(ceil(size * used / tokens), size) if tokens else 0
     style = "red" if filled > 0.95 * size else "yellow" if filled > 0.8 * size else "green"
     bar = [Span("KV ["), Span("|" * filled, style), Span(f"{' ' * (size - filled)}] {share(used, tokens):>4}")]

@@ -88,7 +88,7 @@ PUT_IN: Final = (
     (r"\{\{?name\}\}?", "worker-1"),
     (r"\bDIR\b", "made"),
     (r'"model": "llama"', '"model": "tiny"'),
-    (r"^(sluice (chat|status|bench|replay)\b(?!.*--url))", r"\1 --url $URL"),
+    (r"^(sluice (chat|status|top|bench|replay)\b(?!.*--url))", r"\1 --url $URL"),
     (r"^(sluice chat\b(?!.*--pace))", r"\1 --pace off"),
     (r"^(sluice bench\b)(?!.*--dataset)", r"\1 --num-prompts 3 --input-len 20"),
     (r"^(sluice bench\b)(?!.*--output-len)(?!.*--dataset)", r"\1 --output-len 4"),
@@ -116,7 +116,7 @@ FIRST: Final = {
 SAYS: Final = (
     (r"sluice drop", r"^worker-\d\+worker-\d in [\d.]+ s \(plan \d+\): "),
     (r"sluice restore", r" in [\d.]+ s \(plan \d+\): "),
-    (r"sluice status", r"^WORKER .*\nworker-0 "),
+    (r"sluice (status|top)", r"^WORKER .*\nworker-0 "),
     (r"sluice planner", r"^planner, epoch \d+: "),
     (r"sluice tap .*--count 3", r"^(\{\"ts\":.*\n){3}$"),
     (r"nats req .*worker-0\.dump", r'^\{"phase": "ready", '),

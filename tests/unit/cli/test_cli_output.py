@@ -53,7 +53,9 @@ def test_help_lists_every_command_with_examples_and_exit_codes(capsys: pytest.Ca
     assert code == 0
     for text in (*command.cli.commands, "Examples:", "sluice demo", "Exit codes:", "130", "NO_COLOR", "NATS_URL"):
         assert text in out
-    commands = "up demo chat status bench profile pull keys tap nats-config chaos simulate compare plan replay version"
+    commands = (
+        "up demo chat status top bench profile pull keys tap nats-config chaos simulate compare plan replay version"
+    )
     more = "drain drop restore planner nats-setup ps down logs run serve stop ls list models completion"
     assert set(command.cli.commands) == {*commands.split(), *more.split()}
 
@@ -128,14 +130,14 @@ def test_bad_usage_is_one_line_and_exit_code_2(refusal: Refusal, argv: list[str]
     assert refusal(*argv) == line
 
 
-@pytest.mark.parametrize("name", ["chat", "status", "bench"])
+@pytest.mark.parametrize("name", ["chat", "status", "top", "bench"])
 def test_nothing_at_the_url_is_exit_code_3_and_one_line(refusal: Refusal, name: str) -> None:
     said = refusal(name, "--url", "http://127.0.0.1:1", code=3)
     assert said.startswith("sluice: nothing ")
     assert "`sluice up`" in said
 
 
-@pytest.mark.parametrize("name", ["chat", "status", "bench"])
+@pytest.mark.parametrize("name", ["chat", "status", "top", "bench"])
 @pytest.mark.parametrize("url", ["notaurl", "127.0.0.1:8000", "ftp://host", "http://", "http://[::1", "http://host:x"])
 def test_a_url_that_is_none_is_bad_usage(refusal: Refusal, name: str, url: str) -> None:
     assert refusal(name, "--url", url) == f"sluice: '{url}' is no URL. Use --url http://127.0.0.1:8000\n"

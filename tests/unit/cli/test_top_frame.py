@@ -85,7 +85,7 @@ def test_what_a_cluster_has_is_told_in_gib_and_tokens() -> None:
     assert lines[0].startswith("sluice top  tiny  127.0.0.1:8000 ")
     assert lines[0].endswith(" live")
     assert lines[1] == "workers   2 of 2 ready  8 running  2 waiting  12.3 tokens/s"
-    assert lines[2] == "memory    KV [||       ]  15%  1.20/8.00 GiB  4.8k/32.0k tokens  params 1.00 GiB"
+    assert lines[2] == "memory    KV [||      ]  15%  1.20/8.00 GiB  4.8k/32.0k tokens  params 1.00 GiB"
     assert column(lines, "WORKER", "KV TOKENS") == ["4.8k/16.0k", "0/16.0k"]
     assert column(lines, "WORKER", "KV GIB") == ["1.20/4.00", "0/4.00"]
     assert column(lines, "WORKER", "QOE") == ["0.97", "-"]
