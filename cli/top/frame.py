@@ -32,7 +32,7 @@ from cli.top.tables import (
 from cli.top.text import Line, Span, clean, cut_line, join_parts, pad, width_of
 from shared.api_keys import Tier
 from shared.messages.fetch import FetchOutcome
-from shared.messages.report import ClusterView, Liveness, WorkerPhase, counts_by_tier
+from shared.messages.report import ClusterView, Liveness, WaitingRequests, WorkerPhase, counts_by_tier
 from shared.open_requests import OpenRequests, RequestState
 
 MAX_MOVES: Final = 3
@@ -137,7 +137,7 @@ def _summary(last: Look, width: int) -> list[Line]:
         _line("workers", _workers(rows), width),
         _line("memory", _memory(rows, width), width),
         _line("requests", _requests(view, last.requests), width),
-        _line("queue", _queue(view), width),
+        _line("queue", _queue(view, last.requests), width),
         _line("groups", _groups(view), width),
         *_moves(view, width),
     ]
@@ -203,23 +203,32 @@ def _requests(view: ClusterView, requests: OpenRequests | None) -> Parts:
     if known:
         mean = sum(qoe * weight for qoe, weight in known) / sum(weight for _, weight in known)
         parts.append([Span(f"QoE {quality(mean)}", "red" if mean < 0.8 else "")])
-    return parts
+    return parts if requests is None else [*parts, [Span(f"at {clean(requests.dispatcher_id)}", "dim")]]
 
 
-def _queue(view: ClusterView) -> Parts:
-    """Return what waits in dispatchers, and at workers, by tier."""
+def _queue(view: ClusterView, requests: OpenRequests | None) -> Parts:
+    """Return what waits in dispatchers, and at workers, by tier.
+
+    The view knows all dispatchers, and the one that is asked knows its own queue sooner.
+    """
+    own = requests.waiting if requests is not None else ()
     parts: Parts = []
     reports = [each.report for each in view.workers if each.liveness is Liveness.ALIVE]
     for tier in reversed(Tier):
-        here = [each for each in view.waiting if each.tier == tier.label]
-        number = sum(each.num_requests for each in here)
+        number, num_tokens = max(_waiting(view.waiting, tier), _waiting(own, tier))
         at_workers = sum(
             each.num_waiting for report in reports for each in counts_by_tier(report) if each.tier == tier.label
         )
-        tokens = f" ({count(sum(each.num_tokens for each in here))} tok)" if number else ""
+        tokens = f" ({count(num_tokens)} tok)" if number else ""
         more = f" + {count(at_workers)} at workers" if at_workers else ""
         parts.append([Span(f"{tier.label} {count(number)}{tokens}{more}", "yellow" if number else "")])
     return parts
+
+
+def _waiting(rows: Sequence[WaitingRequests], tier: Tier) -> tuple[int, int]:
+    """Return how many requests of a tier wait, and their tokens."""
+    found = [each for each in rows if each.tier == tier.label]
+    return sum(each.num_requests for each in found), sum(each.num_tokens for each in found)
 
 
 def _groups(view: ClusterView) -> Parts:

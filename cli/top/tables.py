@@ -77,10 +77,9 @@ def _state(row: WorkerRow) -> tuple[str, str]:
     return found
 
 
-def _kv(row: WorkerRow) -> str:
+def _kv(report: WorkerReport, used_ratio: float) -> str:
     """Return KV memory in GiB: used, and all."""
-    kv_bytes = row.report.kv_bytes
-    return f"{gib(row.used_ratio * kv_bytes)}/{gib(kv_bytes)}"
+    return f"{gib(used_ratio * report.kv_bytes)}/{gib(report.kv_bytes)}"
 
 
 def _tokens(report: WorkerReport) -> str:
@@ -113,9 +112,7 @@ WORKER_COLUMNS: Final[tuple[Column[WorkerRow], ...]] = (
     Column("GROUP", lambda row: _group(row.report), 7, is_right=False),
     Column("LAYERS", lambda row: _layers(row.report), 12),
     Column("KV%", lambda row: f"{row.used_ratio:.0%}", 3, least=4, style=_used_style),
-    Column(
-        "KV GIB", lambda row: f"{gib(row.used_ratio * row.report.kv_bytes)}/{gib(row.report.kv_bytes)}", 4, least=11
-    ),
+    Column("KV GIB", lambda row: _kv(row.report, row.used_ratio), 4, least=11),
     Column("KV TOKENS", lambda row: _tokens(row.report), 5, least=11),
     Column("PARAM", lambda row: gib(row.report.param_bytes), 10, least=5),
     Column(

@@ -95,7 +95,7 @@ def test_readers_are_told_with_qoe_and_slack() -> None:
     late = make_row(1, slack_s=-2.34, qoe=0.876, state=RequestState.PAUSED)
     plain_one = make_row(2, slack_s=None, qoe=None, state=RequestState.QUEUED, worker_id="", tier="flex")
     lines = shown(see(make_view(make_status("w0", qoe=0.9)), make_requests(make_row(0), late, plain_one, num_late=1)))
-    assert "requests  3: 1 queued, 1 streaming, 1 paused  out of text: 1  QoE 0.90" in lines
+    assert "requests  3: 1 queued, 1 streaming, 1 paused  out of text: 1  QoE 0.90  at d0" in lines
     assert column(lines, "REQUEST", "SLACK") == ["-2.3s", "+5.0s", "-"]
     assert column(lines, "REQUEST", "QOE") == ["0.87", "1.00", "-"]
     assert "paused" in rows_of(lines, "REQUEST")[0]
@@ -109,6 +109,8 @@ def test_the_queue_is_told_by_tier_here_and_at_workers() -> None:
     view = make_view(make_status("w0", num_waiting=2)).model_copy(update={"waiting": waiting})
     expected = "queue     priority 0  default 3 (1.2k tok) + 2 at workers  flex 12 (40.0k tok)"
     assert expected in shown(see(view))
+    newer = make_requests(waiting=(waiting[0].model_copy(update={"num_requests": 4}),))
+    assert expected.replace("default 3", "default 4") in shown(see(view, newer))
 
 
 def test_groups_and_moves_are_told() -> None:
