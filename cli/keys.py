@@ -40,7 +40,8 @@ def keys() -> None:
 @click.option("--max-concurrent", metavar="N", type=_LIMIT, help="Choices at a time. [no limit]")
 @click.option("--max-queued", metavar="N", type=click.IntRange(min=0), help="Of these, waiting for room. [no limit]")
 @click.option("--file", "path", type=click.Path(path_type=Path), help="Add it here; it is made if it does not exist.")
-def create(*, tenant: str, scopes: str, path: Path | None, **of_tenant: Any) -> int:
+@click.option("--json", "as_json", is_flag=True, help="One line of JSON.")
+def create(*, tenant: str, scopes: str, path: Path | None, as_json: bool, **of_tenant: Any) -> int:
     """Make a key, and print it: it is stored nowhere, the file holds its SHA-256 only.
 
     With --file the key is all that is printed; without, the lines for the file follow. A running dispatcher reads its
@@ -55,13 +56,17 @@ def create(*, tenant: str, scopes: str, path: Path | None, **of_tenant: Any) -> 
         raise StartupError(f"{path} has a tenant '{tenant}' already", f"Change it there, or leave out {flags}")
     if tenant not in known:
         entry = _tenant_lines(tenant, settings) + "\n" + entry
-    if path is None:
+    if path is not None:
+        _append(path, entry)
+    if as_json:
+        digest = hash_key(key)
+        click.echo(json.dumps({"key": key, "id": digest[:ID_LENGTH], "tenant": tenant, "entry": entry}))
+    elif path is None:
         click.echo(
             f"{key}\n\n# this is shown once; what follows belongs into the file of --api-keys-file\n{entry}", nl=False
         )
-        return 0
-    _append(path, entry)
-    click.echo(key)
+    else:
+        click.echo(key)
     return 0
 
 

@@ -18,6 +18,7 @@ from cli.bus_options import drain, nats_config, nats_setup, tap
 from cli.chaos.options import chaos
 from cli.chat_options import api_key_option, chat
 from cli.cluster.options import cluster_options, demo, run, up
+from cli.doctor import doctor
 from cli.exit_codes import FAILED, KILLED, REFUSED, CommandError
 from cli.groups.options import drop, planner, restore
 from cli.keys import keys
@@ -47,6 +48,7 @@ Examples:
   sluice demo                                  a cluster and one answer, nothing needed
   sluice demo --burst                          see layers give way to the KV of many readers
   sluice run owner/name                        fetch a model, serve it, talk with it
+  sluice doctor                                whether this machine has what that needs
   sluice up                                    serve the model that ships on port 8000
   sluice up ./llama --workers 2                serve a folder, two copies (`serve` is the same)
   sluice up owner/name --device cuda           fetch from the Hugging Face hub, serve on GPUs
@@ -174,7 +176,7 @@ for _command in (up, run, demo, chat):
     cli.add_command(_command)
 for _command in (bench, chaos, planner, drop, restore, keys, replay, simulate, compare, plan):
     cli.add_command(_command)
-for _command in (top, pull, ls, ps, down, logs, drain, tap, nats_config, nats_setup):
+for _command in (doctor, top, pull, ls, ps, down, logs, drain, tap, nats_config, nats_setup):
     cli.add_command(_command)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+from wcwidth import wcwidth
 
 
 class Span(NamedTuple):
@@ -30,10 +31,7 @@ def width_of(text: str) -> int:
 
 
 def _cells(char: str) -> int:
-    """Return how many cells a character takes; the sign that asks for a colour picture may widen the one before."""
-    if char != "\ufe0f" and unicodedata.category(char) in ("Mn", "Me"):
-        return 0
-    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
+    return max(wcwidth(char), 0)
 
 
 def cut(text: str, width: int) -> str:

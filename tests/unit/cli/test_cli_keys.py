@@ -35,6 +35,18 @@ def test_the_printed_lines_let_the_printed_key_in(tmp_path: Path, capsys: pytest
     assert key not in lines
 
 
+def test_as_json_it_is_one_line_with_what_the_file_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "keys.toml"
+    made = json.loads(create(capsys, "--tenant", "a", "--file", str(path), "--json"))
+    assert (made["tenant"], made["entry"]) == ("a", path.read_text().lstrip())
+    grant = KeyRing(read_keys(path)).find(made["key"])
+    assert grant is not None
+    assert run_command(["keys", "list", "--file", str(path), "--json"]) == 0
+    assert [row["id"] for row in json.loads(capsys.readouterr().out)] == [made["id"]]
+    bare = json.loads(create(capsys, "--tenant", "b", "--json"))
+    assert bare["key"] not in bare["entry"]
+
+
 def test_keys_are_added_to_a_file_that_only_its_owner_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "keys.toml"
     keys = [

@@ -88,6 +88,7 @@ _SUBMIT = Submit(
     fork_of=RequestId("r-0122"),
     cache_salt="tenant-7",
     reopens=True,
+    needs_room=True,
     uploaded=(16, 8),
 )
 

@@ -1,0 +1,80 @@
+"""`sluice doctor`: each thing has its finding, and what a cluster cannot start without is an exit code of 1."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import resource
+import shutil
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+
+from cli.doctor import Finding, Health, describe, look_around
+from cli.main import run_command
+from shared.errors import StartupError
+
+NAMES = ["python", "torch", "kernels", "device", "memory", "broker", "disk", "files", "port", "clusters"]
+
+
+def found(**env: str) -> dict[str, Finding]:
+    return {each.what: each for each in look_around(env)}
+
+
+def test_every_thing_has_a_finding_and_json_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["doctor", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["what"] for row in rows] == NAMES
+    assert all(set(row) == {"what", "health", "said", "hint"} for row in rows)
+    assert run_command(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert all(any(row["said"] in line for line in out.splitlines()) for row in rows if row["what"] == "python")
+
+
+def test_what_a_start_needs_and_is_not_there_is_missing_with_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = Mock(side_effect=importlib.metadata.PackageNotFoundError("torch"))
+    monkeypatch.setattr(importlib.metadata, "version", gone)
+    monkeypatch.setattr(
+        "shared.transport.nats_server.find_binary", Mock(side_effect=StartupError("no server", "Get it"))
+    )
+    seen = found()
+    assert [what for what, each in seen.items() if each.health is Health.MISSING] == ["torch", "broker"]
+    assert (seen["broker"].said, seen["broker"].hint) == ("no server", "Get it")
+    assert "make install" in seen["torch"].hint
+    assert run_command(["doctor"]) == 1
+
+
+def test_a_named_broker_that_does_not_answer_is_missing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    broker = found(NATS_URL=f"nats://me:secret@127.0.0.1:{port}")["broker"]
+    assert broker.health is Health.MISSING
+    assert str(port) in broker.said
+    assert "secret" not in broker.said
+
+
+def test_what_can_be_done_without_is_poor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("shared.host.free_memory", lambda: 2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
+    is_taken = Mock(side_effect=StartupError("port 8000 is taken", "Use another"))
+    monkeypatch.setattr("cli.cluster.checks.find_port", is_taken)
+    monkeypatch.setattr("cli.cluster.children.CODE_ROOT", tmp_path)
+    seen = found()
+    assert [what for what, each in seen.items() if each.health is Health.POOR] == [
+        "kernels",
+        "memory",
+        "disk",
+        "files",
+        "port",
+    ]
+    assert all(each.hint for each in seen.values() if each.health is Health.POOR)
+    assert run_command(["doctor"]) == 0
+
+
+def test_the_next_step_stands_below_its_finding() -> None:
+    told = describe([Finding("a", Health.OK, "fine"), Finding("longer", Health.MISSING, "gone", "Get it")])
+    assert told.splitlines() == ["ok       a       fine", "missing  longer  gone", " " * 17 + "-> Get it"]
