@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
@@ -94,7 +94,29 @@ by decodes, P query-key pairs of prefill chunks. A quarter of the steps is held 
 """
 
 
+SECTIONS: Final = {
+    "Serve": "up run demo chat down ps logs ls pull keys doctor",
+    "Look": "top status planner tap",
+    "Load and disturb": "bench replay profile chaos",
+    "Simulate": "simulate compare plan",
+    "Operate": "drain drop restore nats-config nats-setup completion version",
+}
+"""Of the list of commands, in order; who is in none is another name of one that is."""
+
+
+class Sections(click.Group):
+    """The whole command, whose help has the commands in sections."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write a list for each section."""
+        for title, names in SECTIONS.items():
+            with formatter.section(title):
+                limit = formatter.width - 18
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(limit)) for name in names.split()])
+
+
 @click.group(
+    cls=Sections,
     invoke_without_command=True,
     epilog=EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},

@@ -56,6 +56,11 @@ def test_help_lists_every_command_with_examples_and_exit_codes(capsys: pytest.Ca
     commands = "up demo chat status bench profile pull keys tap nats-config chaos simulate compare plan replay version"
     more = "top doctor drain drop restore planner nats-setup ps down logs run serve stop ls list models completion"
     assert set(command.cli.commands) == {*commands.split(), *more.split()}
+    in_sections = " ".join(command.SECTIONS.values()).split()
+    others = {name for name, each in command.cli.commands.items() if each.hidden}
+    assert sorted([*in_sections, *others]) == sorted(command.cli.commands), "each is in one section"
+    for title in command.SECTIONS:
+        assert f"\n{title}:\n" in out
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
