@@ -116,7 +116,7 @@ def _wrong(seen: Seen, width: int) -> list[Line]:
     """Return a line about what is wrong, if something is."""
     view = seen.last.view
     if seen.trouble:
-        text, style = f"{clean(seen.trouble)}; trying again every {seen.interval_s:g} s", "red"
+        text, style = f"trying again every {seen.interval_s:g} s: {clean(seen.trouble)}", "red"
     elif view is None:
         text, style = "the monitor has written no view yet; workers are shown once they report", "yellow"
     elif seen.is_stale:

@@ -119,7 +119,7 @@ def test_a_server_is_watched_through_its_absence(server: StandIn) -> None:
         assert first_words(lines, "REQUEST") == ["cmpl-bob", "cmpl-alice"]
         server.kill()
         lines = terminal.until(lambda lines: "disconnected" in lines[0], "it is missed")
-        assert lines[1].startswith("nothing answers at ")
+        assert lines[1].startswith("trying again every 0.2 s: nothing answers at ")
         assert first_words(lines, "REQUEST") == ["cmpl-bob", "cmpl-alice"], "the last that was seen"
         server.start()
         terminal.until(is_live, "it is there again")

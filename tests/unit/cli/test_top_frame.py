@@ -181,7 +181,7 @@ def test_a_server_that_is_gone_leaves_the_last_frame_dim_and_says_what_is_wrong(
     seen = see(make_view(make_status("w7")), age_s=12.0, trouble="nothing answers at X")
     lines = shown(seen)
     assert lines[0].endswith(" disconnected, last data 12s ago")
-    assert lines[1] == "nothing answers at X; trying again every 1 s"
+    assert lines[1] == "trying again every 1 s: nothing answers at X"
     assert rows_of(lines, "WORKER")[0].startswith("w7 ")
     assert {span.style for line in render(seen, Controls(), 80, 24)[2:-1] for span in line} == {"dim"}
 
