@@ -73,6 +73,12 @@ class SocketChannel:
         return unpack(frame.kind, frame.payload)
 
     def close(self) -> None:
-        """Break the connection; whoever sends or receives at either end gets `PeerLostError`. Idempotent."""
+        """Break the connection; whoever sends or receives at either end gets `PeerLostError`. Idempotent.
+
+        The descriptor stays: a thread that is about to use it would use what is opened next under its number.
+        """
         self._frames.shut()
+
+    def free(self) -> None:
+        """Give the descriptor back, after `close`, once no thread uses it. Idempotent."""
         self._frames.close()

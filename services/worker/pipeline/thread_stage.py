@@ -232,6 +232,8 @@ class StageServer:
             channel.close()
         for reader in self._readers:
             reader.join()
+        for channel in self._channels:
+            channel.free()
 
     def close(self) -> None:
         """Leave the pipeline, which breaks it unless the leader has closed it. Idempotent."""
@@ -263,8 +265,7 @@ class ThreadStages:
     ) -> None:
         self._loop = loop
         self._capacity = capacity
-        self._members = tuple(members)
-        self._to_next = to_next
+        self._channels = (*members, *(() if to_next is None else (to_next,)))
         self._closing = False
         self._on_message: Callable[[StageMessage], None] = lambda _: None
         self._on_lost: Callable[[str], None] = lambda _: None
@@ -279,7 +280,7 @@ class ThreadStages:
     @property
     def num_stages(self) -> int:
         """How many there are."""
-        return 1 + len(self._members)
+        return 1 + len(self._readers)
 
     @property
     def capacity(self) -> KvCapacity:
@@ -304,6 +305,8 @@ class ThreadStages:
         self._break_channels()
         for reader in self._readers:
             reader.join()
+        for channel in self._channels:
+            channel.free()
 
     def lose(self, reason: str) -> None:
         """Break the pipeline: a member is gone, or as if; on the loop. After `close` that is as it should be."""
@@ -329,7 +332,7 @@ class ThreadStages:
 
     def _break_channels(self) -> None:
         """Also wakes a thread that is blocked in one of them."""
-        for channel in (*self._members, *(() if self._to_next is None else (self._to_next,))):
+        for channel in self._channels:
             channel.close()
 
     def _call(self, function: Callable[..., None], *args: Any) -> None:

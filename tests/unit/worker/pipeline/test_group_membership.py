@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ import pytest
 from services.worker.contract.batch import Batch
 from services.worker.contract.executor import HostCopy, KvCapacity
 from services.worker.pipeline import membership, thread_stage
-from services.worker.pipeline.channel import SocketChannel
+from services.worker.pipeline.channel import SocketChannel, receive_all
 from services.worker.pipeline.membership import Membership
 from services.worker.pipeline.stage import Ended
 from services.worker.pipeline.stage_messages import Activation, Alive, Hidden, StageClose
@@ -148,8 +150,46 @@ async def test_a_leader_says_that_it_is_there(monkeypatch: pytest.MonkeyPatch) -
     await stages.close()
     while not isinstance(last := await loop.run_in_executor(None, member.receive), StageClose):
         assert last == Alive()
-    member.close()
+    member.free()
     following.close()
+
+
+class HeldSocket(socket.socket):
+    """One whose receiver is held up between having looked up the descriptor and asking the system."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(fileno=sock.detach())
+        self.is_about, self.may_go = threading.Event(), threading.Event()
+
+    def recv_into(self, buffer: Any, *_: Any) -> int:
+        number = self.fileno()
+        self.is_about.set()
+        self.may_go.wait()
+        return os.readv(number, [buffer])
+
+
+def test_who_is_about_to_receive_when_a_channel_is_closed_reads_nothing_that_is_opened_then() -> None:
+    """A thread that was held up so has read from another connection, or waited there for as long as that was silent."""
+    ours, theirs = socket.socketpair()
+    held, told = HeldSocket(ours), list[str]()
+    channel = SocketChannel(held)
+    reader = threading.Thread(target=receive_all, args=(channel, told.append, told.append))
+    reader.start()
+    held.is_about.wait()
+    channel.close()
+    pairs = [socket.socketpair() for _ in range(4)]
+    for one, other in pairs:
+        one.sendall(b"of somebody else")
+        other.sendall(b"of somebody else")
+    held.may_go.set()
+    reader.join()
+    assert told == ["the other end has closed the connection"]
+    for each in [sock for pair in pairs for sock in pair]:
+        assert each.recv(100) == b"of somebody else"
+        each.close()
+    channel.free()
+    assert held.fileno() == -1
+    theirs.close()
 
 
 async def test_who_leaves_is_not_told() -> None:
