@@ -134,9 +134,10 @@ def test_ctrl_c_makes_bench_print_what_it_has(server: Server, tmp_path: Path) ->
     assert "stopped by Ctrl-C" in out
 
 
-def heed_ctrl_c() -> None:
-    """Give SIGINT its usual meaning, as it has it in a terminal's foreground: tests may run in a shell's background."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def heed_signals() -> None:
+    """Give signals their usual meaning, as in a terminal's foreground: tests may run in the background, or by nohup."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 class Terminal:
@@ -165,7 +166,7 @@ class Terminal:
             stderr=child_fd,
             env=env,
             start_new_session=True,
-            preexec_fn=heed_ctrl_c,
+            preexec_fn=heed_signals,
         )
         os.close(child_fd)
         self.text = ""
