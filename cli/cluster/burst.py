@@ -109,7 +109,7 @@ def size_burst(named: UpSettings, chosen: UpSettings, folder: Path) -> tuple[UpS
 
 
 @dataclass(slots=True)
-class Reader:
+class BurstReader:
     """Who asks once, and what they went through."""
 
     is_served: bool = False
@@ -177,7 +177,7 @@ class Burst:
         self._prompt = prompt
         self._pacing = pacing
         self._tasks = tasks
-        self.readers: list[Reader] = []
+        self.readers: list[BurstReader] = []
         self._reading: list[asyncio.Task[None]] = []
 
     @property
@@ -193,7 +193,7 @@ class Burst:
     def fill(self, num_readers: int) -> None:
         """Have readers come until so many are not served."""
         while self.num_unserved < num_readers and len(self.readers) < MAX_READERS:
-            reader = Reader()
+            reader = BurstReader()
             self.readers.append(reader)
             self._reading.append(self._tasks.start(self._read(reader, len(self.readers)), name="reader"))
 
@@ -203,7 +203,7 @@ class Burst:
         qoe = f" · QoE {sum(reader.qoe for reader in begun) / len(begun):.2f}" if begun else ""
         return f"{self.num_reading} readers, {self.num_unserved} not served{qoe}"
 
-    async def _read(self, reader: Reader, number: int) -> None:
+    async def _read(self, reader: BurstReader, number: int) -> None:
         loop = asyncio.get_running_loop()
         target, mode = self._pacing.target, self._pacing.mode
         messages = [{"role": "user", "content": f"{self._prompt} ({number})"}]
@@ -318,7 +318,7 @@ async def go_on(burst: Burst, sight: Sight, console: Console, began_s: float) ->
         await asyncio.sleep(LOOK_S)
 
 
-def describe_burst(readers: list[Reader], sight: Sight, pacing: Pacing) -> list[str]:
+def describe_burst(readers: list[BurstReader], sight: Sight, pacing: Pacing) -> list[str]:
     """Return the lines that say how it went."""
     lines = []
     if sight.dropped_s is not None:

@@ -60,7 +60,7 @@ NOT_TYPED: Final = (
     (r".*: sluice (simulate|compare|plan|restore|bench|nats-setup|keys|completion)", "the name of a command"),
     (r".*: nats kv get sluice_default_plan filling --raw", "another system: tests/faults/test_packing.py"),
     (r".*: (.*\| )?sluice (down|up -d|logs|run).*", "ends the place, or stays: tests/integration/test_cli_runs.py"),
-    (r".*: sluice demo --burst", "a minute: tests/integration/test_cli_talk.py"),
+    (r".*sluice demo --burst", "a minute: tests/integration/test_cli_talk.py"),
     (r".*: sluice keys (list|revoke).*", "a file with keys: tests/unit/cli/test_cli_keys.py"),
     (r".*: sluice drain.*", "ends workers, of which the place has two: tests/faults/test_drain.py"),
     (r".*: sluice nats-setup --keep", "stays; tests/integration/test_cli_nats_setup.py"),

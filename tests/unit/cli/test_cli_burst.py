@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cli.cluster import burst
-from cli.cluster.burst import DEFAULTS, Burst, Reader, Sight, describe_burst, size_burst
+from cli.cluster.burst import DEFAULTS, Burst, BurstReader, Sight, describe_burst, size_burst
 from cli.cluster.settings import UpSettings
 from cli.console import Console
 from cli.conversation import Pacing
@@ -76,9 +76,9 @@ def test_a_drop_and_a_restore_are_seen_by_the_workers_reports() -> None:
 
 def test_what_readers_went_through_is_said_whatever_it_is() -> None:
     readers = [
-        Reader(num_tokens=10, qoe=1.0, ttft_s=0.5, delivered_gap_s=3.0, displayed_gap_s=0.25),
-        Reader(num_tokens=20, qoe=0.5, ttft_s=4.0, delivered_gap_s=0.1, displayed_gap_s=1.5),
-        Reader(failure="broken off"),
+        BurstReader(num_tokens=10, qoe=1.0, ttft_s=0.5, delivered_gap_s=3.0, displayed_gap_s=0.25),
+        BurstReader(num_tokens=20, qoe=0.5, ttft_s=4.0, delivered_gap_s=0.1, displayed_gap_s=1.5),
+        BurstReader(failure="broken off"),
     ]
     assert describe_burst(readers, Sight(), Pacing("reading")) == [
         "2 readers, 30 tokens: QoE 0.75, at least 0.50; first token within 4.0 s",
