@@ -21,7 +21,7 @@ from tests.support.waiting import rounds
 pytestmark = pytest.mark.timeout(180)
 
 LIMITS = ClientLimits(retry=RetryPolicy(first_backoff_s=0.1, max_backoff_s=0.5))
-MODE: Any = None
+MODE: Any = "off"
 """The text as it arrives: when it is shown is not what this is about."""
 SHAPE = TWO_DISPATCHERS
 
