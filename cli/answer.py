@@ -54,7 +54,7 @@ async def show_answer(answer: Answer, out: TextIO, column: int = 0) -> None:
         raise CommandError(f"no answer: {error}", "See `sluice status`", UNREACHABLE) from error
     except APIStatusError as error:
         is_long = error.code == "context_length_exceeded"
-        hint = "/clear begins a new conversation" if is_long else "See `sluice status`"
+        hint = "Send less; in a conversation /clear begins anew" if is_long else "See `sluice status`"
         raise CommandError(f"the server refused: {error}", hint, FAILED) from error
     except SluiceClientError as error:
         raise CommandError(f"the answer broke off: {error}", "See `sluice status`", FAILED) from error

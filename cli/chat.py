@@ -127,12 +127,12 @@ def _converse(chat: Chat, conversation: Conversation, console: Console) -> None:
     """Talk with who types, until they leave: neither Ctrl-C nor an answer that fails ends it."""
     while True:
         try:
-            text = _read()
-            if text is None or text in LEAVE:
+            line = input("> ").strip()
+            if line in LEAVE:
                 return
-            if text.startswith("/"):
-                console.line(conversation.obey(text))
-            elif text:
+            if line.startswith("/"):
+                console.line(conversation.obey(line))
+            elif text := _whole(line):
                 chat.say(text)
         except KeyboardInterrupt:
             console.line(console.style("\nstopped; the conversation goes on, Ctrl-D leaves", "dim"))
@@ -143,16 +143,15 @@ def _converse(chat: Chat, conversation: Conversation, console: Console) -> None:
             return
 
 
-def _read() -> str | None:
-    """Return the next message: a line, or several between lines of three quotes.
+def _whole(line: str) -> str:
+    """Return the message that a line begins: it alone, or up to the next three quotes if it begins with such.
 
     Raises:
         EOFError: of the input.
     """
-    text = input("> ").strip()
-    if not text.startswith(QUOTES):
-        return text
-    text = text.removeprefix(QUOTES)
+    if not line.startswith(QUOTES):
+        return line
+    text = line.removeprefix(QUOTES)
     while not text.endswith(QUOTES):
         text += "\n" + input(". ").rstrip()
     return text.removesuffix(QUOTES).strip()

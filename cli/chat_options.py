@@ -36,7 +36,7 @@ def pacing_options(pace: PaceMode) -> Callable[[F], F]:
             type=click.FloatRange(min=0, min_open=True, max=10_000),
             default=QoeTarget().speed_tokens_per_s,
             show_default=True,
-            help="Told to the server, shown so by --pace reading, and what QoE is measured against.",
+            help="Of --pace reading, and what QoE is measured against; told to the server unless --pace is off.",
         )
         mode = click.option(
             "--pace",

@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -198,6 +197,7 @@ def _clusters() -> Finding:
     if not told:
         return _ok("clusters", "none runs here")
     said = "; ".join(f"{each['id']} at {each['url']} is {each['state']}" for each in told)
-    if all(each["state"] == "ready" for each in told):
+    poor = next((each["id"] for each in told if each["state"] != "ready"), None)
+    if poor is None:
         return _ok("clusters", said)
-    return Finding("clusters", Health.POOR, said, f"`sluice logs --cluster {Path(told[0]['id']).name}` tells more")
+    return Finding("clusters", Health.POOR, said, f"`sluice logs --cluster {poor}` tells more")

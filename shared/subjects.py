@@ -99,6 +99,10 @@ class Subjects:
         """Every worker's reports."""
         return f"sluice.{self.cluster}.worker.*.report"
 
+    def all_events(self) -> str:
+        """Every service's events."""
+        return f"sluice.{self.cluster}.event.>"
+
     def event(self, service: str, instance_id: str) -> str:
         """Publish, JSON: something an operator wants to read, with its reason in words."""
         return f"sluice.{self.cluster}.event.{service}.{instance_id}"

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from cli.answer import start_answer
 from cli.cluster.cluster import Cluster, choose_sizes, run_cluster
 from cli.cluster.settings import UpSettings
 from cli.cluster.sizing import parameter_bytes
@@ -112,9 +113,12 @@ def size_burst(named: UpSettings, chosen: UpSettings, folder: Path) -> tuple[UpS
 class BurstReader:
     """Who asks once, and what they went through."""
 
+    has_begun: bool = False
+    """Some text has been shown."""
     is_served: bool = False
-    """All of the answer has come."""
+    """All of the answer has come, or no more will."""
     num_tokens: int = 0
+    """Of a whole answer."""
     qoe: float = 1.0
     ttft_s: float = 0.0
     delivered_gap_s: float = 0.0
@@ -139,15 +143,21 @@ class Sight:
     def note(self, report: WorkerReport, now_s: float) -> None:
         """Take a worker's report."""
         self.reports[report.worker_id] = report
-        has_group = any(each.num_stages > 1 for each in self.reports.values())
-        num_tokens = self.num_kv_tokens
-        if self.dropped_s is None:
-            self.dropped_s = now_s if has_group else None
-            self.num_tokens_before = self.num_tokens_before if has_group else num_tokens
-        elif has_group:
-            self.num_tokens_dropped, self.restored_s = max(self.num_tokens_dropped, num_tokens), None
+        if any(each.num_stages > 1 for each in self.reports.values()):
+            self.dropped_s = now_s if self.dropped_s is None else self.dropped_s
+            self.restored_s = None
+            if self._is_settled:
+                self.num_tokens_dropped = max(self.num_tokens_dropped, self.num_kv_tokens)
+        elif self.dropped_s is None:
+            self.num_tokens_before = self.num_kv_tokens
         elif self.restored_s is None:
             self.restored_s = now_s
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether as many have said that they are members of a group as leaders have said that there are."""
+        reports = self.reports.values()
+        return sum(each.stage > 0 for each in reports) == sum(each.num_stages - 1 for each in reports if not each.stage)
 
     @property
     def num_kv_tokens(self) -> int:
@@ -199,15 +209,14 @@ class Burst:
 
     def describe(self) -> str:
         """Return how many there are, and how they are."""
-        begun = [reader for reader in self.readers if reader.num_tokens]
+        begun = [reader for reader in self.readers if reader.has_begun]
         qoe = f" · QoE {sum(reader.qoe for reader in begun) / len(begun):.2f}" if begun else ""
         return f"{self.num_reading} readers, {self.num_unserved} not served{qoe}"
 
     async def _read(self, reader: BurstReader, number: int) -> None:
         loop = asyncio.get_running_loop()
-        target, mode = self._pacing.target, self._pacing.mode
         messages = [{"role": "user", "content": f"{self._prompt} ({number})"}]
-        answer = self._client.chat(messages, pace=mode, qoe=target, max_tokens=MAX_TOKENS)
+        answer = start_answer(self._client, messages, self._pacing, max_tokens=MAX_TOKENS)
         shown_s: float | None = None
         try:
             async with answer:
@@ -215,13 +224,12 @@ class Burst:
                     now_s, stats = loop.time(), answer.stats
                     if shown_s is not None:
                         reader.displayed_gap_s = max(reader.displayed_gap_s, now_s - shown_s)
-                    shown_s, reader.qoe, reader.num_tokens = now_s, stats.qoe, 1
-                    reader.is_served = answer.finish_reason is not None
+                    shown_s, reader.has_begun, reader.is_served = now_s, True, answer.finish_reason is not None
+                    reader.qoe, reader.ttft_s = stats.qoe, stats.ttft_s or 0.0
+                    reader.delivered_gap_s = stats.longest_gap_s
         except SluiceClientError as error:
             reader.failure = str(error)
-        stats = answer.stats
         reader.is_served = True
-        reader.qoe, reader.ttft_s, reader.delivered_gap_s = stats.qoe, stats.ttft_s or 0.0, stats.longest_gap_s
         reader.num_tokens = int((answer.usage or {}).get("completion_tokens", 0))
 
 
@@ -272,7 +280,7 @@ async def _show(cluster: Cluster, console: Console, prompt: str, pacing: Pacing,
     talker = SluiceClient(plan.url, model=plan.model_name, api_key=api_key)
     async with plan.broker.connect("demo") as bus, talker as client:
         await bus.subscribe(subjects.all_reports(), on_report)
-        await bus.subscribe(f"sluice.{plan.settings.cluster}.event.>", on_event)
+        await bus.subscribe(subjects.all_events(), on_event)
         burst = Burst(client, prompt, pacing, tasks)
         try:
             await ends_before(stop, go_on(burst, sight, console, began_s))
@@ -325,7 +333,7 @@ def describe_burst(readers: list[BurstReader], sight: Sight, pacing: Pacing) -> 
         grown = f"KV memory from {sight.num_tokens_before} to {sight.num_tokens_dropped} tokens"
         back = "not restored yet" if sight.restored_s is None else f"restored after {sight.restored_s:.1f} s"
         lines.append(f"layers dropped after {sight.dropped_s:.1f} s, {grown}; {back}")
-    begun = [reader for reader in readers if reader.num_tokens]
+    begun = [reader for reader in readers if reader.has_begun]
     if begun:
         qoe, tokens = sum(reader.qoe for reader in begun) / len(begun), sum(reader.num_tokens for reader in begun)
         worst, ttft_s = min(reader.qoe for reader in begun), max(reader.ttft_s for reader in begun)

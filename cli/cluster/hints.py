@@ -7,6 +7,7 @@ import shlex
 
 from cli.cluster.children import ClusterPlan
 from cli.console import Console
+from shared.subjects import Subjects
 
 EXAMPLE_PROMPT = "Tell me a story about a fox."
 
@@ -21,7 +22,7 @@ def describe(console: Console, plan: ClusterPlan, prompt: str = EXAMPLE_PROMPT) 
         ("metrics", f"{url}/metrics"),
         ("state", f"sluice status --url {shlex.quote(url)}"),
         ("chat", f"sluice chat --url {shlex.quote(url)}"),
-        ("events", f"nats --server {plan.nats_url} sub 'sluice.{plan.settings.cluster}.event.>'"),
+        ("events", f"nats --server {plan.nats_url} sub '{Subjects(plan.settings.cluster).all_events()}'"),
     ]
     table = "\n".join(f"  {console.style(f'{name:<9}', 'bold')}{value}" for name, value in rows)
     key = ' -H "Authorization: Bearer $SLUICE_API_KEY"' if has_keys else ""

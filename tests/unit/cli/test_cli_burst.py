@@ -21,8 +21,8 @@ NAMED = UpSettings().model_copy(update=DEFAULTS)
 CHOSEN = NAMED.model_copy(update={"dtype": "float32", "device": "cpu", "memory": 2**30})
 
 
-def report(name: str, num_blocks: int, num_stages: int = 1) -> WorkerReport:
-    fields = {"num_blocks": num_blocks, "block_size": 16, "num_stages": num_stages, "layers": (0, 5)}
+def report(name: str, num_blocks: int, num_stages: int = 1, stage: int = 0) -> WorkerReport:
+    fields = {"num_blocks": num_blocks, "block_size": 16, "num_stages": num_stages, "stage": stage, "layers": (0, 5)}
     return WorkerReport.model_validate({"worker_id": name, "sequence_number": 1, "phase": WorkerPhase.READY, **fields})
 
 
@@ -59,16 +59,17 @@ def test_a_model_without_sizes_and_a_cluster_of_one_worker_are_refused(tmp_path:
 
 def test_a_drop_and_a_restore_are_seen_by_the_workers_reports() -> None:
     sight = Sight()
-    for now_s, name, num_blocks, num_stages in (
-        (0.0, "a", 100, 1),
-        (0.1, "b", 100, 1),
-        (1.0, "a", 300, 2),
-        (1.1, "b", 0, 2),
-        (9.0, "a", 100, 1),
-        (9.2, "b", 100, 1),
-        (9.5, "a", 100, 1),
+    for now_s, name, num_blocks, num_stages, stage in (
+        (0.0, "a", 100, 1, 0),
+        (0.1, "b", 100, 1, 0),
+        (1.0, "a", 300, 2, 0),
+        (1.1, "a", 300, 2, 0),  # its member has yet to say so: 100 blocks of it are no more
+        (1.2, "b", 0, 2, 1),
+        (9.0, "a", 100, 1, 0),
+        (9.2, "b", 100, 1, 0),
+        (9.5, "a", 100, 1, 0),
     ):
-        sight.note(report(name, num_blocks, num_stages), now_s)
+        sight.note(report(name, num_blocks, num_stages, stage), now_s)
     assert (sight.num_tokens_before, sight.num_tokens_dropped) == (3200, 4800)
     assert (sight.dropped_s, sight.restored_s) == (1.0, 9.2)
     assert sight.describe() == "KV   0% of 3200 tokens · layers a 0-4 b 0-4"
@@ -76,8 +77,8 @@ def test_a_drop_and_a_restore_are_seen_by_the_workers_reports() -> None:
 
 def test_what_readers_went_through_is_said_whatever_it_is() -> None:
     readers = [
-        BurstReader(num_tokens=10, qoe=1.0, ttft_s=0.5, delivered_gap_s=3.0, displayed_gap_s=0.25),
-        BurstReader(num_tokens=20, qoe=0.5, ttft_s=4.0, delivered_gap_s=0.1, displayed_gap_s=1.5),
+        BurstReader(has_begun=True, num_tokens=10, qoe=1.0, ttft_s=0.5, delivered_gap_s=3.0, displayed_gap_s=0.25),
+        BurstReader(has_begun=True, num_tokens=20, qoe=0.5, ttft_s=4.0, delivered_gap_s=0.1, displayed_gap_s=1.5),
         BurstReader(failure="broken off"),
     ]
     assert describe_burst(readers, Sight(), Pacing("reading")) == [

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared.types import ReaderTarget
 from sluice_client.qoe import (
     PERFECT_DELAY_S,
     QoeState,
@@ -25,6 +27,10 @@ from sluice_client.qoe import (
 
 TOLERANCE = 1e-9
 READER = QoeTarget(ttft_s=1.0, speed_tokens_per_s=4.8)
+
+
+def test_a_reader_of_whom_nobody_has_said_anything_is_the_same_at_both_ends() -> None:
+    assert asdict(QoeTarget()) == ReaderTarget().model_dump()
 
 
 def random_target(rng: random.Random) -> QoeTarget:
