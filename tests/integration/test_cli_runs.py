@@ -19,7 +19,7 @@ from cli.processes import is_running
 from cli.run_file import find_runs
 from tests.integration.test_cli_up import Place, ready
 from tests.support.fake_hub import fake_hub
-from tests.support.processes import wait_until
+from tests.support.processes import heed_signals, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -189,6 +189,7 @@ def test_a_start_that_is_broken_off_leaves_nothing(shell: Shell, monkeypatch: py
         env={**shell.env, "PYTHONPATH": os.pathsep.join(sys.path)},
         cwd=shell.folder,
         stderr=subprocess.PIPE,
+        preexec_fn=heed_signals,
     ) as starting:
         wait_until(lambda: bool(find_runs()), "it has begun", LIMIT_S)
         (run,) = find_runs()

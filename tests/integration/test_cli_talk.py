@@ -24,7 +24,7 @@ import pytest
 
 from tests.support.fake_services import DRIVER, start_fake_dispatcher, write_fake_services
 from tests.support.ports import free_port
-from tests.support.processes import sluice, wait_until
+from tests.support.processes import heed_signals, sluice, wait_until
 from tests.support.screens import set_size
 from tests.support.waiting import rounds
 
@@ -132,12 +132,6 @@ def test_ctrl_c_makes_bench_print_what_it_has(server: Server, tmp_path: Path) ->
     assert process.returncode == 130, err
     assert "given up" in out or "0 done" in out
     assert "stopped by Ctrl-C" in out
-
-
-def heed_signals() -> None:
-    """Give signals their usual meaning, as in a terminal's foreground: tests may run in the background, or by nohup."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
 
 
 class Terminal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -52,3 +53,9 @@ def wait_until(condition: Callable[[], bool], what: str, limit_s: float = 10.0) 
     while not condition():
         assert time.monotonic() < deadline, f"not within {limit_s:g} s: {what}"
         time.sleep(PAUSE_S)
+
+
+def heed_signals() -> None:
+    """Give signals their usual meaning, as in a terminal's foreground: tests may run in the background, or by nohup."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
