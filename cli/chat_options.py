@@ -75,6 +75,14 @@ def talk_of(flags: dict[str, Any]) -> Talk:
 api_key_option = click.option(
     "--api-key", metavar="KEY", envvar="SLUICE_API_KEY", default="", help="Sent along. [SLUICE_API_KEY]"
 )
+any_api_key_option = click.option(
+    "--api-key",
+    metavar="KEY",
+    envvar=["SLUICE_API_KEY", "OPENAI_API_KEY"],
+    default="",
+    help="Sent along. [SLUICE_API_KEY, else OPENAI_API_KEY]",
+)
+"""Of commands that speak with any OpenAI-compatible server."""
 
 
 @click.command(epilog=CHAT_EPILOG)

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import click
 
+from cli.chat_options import any_api_key_option
 from cli.run_file import URL_DEFAULT, api_url
 
 POSITIVE_INT = click.IntRange(min=1)
@@ -97,7 +98,7 @@ def best_effort(ctx: click.Context, param: click.Parameter, value: str | None) -
     callback=best_effort,
     help="Beside the load N requests of best effort always under way: as long as the load's, or of a data set. [N: 32]",
 )
-@click.option("--api-key", metavar="KEY", envvar="OPENAI_API_KEY", default="", help="Sent along. [OPENAI_API_KEY]")
+@any_api_key_option
 @click.option("--json", "json_file", metavar="FILE", default="", help="Write figures and every request here.")
 def bench(*, vocab: int | None, **options: Any) -> int:
     """Put a load on any OpenAI-compatible server, and measure what its readers see."""

@@ -86,7 +86,11 @@ async def _models(session: aiohttp.ClientSession, base_url: str) -> dict[str, di
         raise CommandError(f"nothing answers at {base_url} ({type(error).__name__})", hint, UNREACHABLE) from error
     if status in (401, 403):
         said = body.decode(errors="replace")[:200]
-        raise CommandError(f"{url} answers {status}: {said}", refusal_hint(said, "Give a key with --api-key"), FAILED)
+        raise CommandError(
+            f"{url} answers {status}: {said}",
+            refusal_hint(said, "Give a key with --api-key, or set SLUICE_API_KEY"),
+            FAILED,
+        )
     listed = parse_answer(body) if status == 200 else None
     entries = listed.get("data") if isinstance(listed, dict) else None
     found = entries if isinstance(entries, list) else []

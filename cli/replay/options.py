@@ -9,6 +9,7 @@ from typing import Any, Final
 import click
 
 from cli.bench.options import POSITIVE_INT, Positive, best_effort
+from cli.chat_options import any_api_key_option
 from cli.run_file import URL_DEFAULT, api_url
 from cli.simulate.options import numbers
 
@@ -53,7 +54,7 @@ The exit code is 1 if a request failed, 2 if the trace is none, 3 if nothing ans
 @click.option("--vocab", metavar="N", type=POSITIVE_INT, help="Prompts are of token ids below N. [100]")
 @click.option("--seed", metavar="N", type=click.IntRange(min=0), default=0, help="Of lengths and prompts. [0]")
 @click.option("--timeout-s", metavar="S", type=Positive(), default=600.0, help="Limit of a request. [600]")
-@click.option("--api-key", metavar="KEY", envvar="OPENAI_API_KEY", default="", help="Sent along. [OPENAI_API_KEY]")
+@any_api_key_option
 @click.option("--json", "json_file", metavar="FILE", default="", help="Write all figures here.")
 @click.option(
     "--plot",
