@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,9 @@ SPARE_BYTES = 256 * 1024**2
 PROGRESS_PERIOD_S = 0.25
 
 Progress = Callable[[int, int], None]
-"""Called with bytes fetched and bytes to fetch."""
+"""Called with bytes done and bytes to do."""
+ShowProgress = Callable[[str], Progress]
+"""Called with what is done; gives what shows how far it is."""
 
 
 class HubUnreachableError(StartupError):
@@ -110,13 +113,13 @@ def list_cached() -> list[CachedModel]:
     return sorted(found, key=lambda each: (each.name, each.commit))
 
 
-def fetch(source: HubModel, folder: Path | None, progress: Progress) -> Path:
+def fetch(source: HubModel, folder: Path | None, show: ShowProgress) -> Path:
     """Return the model's folder, after fetching what is not there yet.
 
     Args:
         source: on the hub.
         folder: where to put the files; None: the hub's cache.
-        progress: called from another thread while bytes arrive.
+        show: what it gives is called from another thread, while bytes arrive, and while they are compared.
 
     Raises:
         StartupError: no network, no such model or revision, a gated one, no weights that can be read, a full disk,
@@ -132,10 +135,12 @@ def fetch(source: HubModel, folder: Path | None, progress: Progress) -> Path:
         missing = sum(file.file_size or 0 for file in files if file.will_download)
         place = folder or _cache_of(source)
         _check_room(place, missing)
-        with _watched(place, missing, progress):
+        with _watched(partial(stored_bytes, place), missing, show(str(source))):
             found = Path(_snapshot(source, local_dir=folder))
         if missing:
-            _check_digests(source, folder)
+            here = sum(path.stat().st_size for path in found.rglob("*") if path.is_file())
+            with _watched(_read_bytes, here, show(f"{source} (digests)")):
+                _check_digests(source, folder)
         return found
 
 
@@ -212,18 +217,24 @@ def stored_bytes(place: Path) -> int:
     return total
 
 
+def _read_bytes() -> int:
+    """Return how many bytes this process has read from files so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
 @contextmanager
-def _watched(place: Path, missing: int, progress: Progress) -> Iterator[None]:
+def _watched(count: Callable[[], int], total: int, progress: Progress) -> Iterator[None]:
     """Call `progress` by period while the block runs, and once at its end if it succeeds.
 
-    What was fetched is what the folder grew by: the library's own bars differ from one way of transfer to another.
+    What is done is what `count` has grown by, bytes that were stored or read: the library's own bars differ from one
+    way of transfer to another.
     """
-    before = stored_bytes(place)
+    before = count()
     ended = threading.Event()
 
     def watch() -> None:
         while not ended.wait(PROGRESS_PERIOD_S):
-            progress(min(missing, max(0, stored_bytes(place) - before)), missing)
+            progress(min(total, max(0, count() - before)), total)
 
     thread = threading.Thread(target=watch, name="pull-progress", daemon=True)
     thread.start()
@@ -232,7 +243,7 @@ def _watched(place: Path, missing: int, progress: Progress) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-    progress(missing, missing)
+    progress(total, total)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from cli.hub import MODEL_ID, Progress, fetch, find_cached, parse_source
+from cli.hub import MODEL_ID, ShowProgress, fetch, find_cached, parse_source
 from shared.errors import StartupError
 from shared.reading import check_text, is_file, is_folder
 
@@ -29,12 +29,12 @@ def shipped_folder() -> Path:
     return Path(str(files("demo_model"))) / "model"
 
 
-def find_model(text: str, progress: Progress = lambda _num_bytes, _total: None) -> Model:
+def find_model(text: str, show: ShowProgress = lambda _what: lambda _num_bytes, _total: None) -> Model:
     """Return the model; one that is not on this machine yet is fetched from the hub.
 
     Args:
         text: a folder, an id on the hub (`owner/name`, `owner/name@revision`), or nothing for the model that ships.
-        progress: called from another thread while bytes arrive.
+        show: as of `fetch`.
 
     Raises:
         StartupError: there is no such model, or it cannot be had now.
@@ -49,7 +49,7 @@ def find_model(text: str, progress: Progress = lambda _num_bytes, _total: None) 
     if not MODEL_ID.match(text):
         raise StartupError(f"there is no folder {text}", "Give the folder that holds config.json, or an id owner/name")
     source = parse_source(text)
-    return Model(find_cached(source) or fetch(source, None, progress), source.name)
+    return Model(find_cached(source) or fetch(source, None, show), source.name)
 
 
 def _expanded(text: str) -> Path:

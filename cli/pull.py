@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from cli.cluster.progress import bar
@@ -21,7 +22,7 @@ LINE_PERIOD_S = 10.0
 
 
 def show_progress(console: Console, what: str, now: Callable[[], float] = time.monotonic) -> Progress:
-    """Return what shows how much has been fetched: a live line on a terminal, else a line now and then."""
+    """Return what shows how much of something is done: a live line on a terminal, else a line now and then."""
     began_s = now()
     said_s = began_s - LINE_PERIOD_S
 
@@ -70,7 +71,7 @@ def run_pull(model_id: str, revision: str | None, to: str, console: Console) -> 
     if folder is not None and folder.exists() and not folder.is_dir():
         raise StartupError(f"{folder} is not a folder", "Name another with --to")
     try:
-        return fetch(source, folder, show_progress(console, str(source)))
+        return fetch(source, folder, partial(show_progress, console))
     except HubUnreachableError:
         cached = find_cached(source) if folder is None else None
         if cached is None:

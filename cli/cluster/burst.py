@@ -12,6 +12,7 @@ import asyncio
 import math
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -246,7 +247,7 @@ async def run_burst(settings: UpSettings, console: Console, prompt: str, pacing:
         StartupError: the cluster cannot be started, or not so that a burst fills it.
         CommandError: no layers were dropped.
     """
-    model = await asyncio.to_thread(find_model, settings.model, show_progress(console, settings.model))
+    model = await asyncio.to_thread(find_model, settings.model, partial(show_progress, console))
     console.end_status()
     settings, worker_env = size_burst(settings, choose_sizes(settings, model)[0], model.folder)
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 from cli.cluster import checks
 from cli.cluster.broker import Broker, BrokerAccess
@@ -77,7 +78,7 @@ class Cluster:
         self._tasks.start(self._run_dir.keep_guarded(self._show), name="guardian")
         checks.check_settings(settings)
         port = checks.find_port(settings.host, settings.port)
-        model = await asyncio.to_thread(find_model, settings.model, show_progress(self._console, settings.model))
+        model = await asyncio.to_thread(find_model, settings.model, partial(show_progress, self._console))
         self._console.end_status()
         settings, chosen = await asyncio.to_thread(choose_sizes, settings, model)
         checks.check_memory(settings)

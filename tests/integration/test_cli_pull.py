@@ -74,6 +74,7 @@ def test_only_what_is_served_is_fetched_once_and_found_again_without_a_hub(hub: 
     assert sorted(hub.fetched) == sorted(NEEDED)
     assert "Bearer hf_secret" in hub.tokens
     assert f"{NAME} 100% of 0.3 MB" in result.stderr
+    assert f"{NAME} (digests) 100% of 0.3 MB" in result.stderr
     assert all(line.startswith(f"{NAME} ") for line in result.stderr.splitlines()), "nothing but progress"
     assert "hf_secret" not in result.stdout + result.stderr
 
@@ -178,7 +179,7 @@ def test_without_a_network_the_line_says_so(tmp_path: Path) -> None:
 def test_a_hub_that_is_no_url_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
     with pytest.raises(StartupError, match=r"HF_ENDPOINT is no URL: .*Use https://"):
-        fetch(HubModel(NAME), tmp_path, lambda _done, _total: None)
+        fetch(HubModel(NAME), tmp_path, lambda _what: lambda _done, _total: None)
 
 
 @pytest.mark.slow
