@@ -9,17 +9,17 @@ from typing import Any, TextIO
 from cli.conversation import Pacing
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
 from cli.wrap import WordWrap
-from sluice_client.answer import Answer
-from sluice_client.client import SluiceClient
+from sluice_client.async_answer import AsyncAnswer
+from sluice_client.async_client import AsyncSluiceClient
 from sluice_client.errors import APIConnectionError, APIStatusError, SluiceClientError
 
 
 def start_answer(
-    client: SluiceClient,
+    client: AsyncSluiceClient,
     messages: Sequence[Mapping[str, Any]],
     pacing: Pacing,
     **params: Any,
-) -> Answer:
+) -> AsyncAnswer:
     """Return the answer to the conversation; the request is sent at its first use.
 
     Args:
@@ -32,7 +32,7 @@ def start_answer(
     return client.chat(list(messages), pace=pacing.mode, qoe=qoe, **params)
 
 
-async def show_answer(answer: Answer, out: TextIO, column: int = 0) -> None:
+async def show_answer(answer: AsyncAnswer, out: TextIO, column: int = 0) -> None:
     """Write the text as it becomes due, and a line end; closes the answer, also when cancelled.
 
     Args:
@@ -63,7 +63,7 @@ async def show_answer(answer: Answer, out: TextIO, column: int = 0) -> None:
         out.flush()
 
 
-def describe_answer(answer: Answer) -> str:
+def describe_answer(answer: AsyncAnswer) -> str:
     """Return one line about how the answer reached the reader."""
     tokens = (answer.usage or {}).get("completion_tokens")
     ttft = "no token" if answer.ttft_s is None else f"first token after {answer.ttft_s:.2f} s"
@@ -73,7 +73,7 @@ def describe_answer(answer: Answer) -> str:
     return f"QoE {answer.qoe:.2f} · {ttft}{count} · {stalls}"
 
 
-def describe_pacing(answer: Answer, pacing: Pacing) -> str:
+def describe_pacing(answer: AsyncAnswer, pacing: Pacing) -> str:
     """Return one line about what part of the time until all was shown is pacing."""
     stats = answer.stats
     received_s, shown_s = stats.received_s or 0.0, stats.shown_s or 0.0

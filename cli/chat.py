@@ -14,7 +14,7 @@ from cli.console import Console
 from cli.conversation import Conversation, Talk
 from cli.exit_codes import DONE, FAILED, UNREACHABLE, CommandError
 from cli.http import check_url, refusal_hint
-from sluice_client.client import SluiceClient
+from sluice_client.async_client import AsyncSluiceClient
 from sluice_client.errors import APIStatusError, SluiceClientError
 
 QUOTES: Final = '"""'
@@ -47,7 +47,7 @@ class Chat:
         self._console = console
         self._server = server
         self._conversation = conversation
-        self._client: SluiceClient | None = None
+        self._client: AsyncSluiceClient | None = None
 
     def connect(self) -> str:
         """Return the model's name.
@@ -80,7 +80,7 @@ class Chat:
 
     async def _connect(self) -> str:
         url, model = self._server.url, self._server.model
-        self._client = SluiceClient(url, model=model or None, api_key=self._server.api_key or None)
+        self._client = AsyncSluiceClient(url, model=model or None, api_key=self._server.api_key or None)
         await self._client.__aenter__()
         try:
             models = await self._client.models()

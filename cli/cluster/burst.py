@@ -33,7 +33,7 @@ from shared.process.tasks import TaskOwner, ends_before
 from shared.subjects import Subjects
 from shared.transport.bus import Message
 from shared.wire import WireError, decode_json
-from sluice_client.client import SluiceClient
+from sluice_client.async_client import AsyncSluiceClient
 from sluice_client.errors import SluiceClientError
 
 DEFAULTS: Final = {"workers": 2, "port": 0, "system": "kunserve", "max_model_len": 512, "host_memory": 0}
@@ -183,7 +183,7 @@ class Burst:
         tasks: owns them.
     """
 
-    def __init__(self, client: SluiceClient, prompt: str, pacing: Pacing, tasks: TaskOwner) -> None:
+    def __init__(self, client: AsyncSluiceClient, prompt: str, pacing: Pacing, tasks: TaskOwner) -> None:
         self._client = client
         self._prompt = prompt
         self._pacing = pacing
@@ -278,7 +278,7 @@ async def _show(cluster: Cluster, console: Console, prompt: str, pacing: Pacing,
     api_key = plan.settings.api_key or None
     failures: list[object] = []
     tasks = TaskOwner(lambda name, error: failures.append((name, error)))
-    talker = SluiceClient(plan.url, model=plan.model_name, api_key=api_key)
+    talker = AsyncSluiceClient(plan.url, model=plan.model_name, api_key=api_key)
     async with plan.broker.connect("demo") as bus, talker as client:
         await bus.subscribe(subjects.all_reports(), on_report)
         await bus.subscribe(subjects.all_events(), on_event)

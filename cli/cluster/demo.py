@@ -13,7 +13,7 @@ from cli.console import Console
 from cli.conversation import Pacing
 from shared.errors import StartupError
 from shared.process.tasks import ends_before
-from sluice_client.client import SluiceClient
+from sluice_client.async_client import AsyncSluiceClient
 
 DEFAULTS = {"workers": 2, "port": 0}
 """Where `sluice demo` differs from `sluice up`."""
@@ -57,7 +57,7 @@ async def _answer(cluster: Cluster, console: Console, prompt: str, pacing: Pacin
     sys.stdout.write(f"\n{console.style('you', 'bold')}: {prompt}\n\n{console.style(plan.model_name, 'bold')}: ")
     sys.stdout.flush()
     api_key = plan.settings.api_key or None
-    async with SluiceClient(plan.url, model=plan.model_name, api_key=api_key) as client:
+    async with AsyncSluiceClient(plan.url, model=plan.model_name, api_key=api_key) as client:
         answer = start_answer(client, [{"role": "user", "content": prompt}], pacing=pacing, max_tokens=MAX_TOKENS)
         if not await ends_before(stop, show_answer(answer, sys.stdout, len(plan.model_name) + 2)):
             return False

@@ -1,7 +1,7 @@
 """Streams answers evenly or at reading speed: QoE arithmetic, token pacer, and a streaming SDK.
 
 Importing this package, `sluice_client.qoe` or `sluice_client.pacer` loads the standard library only; aiohttp comes with
-the first use of `SluiceClient`.
+the first use of `AsyncSluiceClient`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sluice_client.answer import Answer, Reply
-    from sluice_client.client import SluiceClient
+    from sluice_client.async_answer import AsyncAnswer, Reply
+    from sluice_client.async_client import AsyncSluiceClient
     from sluice_client.errors import (
         APIConnectionError,
         APIResponseError,
@@ -33,7 +33,8 @@ __all__ = [
     "APIResponseError",
     "APIStatusError",
     "APIStreamError",
-    "Answer",
+    "AsyncAnswer",
+    "AsyncSluiceClient",
     "ClientLimits",
     "ConnectionLostError",
     "IncompleteStreamError",
@@ -45,15 +46,14 @@ __all__ = [
     "QoeTarget",
     "Reply",
     "RetryPolicy",
-    "SluiceClient",
     "SluiceClientError",
     "SmoothPacing",
     "make_pacer",
 ]
 
 _MODULES = {
-    "answer": ("Answer", "Reply"),
-    "client": ("SluiceClient",),
+    "async_answer": ("AsyncAnswer", "Reply"),
+    "async_client": ("AsyncSluiceClient",),
     "errors": tuple(name for name in __all__ if name.endswith("Error")),
     "paced_stream": ("PacedStream",),
     "pacer": ("SmoothPacing", "PacerStats", "Piece", "make_pacer"),

@@ -20,7 +20,7 @@ MAX_CHUNK_TOKENS = 1_000_000
 
 @dataclass(slots=True)
 class AnswerRecord:
-    """What one answer has said so far; written by the reader of the stream, read by the `Answer`."""
+    """What one answer has said so far; written by the reader of the stream, read by the `AsyncAnswer`."""
 
     parts: list[str] = field(default_factory=list)
     reasoning_parts: list[str] = field(default_factory=list)

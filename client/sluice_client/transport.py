@@ -55,7 +55,7 @@ class Failure(Setback):
 
 
 class Transport:
-    """Requests to the servers; arguments as `SluiceClient`."""
+    """Requests to the servers; arguments as `AsyncSluiceClient`."""
 
     def __init__(
         self, base_url: str | Sequence[str], api_key: str | None, limits: ClientLimits, rng: random.Random
@@ -93,7 +93,7 @@ class Transport:
             RuntimeError: there is none.
         """
         if self._session is None or self._session.closed:
-            raise RuntimeError("the client is not open; use `async with SluiceClient(...) as client`")
+            raise RuntimeError("the client is not open; use `async with AsyncSluiceClient(...) as client`")
         return self._session
 
     def resumes(self) -> Resumes:

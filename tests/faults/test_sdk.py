@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sluice_client import Answer, ClientLimits, RetryPolicy, SluiceClient
+from sluice_client import AsyncAnswer, AsyncSluiceClient, ClientLimits, RetryPolicy
 from tests.faults.conftest import FORGOTTEN_S, TWO_DISPATCHERS
 from tests.support.fault_checks import StagedCluster
 from tests.support.fault_cluster import until
@@ -27,11 +27,11 @@ SHAPE = TWO_DISPATCHERS
 
 
 def streams() -> list[Ask]:
-    """Return the streams with one choice: what an `Answer` is."""
+    """Return the streams with one choice: what an `AsyncAnswer` is."""
     return [asked for asked in mixed_load() if asked.is_streamed and "n" not in asked.body]
 
 
-def start(client: SluiceClient, asked: Ask) -> Answer:
+def start(client: AsyncSluiceClient, asked: Ask) -> AsyncAnswer:
     """Return the answer to one of them."""
     known = ("model", "stream", "stream_options", "messages", "prompt")
     params = {name: value for name, value in asked.body.items() if name not in known}
@@ -40,7 +40,7 @@ def start(client: SluiceClient, asked: Ask) -> Answer:
     return client.complete(asked.body["prompt"], asked.body["model"], pace=MODE, **params)
 
 
-def have_begun(answers: Sequence[Answer]) -> bool:
+def have_begun(answers: Sequence[AsyncAnswer]) -> bool:
     return all(len(answer.text) >= 40 for answer in answers)
 
 
@@ -51,7 +51,7 @@ def have_begun(answers: Sequence[Answer]) -> bool:
 async def test_a_killed_dispatcher_is_a_pause(cluster: StagedCluster, way: Any, comes_back: bool) -> None:
     asks = streams()
     urls = [cluster.url("dispatcher-1"), *([] if comes_back else [cluster.url("dispatcher-0")])]
-    async with SluiceClient(urls, limits=LIMITS, transport=way) as client:
+    async with AsyncSluiceClient(urls, limits=LIMITS, transport=way) as client:
         for _ in rounds("all were being read"):
             answers = [start(client, asked) for asked in asks]
             reading = [asyncio.create_task(answer.read()) for answer in answers]
@@ -74,16 +74,16 @@ async def test_a_killed_dispatcher_is_a_pause(cluster: StagedCluster, way: Any, 
 async def test_texts_are_whole_while_dispatchers_and_workers_are_killed_in_turn(cluster: StagedCluster) -> None:
     """Readers ask again and again; each process is ready again before the next one dies in the middle of answers."""
     urls, is_over = [cluster.url("dispatcher-1"), cluster.url("dispatcher-0")], asyncio.Event()
-    answers: dict[str, Answer] = {}
+    answers: dict[str, AsyncAnswer] = {}
     num_read: Counter[str] = Counter()
 
-    async def read_on(client: SluiceClient, asked: Ask) -> None:
+    async def read_on(client: AsyncSluiceClient, asked: Ask) -> None:
         while not is_over.is_set():
             answers[asked.name] = start(client, asked)
             assert await answers[asked.name].read() == cluster.expected[asked.name]["texts"][0]
             num_read[asked.name] += 1
 
-    async with SluiceClient(urls, limits=LIMITS) as client, asyncio.TaskGroup() as group:
+    async with AsyncSluiceClient(urls, limits=LIMITS) as client, asyncio.TaskGroup() as group:
         for asked in streams():
             group.create_task(read_on(client, asked))
         for name in ("dispatcher-1", "worker-0", "dispatcher-0", "worker-1"):

@@ -14,11 +14,11 @@ from shared.messages.report import WorkerPhase
 from shared.messages.request import RefusalReason, Submit
 from sluice_client import (
     APIStatusError,
+    AsyncSluiceClient,
     ClientLimits,
     ConnectionLostError,
     QoeTarget,
     RetryPolicy,
-    SluiceClient,
 )
 from tests.support.cutting_proxy import cutting
 from tests.support.dispatchers import TEXT, Running, Serve
@@ -40,8 +40,8 @@ async def served(serve: Serve) -> AsyncIterator[Running]:
         yield running
 
 
-def client_of(*urls: str, way: Way = "http", limits: ClientLimits = LIMITS) -> SluiceClient:
-    return SluiceClient(urls, model="tiny", limits=limits, rng=random.Random(7), transport=way)
+def client_of(*urls: str, way: Way = "http", limits: ClientLimits = LIMITS) -> AsyncSluiceClient:
+    return AsyncSluiceClient(urls, model="tiny", limits=limits, rng=random.Random(7), transport=way)
 
 
 def nothing_left(running: Running) -> bool:

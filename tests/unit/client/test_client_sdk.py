@@ -15,13 +15,13 @@ from sluice_client import (
     APIConnectionError,
     APIStatusError,
     APIStreamError,
+    AsyncSluiceClient,
     ClientLimits,
     ConnectionLostError,
     IncompleteStreamError,
     ProtocolError,
     QoeTarget,
     RetryPolicy,
-    SluiceClient,
 )
 from tests.support.openai_server import (
     FINISH,
@@ -45,11 +45,11 @@ LIMITS = ClientLimits(retry=RetryPolicy(first_backoff_s=0.001, max_backoff_s=0.0
 @asynccontextmanager
 async def serving(
     *replies: Any, limits: ClientLimits = LIMITS, **options: Any
-) -> AsyncIterator[tuple[SluiceClient, Server]]:
+) -> AsyncIterator[tuple[AsyncSluiceClient, Server]]:
     server = Server(*replies)
     async with (
         running(server) as url,
-        SluiceClient(url, limits=limits, rng=random.Random(1), **options) as client,
+        AsyncSluiceClient(url, limits=limits, rng=random.Random(1), **options) as client,
     ):
         yield client, server
 
@@ -237,7 +237,7 @@ async def test_an_error_without_json_still_names_its_status() -> None:
 
 
 async def test_a_server_that_is_not_there_is_tried_a_bounded_number_of_times(unused_tcp_port: int) -> None:
-    async with SluiceClient(f"http://127.0.0.1:{unused_tcp_port}", limits=LIMITS, rng=random.Random(1)) as client:
+    async with AsyncSluiceClient(f"http://127.0.0.1:{unused_tcp_port}", limits=LIMITS, rng=random.Random(1)) as client:
         with pytest.raises(APIConnectionError, match=f"127.0.0.1:{unused_tcp_port}"):
             await client.chat("hi", "demo").read()
         with pytest.raises(APIConnectionError):
@@ -367,7 +367,7 @@ async def test_a_server_that_does_not_end_after_done_holds_nothing_up() -> None:
 
 
 async def test_misuse_is_told_at_once() -> None:
-    client = SluiceClient("http://127.0.0.1:1")
+    client = AsyncSluiceClient("http://127.0.0.1:1")
     with pytest.raises(RuntimeError, match="async with"):
         await client.chat("hi", "demo").read()
     with pytest.raises(ValueError, match="one choice"):
@@ -376,7 +376,7 @@ async def test_misuse_is_told_at_once() -> None:
         client.chat("hi", "demo", pace="fast")  # type: ignore[arg-type]
     for url in ("127.0.0.1:8000", "ftp://x", "http://"):
         with pytest.raises(ValueError, match="base_url"):
-            SluiceClient(url)
+            AsyncSluiceClient(url)
 
 
 @pytest.mark.parametrize(
@@ -389,4 +389,4 @@ async def test_misuse_is_told_at_once() -> None:
     ],
 )
 def test_the_path_of_the_base_url_is_v1_unless_it_has_one(base_url: str, expected: str) -> None:
-    assert SluiceClient(base_url)._transport._servers.current == expected
+    assert AsyncSluiceClient(base_url)._transport._servers.current == expected

@@ -9,7 +9,7 @@ from typing import Any, cast
 import aiohttp
 import pytest
 
-from sluice_client import ConnectionLostError, SluiceClient
+from sluice_client import AsyncSluiceClient, ConnectionLostError
 from sluice_client.socket_transport import SocketTransport, _Link
 from sluice_client.transport import Transport
 
@@ -83,7 +83,7 @@ async def test_a_client_is_closed_though_closing_its_sockets_is_cancelled(monkey
 
     monkeypatch.setattr(SocketTransport, "close", wait)
     monkeypatch.setattr(Transport, "close", close)
-    closing = asyncio.create_task(SluiceClient("http://there", transport="websocket").aclose())
+    closing = asyncio.create_task(AsyncSluiceClient("http://there", transport="websocket").aclose())
     await asyncio.sleep(0)
     closing.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -8,8 +8,8 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, Literal, Self
 
-from sluice_client.answer import Answer, Reply
 from sluice_client.answer_stream import EventSource, stream_pieces
+from sluice_client.async_answer import AsyncAnswer, Reply
 from sluice_client.cursor import Cursor, check_key
 from sluice_client.errors import ProtocolError
 from sluice_client.pacer import PaceMode, Pacer, Piece, make_pacer
@@ -21,7 +21,7 @@ from sluice_client.transport import ClientLimits, Transport
 Messages = str | Sequence[Mapping[str, Any]]
 
 
-class SluiceClient:
+class AsyncSluiceClient:
     """A client of one server, or of several that serve the same; use it as an asynchronous context manager.
 
     An answer whose connection is lost is resumed if the server can (Sluice): the reader sees a pause.
@@ -80,7 +80,7 @@ class SluiceClient:
         qoe: QoeTarget | None = None,
         idempotency_key: str | None = None,
         **params: Any,
-    ) -> Answer:
+    ) -> AsyncAnswer:
         """Stream the answer to a conversation.
 
         Args:
@@ -107,7 +107,7 @@ class SluiceClient:
         qoe: QoeTarget | None = None,
         idempotency_key: str | None = None,
         **params: Any,
-    ) -> Answer:
+    ) -> AsyncAnswer:
         """Stream the continuation of a prompt (text or token ids); arguments as in `chat`."""
         body = {"prompt": prompt, **params}
         return self._stream("completions", _with_qoe(body, qoe), model, make_pacer(pace, qoe), idempotency_key)
@@ -128,14 +128,14 @@ class SluiceClient:
             raise ProtocolError("the server's list of models is not in OpenAI's format")
         return [model["id"] for model in data]
 
-    def _stream(self, path: str, body: dict[str, Any], model: str | None, pacer: Pacer, key: str | None) -> Answer:
+    def _stream(self, path: str, body: dict[str, Any], model: str | None, pacer: Pacer, key: str | None) -> AsyncAnswer:
         if body.get("n", 1) != 1:
-            raise ValueError("an Answer streams one choice; send n requests instead of n choices")
+            raise ValueError("an AsyncAnswer streams one choice; send n requests instead of n choices")
         body = {"stream_options": {"include_usage": True}, **body, "stream": True}
         source: EventSource = self._transport if self._sockets is None else self._sockets
         record, cursor = AnswerRecord(), Cursor(check_key(key))
         pieces = self._pieces(source, path, body, model, cursor, record)
-        return Answer(pieces, record, pacer, partial(source.cancel, cursor))
+        return AsyncAnswer(pieces, record, pacer, partial(source.cancel, cursor))
 
     async def _pieces(
         self,

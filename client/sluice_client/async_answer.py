@@ -26,8 +26,8 @@ class Reply:
     """Of the first choice, in OpenAI's format; None unless they were asked for."""
 
 
-class Answer:
-    """An asynchronous iterator of text, made by `SluiceClient.chat` and `.complete`; iterate once.
+class AsyncAnswer:
+    """An asynchronous iterator of text, made by `AsyncSluiceClient.chat` and `.complete`; iterate once.
 
     The request is sent at the first use. Leaving early: `async with`, or `aclose()`; the HTTP connection is closed at
     once, which makes the server cancel. An error is raised after the text that came before it.
