@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from collections.abc import Sequence
+from typing import TextIO, Unpack
 
 from cli.conversation import Pacing
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
@@ -12,13 +12,14 @@ from cli.wrap import WordWrap
 from sluice_client.async_answer import AsyncAnswer
 from sluice_client.async_client import AsyncSluiceClient
 from sluice_client.errors import APIConnectionError, APIStatusError, SluiceClientError
+from sluice_client.params import ChatMessage, ChatParams
 
 
 def start_answer(
     client: AsyncSluiceClient,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[ChatMessage],
     pacing: Pacing,
-    **params: Any,
+    **params: Unpack[ChatParams],
 ) -> AsyncAnswer:
     """Return the answer to the conversation; the request is sent at its first use.
 
@@ -29,7 +30,7 @@ def start_answer(
         **params: of the request.
     """
     qoe = None if pacing.mode == "off" else pacing.target
-    return client.chat(list(messages), pace=pacing.mode, qoe=qoe, **params)
+    return client.chat(messages, pace=pacing.mode, qoe=qoe, **params)
 
 
 async def show_answer(answer: AsyncAnswer, out: TextIO, column: int = 0) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import click
 
 from cli.conversation import PACE_MODES, PARAMETERS, Pacing, Talk
 from cli.run_file import URL_DEFAULT, api_url
 from sluice_client.pacer import PaceMode
+from sluice_client.params import ChatParams
 from sluice_client.qoe import QoeTarget
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -69,7 +70,7 @@ def talk_of(flags: dict[str, Any]) -> Talk:
     """Take all of these out of the flags."""
     given = {name: flags.pop(name) for name in PARAMETERS}
     params = {name: value for name, value in given.items() if value is not None}
-    return Talk(pacing_of(flags), flags.pop("system_prompt"), params)
+    return Talk(pacing_of(flags), flags.pop("system_prompt"), cast("ChatParams", params))
 
 
 api_key_option = click.option(

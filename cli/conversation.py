@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, get_args
+from typing import Any, Final, cast, get_args
 
 from sluice_client.pacer import PaceMode
+from sluice_client.params import ChatMessage, ChatParams
 from sluice_client.qoe import QoeTarget
 
 MAX_MESSAGES: Final = 100
@@ -40,7 +40,7 @@ class Talk:
     pacing: Pacing
     system_prompt: str = ""
     """Empty for none."""
-    params: Mapping[str, float] = field(default_factory=dict)
+    params: ChatParams = field(default_factory=ChatParams)
     """Of each request, some of `PARAMETERS`; what is not there is the model's own default."""
 
 
@@ -53,13 +53,14 @@ class Conversation:
 
     def __init__(self, talk: Talk) -> None:
         self.talk = talk
-        self._messages: list[dict[str, Any]] = []
+        self._messages: list[ChatMessage] = []
 
-    def with_next(self, text: str) -> list[dict[str, Any]]:
+    def with_next(self, text: str) -> list[ChatMessage]:
         """Return the messages of a request that goes on with this one of the person's, in OpenAI's format."""
         prompt = self.talk.system_prompt
-        before = [{"role": "system", "content": prompt}] if prompt else []
-        return before + [*self._messages, {"role": "user", "content": text}][-MAX_MESSAGES:]
+        before: list[ChatMessage] = [{"role": "system", "content": prompt}] if prompt else []
+        said: list[ChatMessage] = [*self._messages, {"role": "user", "content": text}]
+        return before + said[-MAX_MESSAGES:]
 
     def add(self, text: str, answer: str) -> None:
         """Take note of a message and its answer; one that got none is as if it had not been said."""
@@ -91,7 +92,7 @@ class Conversation:
 
     def _set(self, text: str) -> str:
         name, _, value = text.partition(" ")
-        params = dict(self.talk.params)
+        params: dict[str, Any] = {**self.talk.params}
         if text:
             if name not in PARAMETERS or not value:
                 return f"/set NAME VALUE; NAME is one of {', '.join(PARAMETERS)}"
@@ -101,7 +102,7 @@ class Conversation:
                 if value != "-":
                     return f"{value} is no value of {name}"
                 params.pop(name, None)
-            self.talk = replace(self.talk, params=params)
+            self.talk = replace(self.talk, params=cast("ChatParams", params))
         own = "the model's own"
         return "\n".join(f"{each}: {params.get(each, own)}" for each in PARAMETERS)
 

@@ -35,6 +35,7 @@ from shared.transport.bus import Message
 from shared.wire import WireError, decode_json
 from sluice_client.async_client import AsyncSluiceClient
 from sluice_client.errors import SluiceClientError
+from sluice_client.params import ChatMessage
 
 DEFAULTS: Final = {"workers": 2, "port": 0, "system": "kunserve", "max_model_len": 512, "host_memory": 0}
 """Where it differs from `sluice up`."""
@@ -216,7 +217,7 @@ class Burst:
 
     async def _read(self, reader: BurstReader, number: int) -> None:
         loop = asyncio.get_running_loop()
-        messages = [{"role": "user", "content": f"{self._prompt} ({number})"}]
+        messages: list[ChatMessage] = [{"role": "user", "content": f"{self._prompt} ({number})"}]
         answer = start_answer(self._client, messages, self._pacing, max_tokens=MAX_TOKENS)
         shown_s: float | None = None
         try:

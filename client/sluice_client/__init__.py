@@ -24,6 +24,19 @@ if TYPE_CHECKING:
     )
     from sluice_client.paced_stream import PacedStream
     from sluice_client.pacer import PacerStats, Piece, SmoothPacing, make_pacer
+    from sluice_client.params import (
+        AssistantMessage,
+        ChatMessage,
+        ChatParams,
+        CompletionParams,
+        ResponseFormat,
+        ServiceTier,
+        SloLimits,
+        StreamOptions,
+        SystemMessage,
+        TextPart,
+        UserMessage,
+    )
     from sluice_client.qoe import QoeState, QoeTarget
     from sluice_client.retry import RetryPolicy
     from sluice_client.transport import ClientLimits
@@ -33,9 +46,13 @@ __all__ = [
     "APIResponseError",
     "APIStatusError",
     "APIStreamError",
+    "AssistantMessage",
     "AsyncAnswer",
     "AsyncSluiceClient",
+    "ChatMessage",
+    "ChatParams",
     "ClientLimits",
+    "CompletionParams",
     "ConnectionLostError",
     "IncompleteStreamError",
     "PacedStream",
@@ -45,9 +62,16 @@ __all__ = [
     "QoeState",
     "QoeTarget",
     "Reply",
+    "ResponseFormat",
     "RetryPolicy",
+    "ServiceTier",
+    "SloLimits",
     "SluiceClientError",
     "SmoothPacing",
+    "StreamOptions",
+    "SystemMessage",
+    "TextPart",
+    "UserMessage",
     "make_pacer",
 ]
 
@@ -57,6 +81,10 @@ _MODULES = {
     "errors": tuple(name for name in __all__ if name.endswith("Error")),
     "paced_stream": ("PacedStream",),
     "pacer": ("SmoothPacing", "PacerStats", "Piece", "make_pacer"),
+    "params": (
+        *("ChatMessage", "SystemMessage", "UserMessage", "AssistantMessage", "TextPart"),
+        *("ChatParams", "CompletionParams", "ResponseFormat", "ServiceTier", "SloLimits", "StreamOptions"),
+    ),
     "qoe": ("QoeState", "QoeTarget"),
     "retry": ("RetryPolicy",),
     "transport": ("ClientLimits",),

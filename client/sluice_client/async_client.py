@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, Unpack
 
 from sluice_client.answer_stream import EventSource, stream_pieces
 from sluice_client.async_answer import AsyncAnswer, Reply
 from sluice_client.cursor import Cursor, check_key
 from sluice_client.errors import ProtocolError
 from sluice_client.pacer import PaceMode, Pacer, Piece, make_pacer
+from sluice_client.params import ChatMessage, ChatParams, CompletionParams, chat_fields, completion_fields
 from sluice_client.protocol import AnswerRecord
 from sluice_client.qoe import QoeTarget
 from sluice_client.socket_transport import SocketTransport
 from sluice_client.transport import ClientLimits, Transport
 
-Messages = str | Sequence[Mapping[str, Any]]
+Messages = str | Sequence[ChatMessage]
+Prompt = str | Sequence[int]
+"""Text or token ids."""
+Prompts = Prompt | Sequence[str] | Sequence[Sequence[int]]
 
 
 class AsyncSluiceClient:
@@ -79,7 +83,7 @@ class AsyncSluiceClient:
         pace: PaceMode = "smooth",
         qoe: QoeTarget | None = None,
         idempotency_key: str | None = None,
-        **params: Any,
+        **params: Unpack[ChatParams],
     ) -> AsyncAnswer:
         """Stream the answer to a conversation.
 
@@ -90,35 +94,38 @@ class AsyncSluiceClient:
                 it comes, for programs.
             qoe: the reader's expectation; sent to the server if given (only Sluice knows the field).
             idempotency_key: of requests that are one; None: a new one, so that it is one however often it is sent.
-            **params: any other field of the request (`max_tokens`, `temperature`, …).
+            **params: other fields of the request (`max_tokens`, `temperature`, …).
 
         Raises:
+            TypeError: no parameter has this name.
             ValueError: unknown `pace`, `n` above 1, or a key that cannot be a header.
         """
-        body = {"messages": _as_messages(messages), **params}
+        body = {"messages": _as_messages(messages), **chat_fields(params)}
         return self._stream("chat/completions", _with_qoe(body, qoe), model, make_pacer(pace, qoe), idempotency_key)
 
     def complete(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         model: str | None = None,
         *,
         pace: PaceMode = "smooth",
         qoe: QoeTarget | None = None,
         idempotency_key: str | None = None,
-        **params: Any,
+        **params: Unpack[CompletionParams],
     ) -> AsyncAnswer:
         """Stream the continuation of a prompt (text or token ids); arguments as in `chat`."""
-        body = {"prompt": prompt, **params}
+        body = {"prompt": prompt, **completion_fields(params)}
         return self._stream("completions", _with_qoe(body, qoe), model, make_pacer(pace, qoe), idempotency_key)
 
-    async def chat_once(self, messages: Messages, model: str | None = None, **params: Any) -> Reply:
+    async def chat_once(self, messages: Messages, model: str | None = None, **params: Unpack[ChatParams]) -> Reply:
         """The answer to a conversation in one piece, not streamed and not paced; with `n`, all choices."""
-        return await self._once("chat/completions", {"messages": _as_messages(messages), **params}, model)
+        return await self._once("chat/completions", {"messages": _as_messages(messages), **chat_fields(params)}, model)
 
-    async def complete_once(self, prompt: str | Sequence[int], model: str | None = None, **params: Any) -> Reply:
-        """The continuation of a prompt in one piece, not streamed and not paced."""
-        return await self._once("completions", {"prompt": prompt, **params}, model)
+    async def complete_once(
+        self, prompt: Prompts, model: str | None = None, **params: Unpack[CompletionParams]
+    ) -> Reply:
+        """The continuation of a prompt, or of several, in one piece, not streamed and not paced; with all choices."""
+        return await self._once("completions", {"prompt": prompt, **completion_fields(params)}, model)
 
     async def models(self) -> list[str]:
         """Ids of the models that the server lists."""
@@ -197,5 +204,5 @@ def _message(choice: dict[str, Any]) -> dict[str, Any]:
     return message if isinstance(message, dict) else {"content": choice.get("text")}
 
 
-def _as_messages(messages: Messages) -> list[Mapping[str, Any]]:
+def _as_messages(messages: Messages) -> list[ChatMessage]:
     return [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)

@@ -7,6 +7,7 @@ Everything of Sluice's is optional: `sluice.n` (tokens of this chunk; 1 if absen
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +89,23 @@ class AnswerRecord:
         if isinstance(function, dict):
             call["function"]["name"] += _string(function, "name") or ""
             call["function"]["arguments"] += _string(function, "arguments") or ""
+
+
+def to_json(value: object) -> str:
+    """The value as JSON; mappings and sequences may be of any kind.
+
+    Raises:
+        TypeError: something in it cannot be written.
+    """
+    return json.dumps(value, default=_plain)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
+        return list(value)
+    raise TypeError(f"a request cannot have a {type(value).__name__} in it")
 
 
 def parse_object(data: str | bytes) -> dict[str, Any]:

@@ -6,7 +6,6 @@ Retries, resuming and errors are those of HTTP. What is not a streamed answer go
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import Any
@@ -15,7 +14,7 @@ import aiohttp
 
 from sluice_client.cursor import Cursor
 from sluice_client.errors import APIConnectionError, APIStatusError, ConnectionLostError, ProtocolError
-from sluice_client.protocol import AnswerRecord, parse_error, parse_object
+from sluice_client.protocol import AnswerRecord, parse_error, parse_object, to_json
 from sluice_client.retry import RETRIED_STATUSES, Resumes
 from sluice_client.transport import Failure, Transport, describe, unreachable
 
@@ -225,7 +224,7 @@ class _Link:
         name = str(self._num_asked)
         answer = self._answers[name] = _SocketAnswer(self, name)
         try:
-            await self._socket.send_str(json.dumps({**message, "id": name}))
+            await self._socket.send_str(to_json({**message, "id": name}))
         except BaseException:
             await self.forget(name, is_done=False)  # it may have been sent
             raise
@@ -236,7 +235,7 @@ class _Link:
         if self._answers.pop(name, None) is not None and not is_done and not self.is_closed:
             with suppress(aiohttp.ClientError, OSError):  # a time-out among them: what waits then has been written
                 async with asyncio.timeout(_FORGET_S):
-                    await self._socket.send_str(json.dumps({"type": "cancel", "id": name}))
+                    await self._socket.send_str(to_json({"type": "cancel", "id": name}))
 
     async def close(self) -> None:
         """End the connection; answers under way lose it."""

@@ -19,7 +19,7 @@ from sluice_client.errors import (
     ProtocolError,
     SluiceClientError,
 )
-from sluice_client.protocol import DONE, AnswerRecord, parse_error, parse_object
+from sluice_client.protocol import DONE, AnswerRecord, parse_error, parse_object, to_json
 from sluice_client.retry import Attempts, Resumes, RetryBudget, RetryPolicy, Setback, may_retry, parse_retry_after
 from sluice_client.sse import SseDecoder
 
@@ -78,6 +78,7 @@ class Transport:
                 total=None, sock_connect=limits.connect_timeout_s, sock_read=limits.idle_timeout_s
             ),
             headers=self._headers,
+            json_serialize=to_json,
         )
 
     async def close(self) -> None:

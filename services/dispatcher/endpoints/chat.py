@@ -16,7 +16,7 @@ from shared.messages.request import pack_token_ids
 
 _KNOWN = frozenset(
     {
-        *(*CHAT, *SHARED_NAMES, "messages", "top_logprobs", "metadata", "store", "parallel_tool_calls"),
+        *(*CHAT, *SHARED_NAMES, "messages", "top_logprobs", "store", "parallel_tool_calls"),
         *("prompt_cache_key", "safety_identifier"),
     }
 )

@@ -81,7 +81,7 @@ SHARED_NAMES: Final = (
     *("model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k"),
     *("min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "service_tier", "qoe", "n", "best_of", "min_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs", "response_format"),
-    *("cache_salt", "modalities", "user", "slo"),
+    *("cache_salt", "modalities", "user", "metadata", "slo"),
 )
 """What both chat and completions know."""
 

@@ -1,0 +1,157 @@
+"""The parameters of requests and the messages of conversations, as types: what editors complete and mypy checks.
+
+They are those that Sluice knows (`docs/api.md` says what each may be). What another server knows besides goes into
+`extra_body`. None means "not given", and is not sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, Literal, NotRequired, TypedDict
+
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
+
+_OWN_ARGUMENTS = ("model", "pace", "qoe", "idempotency_key")
+_MIN_LIKENESS_RATIO = 0.7
+"""A known name that is less like the unknown one is not worth a question."""
+
+
+class TextPart(TypedDict):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class SystemMessage(TypedDict):
+    """What the model is told before everything else."""
+
+    role: Literal["system", "developer"]
+    content: str | Sequence[TextPart]
+    name: NotRequired[str | None]
+
+
+class UserMessage(TypedDict):
+    """What the person says."""
+
+    role: Literal["user"]
+    content: str | Sequence[TextPart]
+    name: NotRequired[str | None]
+
+
+class AssistantMessage(TypedDict):
+    """What the model said."""
+
+    role: Literal["assistant"]
+    content: NotRequired[str | Sequence[TextPart] | None]
+    refusal: NotRequired[str | None]
+    """Taken where there is no content."""
+    name: NotRequired[str | None]
+
+
+ChatMessage = SystemMessage | UserMessage | AssistantMessage
+
+
+class StreamOptions(TypedDict, total=False):
+    """Of an answer that is streamed."""
+
+    include_usage: bool | None
+    """Have the tokens counted; so they are unless `stream_options` is given."""
+
+
+class SloLimits(TypedDict, total=False):
+    """Limits that a request is to keep, in seconds."""
+
+    ttft_s: float | None
+    tpot_s: float | None
+
+
+class ResponseFormat(TypedDict):
+    """What the answer is to be; Sluice writes text."""
+
+    type: Literal["text"]
+
+
+class CommonParams(TypedDict, total=False):
+    """What chats and completions share."""
+
+    n: int | None
+    """Choices; 1 where the answer is streamed."""
+    best_of: int | None
+    max_tokens: int | None
+    max_completion_tokens: int | None
+    min_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    repetition_penalty: float | None
+    logit_bias: Mapping[str, float] | Mapping[int, float] | None
+    """Token id -> what is added to its logit."""
+    seed: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    stream_options: StreamOptions | None
+    service_tier: ServiceTier | None
+    slo: SloLimits | None
+    cache_salt: str | None
+    response_format: ResponseFormat | None
+    modalities: Sequence[Literal["text"]] | None
+    user: str | None
+    metadata: Mapping[str, str] | None
+    extra_body: Mapping[str, Any] | None
+    """Fields that only another server knows; of one that is given here too, this value is sent."""
+
+
+class ChatParams(CommonParams, total=False):
+    """What `chat` and `chat_once` take besides their own arguments."""
+
+    logprobs: bool | None
+    top_logprobs: int | None
+    store: bool | None
+    parallel_tool_calls: bool | None
+    prompt_cache_key: str | None
+    safety_identifier: str | None
+
+
+class CompletionParams(CommonParams, total=False):
+    """What `complete` and `complete_once` take besides their own arguments."""
+
+    logprobs: int | None
+    """Alternatives per token."""
+    echo: bool | None
+
+
+def chat_fields(params: ChatParams) -> dict[str, Any]:
+    """The fields of a chat request's body that were given.
+
+    Raises:
+        TypeError: one has a name that is not known.
+    """
+    return _fields(params, ChatParams.__optional_keys__)
+
+
+def completion_fields(params: CompletionParams) -> dict[str, Any]:
+    """The fields of a completion request's body that were given; see `chat_fields`."""
+    return _fields(params, CompletionParams.__optional_keys__)
+
+
+def _fields(params: Mapping[str, object], known: frozenset[str]) -> dict[str, Any]:
+    for name in params.keys() - known:
+        raise TypeError(f"unknown parameter '{name}'{_hint(name, known)}")
+    given = {name: value for name, value in params.items() if value is not None}
+    extra = given.pop("extra_body", {})
+    if not isinstance(extra, Mapping):
+        raise TypeError(f"extra_body must be a mapping, not {type(extra).__name__}")
+    return {**given, **extra}
+
+
+def _hint(name: str, known: frozenset[str]) -> str:
+    if name == "stream":
+        return ": chat and complete always stream, chat_once and complete_once never do"
+    alike = get_close_matches(name, [*sorted(known), *_OWN_ARGUMENTS], n=1, cutoff=_MIN_LIKENESS_RATIO)
+    return f"; did you mean '{alike[0]}'?" if alike else "; what another server knows goes into extra_body"
