@@ -1,7 +1,7 @@
 """Streams answers evenly or at reading speed: QoE arithmetic, token pacer, and a streaming SDK.
 
 Importing this package, `sluice_client.qoe` or `sluice_client.pacer` loads the standard library only; aiohttp comes with
-the first use of `AsyncSluiceClient`.
+a client, of either kind.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sluice_client.async_answer import AsyncAnswer, Reply
+    from sluice_client.answer import Answer
+    from sluice_client.answer_facts import Reply
+    from sluice_client.async_answer import AsyncAnswer
     from sluice_client.async_client import AsyncSluiceClient
+    from sluice_client.client import SluiceClient
     from sluice_client.errors import (
         APIConnectionError,
         APIResponseError,
@@ -46,6 +49,7 @@ __all__ = [
     "APIResponseError",
     "APIStatusError",
     "APIStreamError",
+    "Answer",
     "AssistantMessage",
     "AsyncAnswer",
     "AsyncSluiceClient",
@@ -66,6 +70,7 @@ __all__ = [
     "RetryPolicy",
     "ServiceTier",
     "SloLimits",
+    "SluiceClient",
     "SluiceClientError",
     "SmoothPacing",
     "StreamOptions",
@@ -76,8 +81,11 @@ __all__ = [
 ]
 
 _MODULES = {
-    "async_answer": ("AsyncAnswer", "Reply"),
+    "answer": ("Answer",),
+    "answer_facts": ("Reply",),
+    "async_answer": ("AsyncAnswer",),
     "async_client": ("AsyncSluiceClient",),
+    "client": ("SluiceClient",),
     "errors": tuple(name for name in __all__ if name.endswith("Error")),
     "paced_stream": ("PacedStream",),
     "pacer": ("SmoothPacing", "PacerStats", "Piece", "make_pacer"),

@@ -8,8 +8,9 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, Literal, Self, Unpack
 
+from sluice_client.answer_facts import Reply
 from sluice_client.answer_stream import EventSource, stream_pieces
-from sluice_client.async_answer import AsyncAnswer, Reply
+from sluice_client.async_answer import AsyncAnswer
 from sluice_client.cursor import Cursor, check_key
 from sluice_client.errors import ProtocolError
 from sluice_client.pacer import PaceMode, Pacer, Piece, make_pacer
