@@ -7,11 +7,10 @@ import inspect
 import signal
 import sys
 import threading
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import PIPE, STDOUT, Process
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,8 +38,8 @@ from tests.support.openai_server import (
     say,
     stream,
 )
+from tests.support.processes import heed_signals
 
-ROOT = Path(__file__).parents[3]
 ENDLESS = stream(events(ROLE, *(delta(word) for word in WORDS)), hang=True)
 """The server's handler is cancelled when the connection closes; it would wait for ever otherwise."""
 SLOW = QoeTarget(ttft_s=1000.0, speed_tokens_per_s=0.001)
@@ -201,6 +200,7 @@ async def test_a_client_that_is_closed_tells_who_reads_and_who_comes_later() -> 
         reading = asyncio.create_task(asyncio.to_thread(read))
         await asyncio.to_thread(has_begun.wait)
         await asyncio.to_thread(client.close)
+        assert threads() == []
         with pytest.raises(RuntimeError, match="the client is closed"):
             await reading
         await ended(server)
@@ -276,7 +276,9 @@ async def script(code: str, url: str) -> AsyncIterator[Process]:
     """A program that uses the client, its output in a pipe; errors are in it."""
     code = f"import os, sys\nfrom sluice_client import SluiceClient\nURL = {url!r}\n{code}"
     command = (sys.executable, "-W", "always::ResourceWarning", "-W", "always::RuntimeWarning", "-c", code)
-    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=asyncio.subprocess.STDOUT)
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=PIPE, stdout=PIPE, stderr=STDOUT, preexec_fn=heed_signals
+    )
     try:
         yield process
     finally:
