@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sluice_client.answer import Answer
-    from sluice_client.answer_facts import Reply
+    from sluice_client.answer_facts import AnswerFacts, Reply
     from sluice_client.async_answer import AsyncAnswer
     from sluice_client.async_client import AsyncSluiceClient
     from sluice_client.client import SluiceClient
@@ -50,6 +50,7 @@ __all__ = [
     "APIStatusError",
     "APIStreamError",
     "Answer",
+    "AnswerFacts",
     "AssistantMessage",
     "AsyncAnswer",
     "AsyncSluiceClient",
@@ -82,7 +83,7 @@ __all__ = [
 
 _MODULES = {
     "answer": ("Answer",),
-    "answer_facts": ("Reply",),
+    "answer_facts": ("AnswerFacts", "Reply"),
     "async_answer": ("AsyncAnswer",),
     "async_client": ("AsyncSluiceClient",),
     "client": ("SluiceClient",),

@@ -9,7 +9,7 @@
     ├── IncompleteStreamError       the stream ended in order, but without a finish reason
     └── ProtocolError               what came is not what OpenAI's protocol says (not SSE, not JSON, too large)
 
-The last three and APIStreamError leave the text so far in the `AsyncAnswer`; a cut answer never passes for a whole one.
+The last three and APIStreamError leave the text so far in the answer; a cut answer never passes for a whole one.
 """
 
 from __future__ import annotations

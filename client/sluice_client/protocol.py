@@ -21,7 +21,7 @@ MAX_CHUNK_TOKENS = 1_000_000
 
 @dataclass(slots=True)
 class AnswerRecord:
-    """What one answer has said so far; written by the reader of the stream, read by the `AsyncAnswer`."""
+    """What one answer has said so far; written by the reader of the stream, read by its `AnswerFacts`."""
 
     parts: list[str] = field(default_factory=list)
     reasoning_parts: list[str] = field(default_factory=list)

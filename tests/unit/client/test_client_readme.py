@@ -14,11 +14,12 @@ README = Path(__file__).parents[3] / "client" / "README.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
-def test_there_are_two_examples() -> None:
-    assert ["AsyncOpenAI" in example for example in EXAMPLES] == [False, True]
+def test_there_are_three_examples_the_synchronous_one_first() -> None:
+    made = [re.findall(r"\b(\w+)\(\"?(?:http|base_url)", example) for example in EXAMPLES]
+    assert made == [["SluiceClient"], ["AsyncSluiceClient"], ["AsyncOpenAI"]]
 
 
-@pytest.mark.parametrize("index", [0, 1], ids=["sdk", "openai"])
+@pytest.mark.parametrize("index", [0, 1, 2], ids=["sdk", "asyncio", "openai"])
 async def test_example_prints_the_answer_and_its_qoe(index: int, capsys: pytest.CaptureFixture[str]) -> None:
     async with running(Server(stream(WHOLE))) as url:
         code = EXAMPLES[index].replace("http://127.0.0.1:8000", url)
