@@ -8,6 +8,7 @@ from typing import TextIO, Unpack
 
 from cli.conversation import Pacing
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
+from cli.http import topic_of
 from cli.wrap import WordWrap
 from sluice_client.async_answer import AsyncAnswer
 from sluice_client.async_client import AsyncSluiceClient
@@ -56,7 +57,7 @@ async def show_answer(answer: AsyncAnswer, out: TextIO, column: int = 0) -> None
     except APIStatusError as error:
         is_long = error.code == "context_length_exceeded"
         hint = "Send less; in a conversation /clear begins anew" if is_long else "See `sluice status`"
-        raise CommandError(f"the server refused: {error}", hint, FAILED) from error
+        raise CommandError(f"the server refused: {error}", hint, FAILED, topic_of(error.code or "")) from error
     except SluiceClientError as error:
         raise CommandError(f"the answer broke off: {error}", "See `sluice status`", FAILED) from error
     finally:

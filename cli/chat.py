@@ -13,7 +13,7 @@ from cli.answer import describe_answer, show_answer, start_answer
 from cli.console import Console
 from cli.conversation import Conversation, Talk
 from cli.exit_codes import DONE, FAILED, UNREACHABLE, CommandError
-from cli.http import check_url, refusal_hint
+from cli.http import check_url, refusal_hint, topic_of
 from sluice_client.async_client import AsyncSluiceClient
 from sluice_client.errors import APIStatusError, SluiceClientError
 
@@ -87,10 +87,10 @@ class Chat:
         except APIStatusError as error:
             hint = refusal_hint(error.code or "", "Give a key with --api-key, or set SLUICE_API_KEY")
             hint = hint if error.status in (401, 403) else ""
-            raise CommandError(f"{url} refuses to talk: {error}", hint, FAILED) from error
+            raise CommandError(f"{url} refuses to talk: {error}", hint, FAILED, topic_of(error.code or "")) from error
         except SluiceClientError as error:
             hint = "Start a cluster with `sluice up`, or name another with --url"
-            raise CommandError(f"nothing to talk to at {url}: {error}", hint, UNREACHABLE) from error
+            raise CommandError(f"nothing to talk to at {url}: {error}", hint, UNREACHABLE, "nothing_answers") from error
         if model and model not in models:
             raise CommandError(f"{url} does not serve '{model}'", f"It serves: {', '.join(models)}", FAILED)
         return model or (models[0] if models else "")

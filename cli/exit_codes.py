@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from shared.errors import pointer
+
 DONE: Final = 0
 FAILED: Final = 1
 REFUSED: Final = 2
@@ -26,11 +28,12 @@ class CommandError(Exception):
         message: what is wrong, without its full stop.
         hint: what to do next.
         code: of the table above.
+        topic: section of `docs/troubleshooting.md` that says more; "": none does.
     """
 
-    def __init__(self, message: str, hint: str = "", code: int = FAILED) -> None:
+    def __init__(self, message: str, hint: str = "", code: int = FAILED, topic: str = "") -> None:
         message, hint = message.strip().rstrip("."), hint.strip().rstrip(".")
         text = f"{message}{'' if message.endswith('?') else '.'} {hint}" if hint else message
-        super().__init__("sluice: " + " ".join(text.split()))
+        super().__init__("sluice: " + " ".join(text.split()) + pointer(topic))
         self.code = code
         self.message = message

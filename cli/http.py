@@ -11,6 +11,7 @@ import aiohttp
 
 from cli.exit_codes import REFUSED, UNREACHABLE, CommandError
 from shared.browsers import Foreign
+from shared.troubleshooting import sections
 
 MAX_ANSWER_BYTES = 8 * 1024**2
 MAX_VIEW_BYTES = 256 * 1024**2
@@ -55,6 +56,15 @@ def refusal_hint(said: str, key_hint: str) -> str:
     return "Ask by its address, or start the server with --allow-host" if Foreign.HOST in said else key_hint
 
 
+def topic_of(said: str) -> str:
+    """Return the code of a server's error if there is a section about it, else "".
+
+    Args:
+        said: the code, or the JSON of the error.
+    """
+    return next((code for code in sections() if code == said or f'"{code}"' in said), "")
+
+
 async def read_body(response: aiohttp.ClientResponse, max_bytes: int = MAX_ANSWER_BYTES) -> bytes:
     """Return the whole body, or its beginning if it is longer than `max_bytes`; one read gives only what is there."""
     parts: list[bytes] = []
@@ -96,4 +106,4 @@ async def ask(
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         reason = "no answer in time" if isinstance(error, asyncio.TimeoutError) else type(error).__name__
         hint = "Start a cluster with `sluice up`, or name another with --url"
-        raise CommandError(f"nothing answers at {url} ({reason})", hint, UNREACHABLE) from error
+        raise CommandError(f"nothing answers at {url} ({reason})", hint, UNREACHABLE, "nothing_answers") from error

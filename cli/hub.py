@@ -161,10 +161,12 @@ def _snapshot(source: HubModel, **options: Any) -> Any:
 
 def _check_files(source: HubModel, names: list[str]) -> None:
     if "config.json" not in names:
-        raise StartupError(f"{source} is not a model that can be served: it has no config.json", "Choose another")
+        raise StartupError(
+            f"{source} is not a model that can be served: it has no config.json", "Choose another", "unsupported_model"
+        )
     if not any(name.endswith(".safetensors") for name in names):
         hint = "Choose one that has them; pickled weights are never read"
-        raise StartupError(f"{source} has no weights as safetensors", hint)
+        raise StartupError(f"{source} has no weights as safetensors", hint, "unsupported_model")
 
 
 def _check_digests(source: HubModel, folder: Path | None) -> None:
@@ -200,7 +202,7 @@ def _check_room(place: Path, num_bytes: int) -> None:
     if num_bytes and num_bytes + SPARE_BYTES > free:
         hint = "Free some, or name another place with `sluice pull --to` or HF_HOME"
         raise StartupError(
-            f"{num_bytes / 1e9:.2f} GB are to be fetched, and {place} has room for {free / 1e9:.2f}", hint
+            f"{num_bytes / 1e9:.2f} GB are to be fetched, and {place} has room for {free / 1e9:.2f}", hint, "disk_full"
         )
 
 
@@ -270,19 +272,24 @@ def _explain(source: HubModel, error: BaseException) -> StartupError:
 
     if isinstance(error, errors.GatedRepoError):
         hint = "Accept them there, and set HF_TOKEN to a token of yours"
-        return StartupError(f"{source} is gated: its owners ask for terms to be accepted on the hub", hint)
+        return StartupError(
+            f"{source} is gated: its owners ask for terms to be accepted on the hub", hint, "gated_model"
+        )
     if isinstance(error, errors.RepositoryNotFoundError):
         hint = "Check the id; a private model needs HF_TOKEN"
-        return StartupError(f"the hub has no public model '{source.name}'", hint)
+        return StartupError(f"the hub has no public model '{source.name}'", hint, "no_such_model")
     if isinstance(error, errors.RevisionNotFoundError):
-        return StartupError(f"{source.name} has no revision '{source.revision}'", "Name a branch, a tag or a commit")
+        return StartupError(
+            f"{source.name} has no revision '{source.revision}'", "Name a branch, a tag or a commit", "no_such_model"
+        )
     if isinstance(error, errors.OfflineModeIsEnabled):
         hint = "Unset it, or give a folder on this machine"
-        return HubUnreachableError(f"{source} is not on this machine, and HF_HUB_OFFLINE forbids to ask the hub", hint)
+        said = f"{source} is not on this machine, and HF_HUB_OFFLINE forbids to ask the hub"
+        return HubUnreachableError(said, hint, "hub_unreachable")
     if isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code
         kind = HubUnreachableError if status >= 500 else StartupError
-        return kind(f"the hub refuses to give {source}: HTTP {status}", "Try again later")
+        return kind(f"the hub refuses to give {source}: HTTP {status}", "Try again later", "hub_unreachable")
     reason = getattr(error, "strerror", None) or type(error).__name__
     hint = "Check the network and the disk, then try again: what was fetched is kept; or give a folder on this machine"
-    return HubUnreachableError(f"{source} cannot be fetched from the hub ({reason})", hint)
+    return HubUnreachableError(f"{source} cannot be fetched from the hub ({reason})", hint, "hub_unreachable")

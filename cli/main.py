@@ -20,6 +20,7 @@ from cli.chat_options import api_key_option, chat
 from cli.cluster.options import cluster_options, demo, run, up
 from cli.doctor import doctor
 from cli.exit_codes import FAILED, KILLED, REFUSED, CommandError
+from cli.explain import explain
 from cli.groups.options import drop, planner, restore
 from cli.keys import keys
 from cli.model_options import ls, pull
@@ -34,12 +35,18 @@ from shared.version import VERSION
 
 _LACKS = {
     errno.EMFILE: CommandError(
-        "not as many files may be open as are needed", "Start it where `ulimit -n` says 1024 or more", REFUSED
+        "not as many files may be open as are needed",
+        "Start it where `ulimit -n` says 1024 or more",
+        REFUSED,
+        "too_few_files",
     ),
     errno.ENFILE: CommandError(
-        "this machine opens no more files", "End what holds many (`lsof` tells), or raise `fs.file-max`", FAILED
+        "this machine opens no more files",
+        "End what holds many (`lsof` tells), or raise `fs.file-max`",
+        FAILED,
+        "too_few_files",
     ),
-    errno.ENOSPC: CommandError("there is no room on the disk for what is written", "Free some", FAILED),
+    errno.ENOSPC: CommandError("there is no room on the disk for what is written", "Free some", FAILED, "disk_full"),
 }
 """What a command may lack wherever it is, by the error's number."""
 
@@ -59,6 +66,7 @@ Examples:
   sluice chat                                  talk with it
   sluice status                                what the workers do
   sluice top                                   the same as it changes, with readers, memory and queues
+  sluice explain queue_full                    what an error means, and what to do
   sluice pull owner/name                       fetch a model from the hub
   sluice keys create --tenant me               make an API key
   sluice bench --request-rate 4                put a load on a server and measure it
@@ -96,7 +104,7 @@ by decodes, P query-key pairs of prefill chunks. A quarter of the steps is held 
 
 SECTIONS: Final = {
     "Serve": "up run demo chat down ps logs ls pull keys doctor",
-    "Look": "top status planner tap",
+    "Look": "top status explain planner tap",
     "Load and disturb": "bench replay profile chaos",
     "Simulate": "simulate compare plan",
     "Operate": "drain drop restore nats-config nats-setup completion version",
@@ -198,7 +206,7 @@ for _command in (up, run, demo, chat):
     cli.add_command(_command)
 for _command in (bench, chaos, planner, drop, restore, keys, replay, simulate, compare, plan):
     cli.add_command(_command)
-for _command in (doctor, top, pull, ls, ps, down, logs, drain, tap, nats_config, nats_setup):
+for _command in (doctor, explain, top, pull, ls, ps, down, logs, drain, tap, nats_config, nats_setup):
     cli.add_command(_command)
 
 

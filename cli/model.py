@@ -47,7 +47,8 @@ def find_model(text: str, show: ShowProgress = lambda _what: lambda _num_bytes, 
     if os.path.lexists(folder):
         raise StartupError(f"{text} is not a folder", "Give the folder that holds config.json")
     if not MODEL_ID.match(text):
-        raise StartupError(f"there is no folder {text}", "Give the folder that holds config.json, or an id owner/name")
+        hint = "Give the folder that holds config.json, or an id owner/name"
+        raise StartupError(f"there is no folder {text}", hint, "no_such_model")
     source = parse_source(text)
     return Model(find_cached(source) or fetch(source, None, show), source.name)
 
@@ -70,5 +71,7 @@ def _utf8(folder: Path) -> Path:
 
 def _checked(folder: Path, problem: str) -> Path:
     if not is_file(folder / "config.json"):
-        raise StartupError(f"{problem}: config.json is missing in {folder}", "Give a folder in Hugging Face format")
+        raise StartupError(
+            f"{problem}: config.json is missing in {folder}", "Give a folder in Hugging Face format", "no_such_model"
+        )
     return folder

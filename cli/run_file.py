@@ -151,7 +151,9 @@ def find_run(name: str | None = None, say_by: str = "its id") -> Run | None:
     meant = [run for run in runs if name is None or run.is_meant_by(name)]
     if len(meant) > 1:
         listed = "; ".join(f"{run.id} ({run.cluster}, {run.url})" for run in meant)
-        raise CommandError(f"{len(meant)} clusters run here: {listed}", f"Say which by {say_by}", REFUSED)
+        raise CommandError(
+            f"{len(meant)} clusters run here: {listed}", f"Say which by {say_by}", REFUSED, "several_clusters"
+        )
     if name is not None and not meant:
         raise CommandError(f"no cluster '{name}' runs here", "`sluice ps` shows those that do", UNREACHABLE)
     return meant[0] if meant else None

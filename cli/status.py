@@ -11,7 +11,7 @@ import aiohttp
 
 from cli.console import table
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
-from cli.http import MAX_VIEW_BYTES, ask, check_url, refusal_hint
+from cli.http import MAX_VIEW_BYTES, ask, check_url, refusal_hint, topic_of
 from shared.api_keys import Tier
 from shared.messages.fetch import FetchOutcome
 from shared.messages.report import (
@@ -52,7 +52,7 @@ async def run_status(url: str, api_key: str = "", *, as_json: bool) -> str:
     fields, view = await ask_cluster(url, api_key)
     if view is None:
         hint = "The monitor has written no view yet; try again in a second"
-        raise CommandError(f"{url} does not know its cluster yet", hint, UNREACHABLE)
+        raise CommandError(f"{url} does not know its cluster yet", hint, UNREACHABLE, "no_view")
     return json.dumps(fields) if as_json else render(view, fields.get("age_s"))
 
 
@@ -67,9 +67,9 @@ async def ask_cluster(
     cluster_url = f"{check_url(url)}/v1/cluster"
     answer = await ask(cluster_url, api_key=api_key, limit_s=limit_s, max_bytes=MAX_VIEW_BYTES, session=session)
     if answer.status in (401, 403):
-        hint = "Give a key that has the scope 'metrics' with --api-key, or set SLUICE_API_KEY"
-        hint = refusal_hint(answer.body.decode(errors="replace"), hint)
-        raise CommandError(f"{url} does not show its cluster ({answer.status})", hint, FAILED)
+        said = answer.body.decode(errors="replace")
+        hint = refusal_hint(said, "Give a key that has the scope 'metrics' with --api-key, or set SLUICE_API_KEY")
+        raise CommandError(f"{url} does not show its cluster ({answer.status})", hint, FAILED, topic_of(said))
     if answer.status != 200:
         hint = "Name a sluice API with --url"
         raise CommandError(f"{url} answers {answer.status} to /v1/cluster; it is no sluice API", hint, FAILED)

@@ -93,4 +93,5 @@ def check_reachable(host: str, *, has_keys: bool, allow_no_key: bool) -> None:
     raise StartupError(
         f"{host} can be reached from other machines, and the API asks for no key",
         "Give it keys with --api-keys-file, listen on 127.0.0.1, or accept it with --allow-no-key",
+        "keys_needed",
     )

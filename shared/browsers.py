@@ -132,6 +132,7 @@ def check_everybody(origins: Collection[str], *, has_keys: bool) -> None:
         raise StartupError(
             "--allow-origin '*' without keys would let every page that is opened use the model",
             "Name the origins, or give the API keys with --api-keys-file",
+            "keys_needed",
         )
 
 

@@ -19,6 +19,11 @@ MAX_MESSAGE_CHARS: Final = 600
 """Longest sentence: it may repeat what stands in somebody's file."""
 
 
+def pointer(topic: str) -> str:
+    """Return the end of an error's line that says where to read more of it; "" of none."""
+    return f"; more: sluice explain {topic}" if topic else ""
+
+
 class SluiceError(Exception):
     """Anything that may go wrong at a boundary of a process."""
 
@@ -29,14 +34,15 @@ class StartupError(SluiceError):
     Args:
         message: what is wrong, as one sentence without its full stop; what is longer than `MAX_MESSAGE_CHARS` is cut.
         hint: what to do, as one sentence; empty if the message says it already.
+        topic: section of `docs/troubleshooting.md` that says more; "": none does.
     """
 
-    def __init__(self, message: str, hint: str = "") -> None:
+    def __init__(self, message: str, hint: str = "", topic: str = "") -> None:
         message = message.rstrip(".")
         self.message = message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:MAX_MESSAGE_CHARS]}…"
         self.hint = hint.rstrip(".")
         text = f"sluice: {self.message}. {self.hint}" if self.hint else f"sluice: {self.message}"
-        one_line = " ".join(text.split())
+        one_line = " ".join(text.split()) + pointer(topic)
         super().__init__("".join(char if char.isprintable() else repr(char)[1:-1] for char in one_line))
 
 

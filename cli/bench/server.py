@@ -12,7 +12,7 @@ import numpy as np
 from cli.bench.answers import count_of, parse_answer
 from cli.bench.prompts import PromptMaker, TokenScale, scale_of
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
-from cli.http import check_url, read_body, refusal_hint
+from cli.http import check_url, read_body, refusal_hint, topic_of
 
 CHECK_LIMIT = aiohttp.ClientTimeout(total=10)
 MAX_OWNER = 40
@@ -83,14 +83,12 @@ async def _models(session: aiohttp.ClientSession, base_url: str) -> dict[str, di
             status, body = response.status, await response.read()
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         hint = "Start a cluster with `sluice up`, or name another with --url"
-        raise CommandError(f"nothing answers at {base_url} ({type(error).__name__})", hint, UNREACHABLE) from error
+        said = f"nothing answers at {base_url} ({type(error).__name__})"
+        raise CommandError(said, hint, UNREACHABLE, "nothing_answers") from error
     if status in (401, 403):
         said = body.decode(errors="replace")[:200]
-        raise CommandError(
-            f"{url} answers {status}: {said}",
-            refusal_hint(said, "Give a key with --api-key, or set SLUICE_API_KEY"),
-            FAILED,
-        )
+        hint = refusal_hint(said, "Give a key with --api-key, or set SLUICE_API_KEY")
+        raise CommandError(f"{url} answers {status}: {said}", hint, FAILED, topic_of(body.decode(errors="replace")))
     listed = parse_answer(body) if status == 200 else None
     entries = listed.get("data") if isinstance(listed, dict) else None
     found = entries if isinstance(entries, list) else []
@@ -135,7 +133,7 @@ async def _count(server: BenchServer, session: aiohttp.ClientSession, text: str)
     status, body = await _post(server, session, text)
     if status != 200:
         said = body.decode(errors="replace")[:200]
-        raise CommandError(f"{server.endpoint_url} answers {status}: {said}", "See --endpoint", FAILED)
+        raise CommandError(f"{server.endpoint_url} answers {status}: {said}", "See --endpoint", FAILED, topic_of(said))
     return _prompt_tokens(body)
 
 

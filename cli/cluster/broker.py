@@ -139,7 +139,8 @@ class Broker:
             return named_broker(self._settings)
         find_binary()
         if not has_room(self._run_dir):
-            raise StartupError(f"there is no room on the disk of {self._run_dir}", "Set TMPDIR to where there is some")
+            hint = "Set TMPDIR to where there is some"
+            raise StartupError(f"there is no room on the disk of {self._run_dir}", hint, "disk_full")
         return BrokerAccess("nats://127.0.0.1", new_passwords())
 
     async def start(self, access: BrokerAccess, promised_port: int) -> BrokerAccess:

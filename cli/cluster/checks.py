@@ -51,7 +51,7 @@ def check_settings(settings: UpSettings) -> None:
     check_everybody(settings.allow_origin, has_keys=settings.has_keys)
     if settings.api_keys_file is not None and not is_file(settings.api_keys_file):
         hint = "Make one with `sluice keys create`"
-        raise StartupError(f"there is no file of keys {settings.api_keys_file}", hint)
+        raise StartupError(f"there is no file of keys {settings.api_keys_file}", hint, "keys_file")
 
 
 def check_memory(settings: UpSettings) -> None:
@@ -65,7 +65,7 @@ def check_memory(settings: UpSettings) -> None:
         flags = [*(["--memory"] if memory else []), *(["--host-memory"] if host_bytes else [])]
         most = f"{' and '.join(flags)} {there // num_workers // 2**20}MiB{' together' if flags[1:] else ''}"
         hint = f"Give at most {most}, or fewer workers"
-        raise StartupError(f"{counted} is more memory than the {describe_bytes(there)} of this machine", hint)
+        raise StartupError(f"{counted} is more memory than the {describe_bytes(there)} of this machine", hint, "memory")
 
 
 def find_port(host: str, port: int, promised: Collection[int] = ()) -> int:
@@ -117,15 +117,19 @@ def check_broker(nats_url: str) -> None:
             greeting = _greeting(connection) if parts.scheme == "nats" else None
     except (OSError, ValueError) as error:
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-        raise StartupError(f"no NATS server answers at {where} ({reason})", _OWN_BROKER_HINT) from error
+        raise StartupError(
+            f"no NATS server answers at {where} ({reason})", _OWN_BROKER_HINT, "broker_unreachable"
+        ) from error
     if greeting is None:  # TLS or WebSocket: the services find out
         return
     if not greeting.startswith(b"INFO "):
-        raise StartupError(f"what listens at {where} is no NATS server", _OWN_BROKER_HINT)
+        raise StartupError(f"what listens at {where} is no NATS server", _OWN_BROKER_HINT, "broker_unreachable")
     if not any(
         word in greeting for word in (b'"jetstream":true', b'"cluster":')
     ):  # of a cluster, another one may have it
-        raise StartupError(f"the NATS server at {where} runs without JetStream", "Start it with -js")
+        raise StartupError(
+            f"the NATS server at {where} runs without JetStream", "Start it with -js", "broker_unreachable"
+        )
 
 
 def _greeting(connection: socket.socket) -> bytes:
@@ -145,7 +149,9 @@ def _greeting(connection: socket.socket) -> bytes:
 
 def _explain_bind(host: str, port: int, error: OSError) -> StartupError:
     if error.errno == errno.EADDRINUSE:
-        return StartupError(f"port {port} on {host} is taken", "Choose another with --port, or --port 0 for a free one")
+        return StartupError(
+            f"port {port} on {host} is taken", "Choose another with --port, or --port 0 for a free one", "port_taken"
+        )
     if error.errno == errno.EACCES:
         return StartupError(f"port {port} needs more rights than you have", "Choose one above 1023 with --port")
     return StartupError(f"cannot listen on {host}: {error.strerror}", "Use an address of this machine with --host")

@@ -156,7 +156,7 @@ class Cluster:
                 yield
         except TimeoutError as error:
             hint = f"{hint}, or allow more with --start-limit-s"
-            raise CommandError(f"{problem} within {limit_s:g} s", hint, FAILED) from error
+            raise CommandError(f"{problem} within {limit_s:g} s", hint, FAILED, "slow_start") from error
         finally:
             self._console.end_status()
 

@@ -115,7 +115,7 @@ def _too_large(settings: UpSettings, folder: Path, dtype: str, parameter_bytes: 
     smaller = " and --dtype bfloat16" if dtype == "float32" else ""
     fewer = "fewer --workers, " if settings.workers > 1 else ""
     hint = f"Give {fewer}another model, or --memory{smaller} to try all the same"
-    return StartupError(f"{said}, and {each} could have {describe_bytes(share)} of what is free here", hint)
+    return StartupError(f"{said}, and {each} could have {describe_bytes(share)} of what is free here", hint, "memory")
 
 
 def parameter_bytes(folder: Path, dtype: str) -> tuple[int, int]:

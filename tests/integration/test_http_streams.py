@@ -273,6 +273,7 @@ async def test_a_worker_that_is_lost_or_fails_gives_an_error_and_never_a_silent_
             *events, last = answer
             assert texts_of(events) == ["Hel"]
             assert (last["error"]["code"], last["error"]["type"]) == (code, "server_error")
+            assert last["error"]["help"] == f"/errors/{code}"
         else:
             status, body = answer
             assert status in (500, 503)

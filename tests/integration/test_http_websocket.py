@@ -127,6 +127,7 @@ async def test_refusals_are_those_of_http_and_end_only_their_answer(served: Runn
         error, done = await client.answer("a", body={"temperature": 9})
         assert done["type"] == "done"
         assert (error["status"], error["error"]["code"]) == (400, "decimal_above_max_value")
+        assert error["error"]["help"] == "/errors/decimal_above_max_value"
         served.worker.refuse = RefusalReason.TOO_LONG
         assert (await client.answer("b"))[0]["error"]["code"] == "context_length_exceeded"
         served.worker.refuse = None

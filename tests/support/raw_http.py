@@ -28,7 +28,8 @@ def check_error(status: int, body: Any) -> tuple[int, str, str | None]:
     """
     assert set(body) == {"error"}, body
     error = body["error"]
-    assert set(error) == {"message", "type", "param", "code"}, error
+    assert set(error) == {"message", "type", "param", "code", "help"}, error
+    assert error["help"] == f"/errors/{error['code']}"
     assert error["message"]
     assert "Traceback" not in error["message"]
     assert error["type"] == TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")

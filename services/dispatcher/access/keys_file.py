@@ -74,9 +74,9 @@ def read_keys(path: Path, kept: Path | None = None) -> dict[str, Grant]:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         why = first.get("ctx", {}).get("error", first["msg"])
-        raise ConfigError(f"the file of keys {path} is wrong at '{where}': {why}", _HINT) from None
+        raise ConfigError(f"the file of keys {path} is wrong at '{where}': {why}", _HINT, "keys_file") from None
     except ValueError as error:  # also TOML that is none
-        raise ConfigError(f"the file of keys {path} is wrong: {error}", _HINT) from None
+        raise ConfigError(f"the file of keys {path} is wrong: {error}", _HINT, "keys_file") from None
     if kept is not None:
         _keep(kept, text.encode())
     return grants

@@ -1,4 +1,4 @@
-"""What orchestrators, scrapers and operators ask: /live /ready /health /version /metrics /v1/cluster."""
+"""What orchestrators, scrapers and operators ask: /live /ready /health /version /metrics /errors/… /v1/cluster."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any, Final
 
 from aiohttp import web
 
+from services.dispatcher.http.errors import HELP_PREFIX, ApiError
 from services.dispatcher.http.front import Front
+from shared.troubleshooting import sections
 from shared.version import VERSION
 
 _WORKERS_AT_ONCE: Final = 128
@@ -63,6 +65,18 @@ async def health(front: Front, _request: web.BaseRequest, _public_id: str) -> we
 async def version(_front: Front, _request: web.BaseRequest, _public_id: str) -> web.Response:
     """Return the version of this release."""
     return _json({"version": VERSION})
+
+
+async def explain(_front: Front, request: web.BaseRequest, _public_id: str) -> web.Response:
+    """Say what an error means, how to see why it came, and what to do.
+
+    Raises:
+        ApiError: 404, no error has this name.
+    """
+    text = sections().get(request.path.removeprefix(HELP_PREFIX))
+    if text is None:
+        raise ApiError(404, "not_found", "No error has this name. `sluice explain` lists those that there are.")
+    return web.Response(text=text, content_type="text/markdown", charset="utf-8")
 
 
 async def metrics(front: Front, _request: web.BaseRequest, _public_id: str) -> web.Response:

@@ -132,6 +132,7 @@ def claim_files(max_connections: int) -> int:
         raise StartupError(
             f"the dispatcher may open {limit} files, and needs {needed}",
             f"Start it where `ulimit -Hn` says {needed} or more (systemd: LimitNOFILE=, Docker: --ulimit nofile=)",
+            "too_few_files",
         )
     return min(max_connections, limit - num_own)
 

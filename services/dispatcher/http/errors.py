@@ -1,6 +1,9 @@
 """Everything that goes wrong, in OpenAI's format, through one function.
 
-    {"error": {"message": "…", "type": "invalid_request_error", "param": "n", "code": "integer_above_max_value"}}
+    {"error": {"message": "…", "type": "invalid_request_error", "param": "n", "code": "integer_above_max_value",
+               "help": "/errors/integer_above_max_value"}}
+
+`help` is ours: where this server says more of the code (`docs/troubleshooting.md`).
 
 Messages name parameters and limits, never paths, subjects, hosts or the text of an exception.
 """
@@ -19,6 +22,8 @@ from services.dispatcher.session.request import FailureCode
 
 _TYPES: Final = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 RATE_LIMITED: Final = "rate_limit_exceeded"
+HELP_PREFIX: Final = "/errors/"
+"""Below it there is a page for each code."""
 _MAX_MESSAGE_CHARS: Final = 500
 
 
@@ -27,7 +32,7 @@ class ApiError(Exception):
 
     Args:
         status: of HTTP.
-        code: machine-readable.
+        code: machine-readable, with a section of its own in `docs/troubleshooting.md`; None: none fits.
         message: one or two sentences for a person.
         param: path of the parameter, such as `messages.0.role`.
         headers: besides the usual ones, such as `Allow`.
@@ -80,8 +85,9 @@ def error_body(error: ApiError) -> bytes:
 
 
 def error_content(error: ApiError) -> dict[str, str | None]:
-    """Return OpenAI's error object."""
-    return {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+    """Return OpenAI's error object, and where to read more."""
+    page = None if error.code is None else HELP_PREFIX + error.code
+    return {"message": error.message, "type": error.type, "param": error.param, "code": error.code, "help": page}
 
 
 def error_response(error: ApiError, request_id: str = "") -> web.Response:

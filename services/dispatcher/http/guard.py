@@ -11,7 +11,7 @@ from aiohttp import web
 
 from services.dispatcher.access.access import Denial, Denied
 from services.dispatcher.access.grants import Grant
-from services.dispatcher.http.errors import RATE_LIMITED, ApiError
+from services.dispatcher.http.errors import HELP_PREFIX, RATE_LIMITED, ApiError
 from services.dispatcher.http.front import Front
 from shared.api_keys import Scope
 
@@ -43,7 +43,7 @@ def authorise(front: Front, request: web.BaseRequest) -> None:
         ApiError: 401, 403, 429 after many wrong keys, or 503 while no key is known.
     """
     path = request.path
-    if path in _OPEN:
+    if path in _OPEN or path.startswith(HELP_PREFIX):  # whose key is wrong may read what that means
         return
     outcome = front.access.authenticate(request.headers.get("Authorization", ""), request.remote or "")
     if isinstance(outcome, Denied):

@@ -25,7 +25,7 @@ from services.dispatcher.endpoints.open_requests import list_requests
 from services.dispatcher.endpoints.tokenize import detokenize, tokenize
 from services.dispatcher.http.connection import ConnectionServer, bad_http, head_too_large, unsupported_coding
 from services.dispatcher.http.cors import page_headers, preflight
-from services.dispatcher.http.errors import RATE_LIMITED, ApiError, error_response, failure_error
+from services.dispatcher.http.errors import HELP_PREFIX, RATE_LIMITED, ApiError, error_response, failure_error
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.guard import authorise, receive
 from services.dispatcher.http.websocket import open_socket
@@ -69,6 +69,7 @@ _ROUTES: Final[dict[str, Route]] = {
 _PROBES: Final = frozenset({"/live", "/ready", "/health", "/metrics"})
 """Answered also where there is no place for another connection."""
 _MODEL_ROUTE: Final = _get(models.get_model)
+_HELP_ROUTE: Final = _get(probes.explain)
 _CANCEL_ROUTE: Final[Route] = {"POST": cancel_request}
 
 
@@ -81,6 +82,8 @@ def _find(method: str, path: str) -> Endpoint:
     route = _ROUTES.get(path)
     if route is None and path.startswith(models.PREFIX):
         route = _MODEL_ROUTE
+    if route is None and path.startswith(HELP_PREFIX):
+        route = _HELP_ROUTE
     if route is None and is_cancel_path(path):
         route = _CANCEL_ROUTE
     if route is None:
@@ -188,7 +191,7 @@ def _public_id(request: web.BaseRequest) -> str:
 
 def _cannot_listen(host: str, port: int, error: OSError) -> StartupError:
     if error.errno == errno.EADDRINUSE:
-        return StartupError(f"port {port} on {host} is already in use", "Choose another one with --port")
+        return StartupError(f"port {port} on {host} is already in use", "Choose another one with --port", "port_taken")
     if error.errno == errno.EACCES:
         return StartupError(f"port {port} on {host} may not be used by this user", "Choose one above 1023 with --port")
     reason = error.strerror or type(error).__name__

@@ -191,7 +191,9 @@ def load_table(tokenizer: Tokenizer) -> DetokenizerTable:
     else:
         names = ", ".join(kinds) or "none"
         raise StartupError(
-            f"the tokenizer's decoder ({names}) is not supported", "Use a byte-level or sentencepiece model"
+            f"the tokenizer's decoder ({names}) is not supported",
+            "Use a byte-level or sentencepiece model",
+            "unsupported_model",
         )
     _check_table(table, tokenizer, tokens)
     return table

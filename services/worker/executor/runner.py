@@ -170,7 +170,7 @@ def _device(name: str) -> torch.device:
         seen = f"torch sees {torch.cuda.device_count()} CUDA devices"
         if torch.version.cuda is None:
             seen = f"torch {torch.__version__} is a build without CUDA"
-        raise StartupError(f"device {name!r} is not there: {seen}", "Use cpu, or see docs/gpu.md")
+        raise StartupError(f"device {name!r} is not there: {seen}", "Use cpu, or see docs/gpu.md", "no_device")
     return device
 
 

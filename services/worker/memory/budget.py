@@ -195,6 +195,7 @@ def _too_little(demand: Demand, workspace: str, reserve_bytes: int, more: str = 
         f"a memory budget of {_mib(demand.memory_bytes)} is too small: parameters take {_mib(demand.parameter_bytes)}, "
         f"one request of {num_tokens} tokens takes {kv}{in_pages}, besides {workspace}",
         f"Give at least {ceil(least_memory(demand, reserve_bytes) / 2**20)}MiB{more}",
+        "memory",
     )
 
 

@@ -65,9 +65,11 @@ def find_tensors(model_dir: Path) -> dict[str, TensorEntry]:
         return _from_index(model_dir, read_object(index_path).get("weight_map"))
     if any(model_dir.glob("*.bin")) or any(model_dir.glob("*.pt*")):
         raise StartupError(
-            f"{model_dir} holds pickled weights, which are never read", "Save the checkpoint as safetensors"
+            f"{model_dir} holds pickled weights, which are never read",
+            "Save the checkpoint as safetensors",
+            "unsupported_model",
         )
-    raise StartupError(f"{model_dir} has neither {SINGLE_NAME} nor {INDEX_NAME}", COPY_AGAIN)
+    raise StartupError(f"{model_dir} has neither {SINGLE_NAME} nor {INDEX_NAME}", COPY_AGAIN, "broken_checkpoint")
 
 
 def same_bytes(one: TensorEntry, other: TensorEntry) -> bool:
@@ -105,7 +107,7 @@ def _from_index(model_dir: Path, weight_map: object) -> dict[str, TensorEntry]:
 
 def _read_shard(path: Path) -> dict[str, TensorEntry]:
     if not is_file(path):
-        raise StartupError(f"{path.name} is missing, {INDEX_NAME} names it", COPY_AGAIN)
+        raise StartupError(f"{path.name} is missing, {INDEX_NAME} names it", COPY_AGAIN, "broken_checkpoint")
     return read_header(path)
 
 
@@ -175,4 +177,4 @@ def _check_cover(path: Path, spans: list[tuple[int, int]], data_bytes: int) -> N
 
 
 def _broken(path: Path, what: str) -> StartupError:
-    return StartupError(f"{path.name} is broken: {what}", COPY_AGAIN)
+    return StartupError(f"{path.name} is broken: {what}", COPY_AGAIN, "broken_checkpoint")

@@ -68,7 +68,8 @@ def match_checkpoint(spec: ModelSpec, found: dict[str, TensorEntry]) -> MatchedC
     modules = {names.head, *(name.rpartition(".")[0] for name in expected)}
     for name in others:
         if _is_within(name, modules, f"{names.layers}."):
-            raise StartupError(f"the checkpoint has a tensor {name} that {spec.architecture} does not use", _NOT_OURS)
+            said = f"the checkpoint has a tensor {name} that {spec.architecture} does not use"
+            raise StartupError(said, _NOT_OURS, "unsupported_model")
     return MatchedCheckpoint(spec, {name: tensors[name] for name in expected}, others, is_untied)
 
 
@@ -94,9 +95,10 @@ def _is_within(name: str, modules: set[str], layers: str) -> bool:
 
 def _check(name: str, shape: tuple[int, ...], entry: TensorEntry | None) -> None:
     if entry is None:
-        raise StartupError(f"the checkpoint has no tensor {name}", _NOT_OURS)
+        raise StartupError(f"the checkpoint has no tensor {name}", _NOT_OURS, "broken_checkpoint")
     if entry.shape != shape:
-        raise StartupError(f"{entry.name} has shape {list(entry.shape)}, config.json asks for {list(shape)}", _NOT_OURS)
+        said = f"{entry.name} has shape {list(entry.shape)}, config.json asks for {list(shape)}"
+        raise StartupError(said, _NOT_OURS, "broken_checkpoint")
     if entry.dtype not in ITEM_BYTES:
         raise StartupError(
             f"{entry.name} is of type {entry.dtype}, which is not supported",

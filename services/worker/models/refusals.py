@@ -56,11 +56,15 @@ def refuse_tasks(config: Config) -> None:
     """
     named = architectures_of(config)
     if not all(isinstance(name, str) for name in named):
-        raise StartupError("config.json: architectures is no list of names", f"Supported are {SUPPORTED}")
+        raise StartupError(
+            "config.json: architectures is no list of names", f"Supported are {SUPPORTED}", "unsupported_model"
+        )
     others = [name for name in named if any(task in name for task in _TASKS)]
     if others and not any("CausalLM" in name for name in named):
         raise StartupError(
-            f"architecture {others[0]} writes no text, it is not supported", f"Supported are {SUPPORTED}"
+            f"architecture {others[0]} writes no text, it is not supported",
+            f"Supported are {SUPPORTED}",
+            "unsupported_model",
         )
 
 
@@ -81,7 +85,8 @@ def refuse_features(config: Config, family: Family, architecture: str) -> None:
 
 
 def _refused(name: str, what: str) -> StartupError:
-    return StartupError(f"{what} ({name} in config.json) is not supported", "Choose a plain dense checkpoint")
+    hint = "Choose a plain dense checkpoint"
+    return StartupError(f"{what} ({name} in config.json) is not supported", hint, "unsupported_model")
 
 
 def _is_reference_code(auto_map: object, family: Family, architecture: str) -> bool:
@@ -102,4 +107,5 @@ def refuse_adapter(model_dir: Path) -> None:
         raise StartupError(
             f"{model_dir} holds a LoRA adapter, which is not supported",
             "Merge it into its base model and save the result",
+            "unsupported_model",
         )

@@ -91,7 +91,9 @@ def read_rotation(reader: ConfigReader, family: Family, head_dim: int, max_posit
             return _yarn(rope, theta, rotary_dim, max_positions)
         case "longrope":
             return _longrope(rope, theta, rotary_dim, max_positions)
-    raise StartupError(f"rotary embedding of type {kind!r} is not supported", f"Supported: {_SUPPORTED}")
+    raise StartupError(
+        f"rotary embedding of type {kind!r} is not supported", f"Supported: {_SUPPORTED}", "unsupported_model"
+    )
 
 
 def _rotary_dim(reader: ConfigReader, rope: ConfigReader, family: Family, head_dim: int) -> int:

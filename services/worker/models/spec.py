@@ -145,6 +145,7 @@ def check_context(spec: ModelSpec, max_model_len: int | None) -> None:
     raise StartupError(
         f"max_model_len {max_model_len} is longer than the model's {spec.max_positions} positions{why}",
         f"Ask for at most {spec.max_positions}",
+        "context_too_long",
     )
 
 
@@ -157,9 +158,11 @@ def _family(config: Config) -> tuple[str, Family]:
             return name, family
     model_type, named = config.get("model_type"), architectures_of(config)
     if model_type is None and not named:
-        raise StartupError("config.json has neither model_type nor architectures", f"Supported are {SUPPORTED}")
+        raise StartupError(
+            "config.json has neither model_type nor architectures", f"Supported are {SUPPORTED}", "unsupported_model"
+        )
     what = f"model_type {model_type!r}" if model_type is not None else f"architecture {named[0]}"
-    raise StartupError(f"{what} is not supported", f"Supported are {SUPPORTED}")
+    raise StartupError(f"{what} is not supported", f"Supported are {SUPPORTED}", "unsupported_model")
 
 
 def _build(reader: ConfigReader, architecture: str, family: Family, ends: EndTokens) -> ModelSpec:

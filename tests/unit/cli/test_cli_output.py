@@ -54,7 +54,9 @@ def test_help_lists_every_command_with_examples_and_exit_codes(capsys: pytest.Ca
     for text in (*command.cli.commands, "Examples:", "sluice demo", "Exit codes:", "130", "NO_COLOR", "NATS_URL"):
         assert text in out
     commands = "up demo chat status bench profile pull keys tap nats-config chaos simulate compare plan replay version"
-    more = "top doctor drain drop restore planner nats-setup ps down logs run serve stop ls list models completion"
+    more = (
+        "top doctor explain drain drop restore planner nats-setup ps down logs run serve stop ls list models completion"
+    )
     assert set(command.cli.commands) == {*commands.split(), *more.split()}
     in_sections = " ".join(command.SECTIONS.values()).split()
     others = {name for name, each in command.cli.commands.items() if each.hidden}

@@ -36,7 +36,7 @@ WIDE = CheckpointShape(hidden_size=128, num_heads=2, num_kv_heads=1, head_dim=64
 
 def named_in(error: StartupError) -> int:
     """Return the memory that a refusal tells to give."""
-    return parse_size(str(error).rpartition("Give at least ")[2])
+    return parse_size(error.hint.rpartition("Give at least ")[2])
 
 
 def test_too_little_memory_says_how_much_is_needed() -> None:
@@ -45,7 +45,7 @@ def test_too_little_memory_says_how_much_is_needed() -> None:
         first_look(settings, read_spec(settings.model_dir))
     assert re.fullmatch(
         r"sluice: a memory budget of 0\.25 MiB is too small: parameters take 0\.43 MiB, one request of 64 tokens takes "
-        r"0\.04 MiB, besides \S+ MiB of workspace at most\. Give at least \d+MiB",
+        r"0\.04 MiB, besides \S+ MiB of workspace at most\. Give at least \d+MiB; more: sluice explain memory",
         str(error.value),
     )
 

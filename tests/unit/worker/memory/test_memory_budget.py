@@ -112,7 +112,7 @@ def test_the_memory_that_a_refusal_names_suffices(demand: Demand, reserve_of: Re
     short = replace(demand, memory_bytes=least_memory(demand, reserve_of(least_context(demand))) - 1)
     with pytest.raises(StartupError) as refused:
         divide(short, measured(short, reserve_of))
-    given = replace(demand, memory_bytes=parse_size(str(refused.value).rpartition("Give at least ")[2]))
+    given = replace(demand, memory_bytes=parse_size(refused.value.hint.rpartition("Give at least ")[2]))
     divide(given, measured(given, lambda context: int(reserve_of(context) * 1.099)))
 
 
