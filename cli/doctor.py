@@ -12,9 +12,10 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
-from typing import Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 import click
@@ -22,6 +23,9 @@ import click
 from cli.exit_codes import DONE, FAILED
 from shared.errors import SluiceError, StartupError
 from shared.sizes import describe_bytes
+
+if TYPE_CHECKING:
+    from cli.model_sizes import ModelSizes
 
 LEAST_BYTES: Final = 2**30
 """Of free memory: what a small model and the services take."""
@@ -31,6 +35,7 @@ LEAST_FILES: Final = 1024
 EPILOG: Final = """\b
 Examples:
   sluice doctor                                what is here, and what is missing
+  sluice doctor owner/name                     whether a model fits here, with figures
   sluice doctor --json                         for a report of a bug
 
 Ends with 1 if something is missing without which `sluice up` would not start.
@@ -57,11 +62,12 @@ class Finding:
     """The next step, unless all is well."""
 
 
-def look_around(env: Mapping[str, str]) -> list[Finding]:
+def look_around(env: Mapping[str, str], model: str | None = None) -> list[Finding]:
     """Return what is found here; NATS_URL names a broker that is used instead of one of our own.
 
     Args:
         env: of the process.
+        model: a folder, or an id on the hub; None: none is asked for.
     """
     looks: dict[str, Callable[[], Finding]] = {
         "python": lambda: _ok("python", f"{platform.python_version()} at {sys.executable}"),
@@ -69,6 +75,7 @@ def look_around(env: Mapping[str, str]) -> list[Finding]:
         "kernels": _kernels,
         "device": _device,
         "memory": _memory,
+        **({} if model is None else {"model": lambda: _model(model)}),
         "broker": lambda: _broker(env.get("NATS_URL", "")),
         "disk": _disk,
         "files": _files,
@@ -97,10 +104,15 @@ def describe(found: list[Finding]) -> str:
 
 
 @click.command(epilog=EPILOG)
+@click.argument("model", required=False)
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON.")
-def doctor(*, as_json: bool) -> int:
-    """Look whether this machine has what a cluster needs, and what runs here."""
-    found = look_around(os.environ)
+def doctor(*, model: str | None, as_json: bool) -> int:
+    """Look whether this machine has what a cluster needs, and what runs here.
+
+    With MODEL, a folder or an id on the Hugging Face hub, also whether that fits: of one that is not here yet only
+    config.json is fetched, and the sizes of its files are asked for.
+    """
+    found = look_around(os.environ, model)
     click.echo(json.dumps([asdict(each) for each in found]) if as_json else describe(found))
     return FAILED if any(each.health is Health.MISSING for each in found) else DONE
 
@@ -146,6 +158,50 @@ def _memory() -> Finding:
     if free >= LEAST_BYTES:
         return _ok("memory", said)
     return Finding("memory", Health.POOR, said, "End what takes much, or use a small model and --memory")
+
+
+def _model(text: str) -> Finding:
+    from cli.cluster.settings import load_up_settings
+    from cli.cluster.sizing import find_cards, size
+    from cli.model_sizes import CPU_BYTES_PER_S, USUAL_CONTEXT
+    from shared.host import free_memory
+
+    sizes = _sizes(text)
+    if sizes.family is None or not sizes.num_parameters:
+        lacks = "is of a kind that is not served" if sizes.family is None else "has no weights as safetensors"
+        return Finding(
+            "model", Health.MISSING, f"{sizes.name} {lacks}", "`sluice ls --sizes` shows some that are served"
+        )
+    settings, _ = size(load_up_settings({"model": text}), sizes, free_memory(), find_cards())
+    dtype, memory = settings.dtype, settings.memory or 0
+    context = min(USUAL_CONTEXT, sizes.max_positions or USUAL_CONTEXT)
+    num_tokens = sizes.kv_tokens(dtype, memory) if sizes.is_known else 0
+    takes = describe_bytes(sizes.parameter_bytes(dtype))
+    said = f"{sizes.name} takes {takes} in {dtype} on {settings.device}, of {describe_bytes(memory)} for a worker"
+    said += f"; there is room for KV of about {num_tokens} tokens"
+    if num_tokens < context:
+        least = -(-sizes.least_bytes(dtype, context) // 2**20)
+        hint = f"With --memory {least}MiB there is room for {context} tokens; or use a smaller one"
+        return Finding("model", Health.POOR, said, hint)
+    speed = CPU_BYTES_PER_S / sizes.parameter_bytes(dtype)
+    pace = (
+        f"; a reader gets {speed:.0f} tokens/s at most, where memory gives 50 GB/s" if settings.device == "cpu" else ""
+    )
+    return _ok("model", f"{said}, {num_tokens // context} contexts of {context} at a time{pace}")
+
+
+def _sizes(text: str) -> ModelSizes:
+    from cli.hub import MODEL_ID, find_cached, parse_source, peek
+    from cli.model import find_model
+    from cli.model_sizes import read_sizes, sizes_of
+
+    is_id = MODEL_ID.match(text) and not Path(text).exists()
+    source = parse_source(text) if is_id else None
+    if source is None or find_cached(source) is not None:
+        model = find_model(text)
+        return replace(read_sizes(model.folder), name=model.name)
+    config, num_bytes = peek(source)
+    return sizes_of(str(source), config, num_bytes)
 
 
 def _broker(nats_url: str) -> Finding:

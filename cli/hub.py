@@ -15,9 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from cli.http import is_url
+from cli.model_sizes import read_json
 from shared.errors import StartupError
 from shared.reading import is_file
 
@@ -142,6 +144,23 @@ def fetch(source: HubModel, folder: Path | None, show: ShowProgress) -> Path:
             with _watched(_read_bytes, here, show(f"{source} (digests)")):
                 _check_digests(source, folder)
         return found
+
+
+def peek(source: HubModel) -> tuple[dict[str, Any], int]:
+    """Return a model's config.json, and the bytes of its weights, without fetching these; nothing is kept.
+
+    Raises:
+        StartupError: as `fetch`.
+    """
+    from huggingface_hub import snapshot_download
+
+    _check_endpoint()
+    with _own_errors(source), TemporaryDirectory() as place:
+        files = _snapshot(source, local_dir=place, dry_run=True)
+        _check_files(source, [file.filename for file in files])
+        snapshot_download(source.name, revision=source.revision, allow_patterns="config.json", local_dir=place)
+        num_bytes = sum(file.file_size or 0 for file in files if file.filename.endswith(".safetensors"))
+        return read_json(Path(place, "config.json")), num_bytes
 
 
 def _check_endpoint() -> None:

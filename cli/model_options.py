@@ -13,6 +13,13 @@ Examples:
 HF_TOKEN is sent for gated and private models; HF_ENDPOINT names another hub; HF_HUB_OFFLINE=1 uses the cache only.
 """
 
+LS_EPILOG = """\b
+Examples:
+  sluice ls                                    what is here
+  sluice ls --sizes                            memory that common models take, and how many contexts fit beside them
+  sluice doctor owner/name                     whether one fits on this machine
+"""
+
 
 @click.command(epilog=PULL_EPILOG)
 @click.argument("model_id", metavar="OWNER/NAME[@REVISION]")
@@ -31,10 +38,16 @@ def pull(*, model_id: str, revision: str | None, to: str) -> int:
     return 0
 
 
-@click.command()
+@click.command(epilog=LS_EPILOG)
+@click.option("--sizes", is_flag=True, help="Common models instead: what they take, and what fits on cards.")
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON.")
-def ls(*, as_json: bool) -> int:
+def ls(*, sizes: bool, as_json: bool) -> int:
     """Show the models that are on this machine: the one that ships, and those in the hub's cache."""
+    if sizes:
+        from cli.model_table import run_sizes
+
+        click.echo(run_sizes(as_json=as_json))
+        return 0
     from cli.pull import run_ls
 
     click.echo(run_ls(as_json=as_json))

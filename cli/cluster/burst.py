@@ -19,16 +19,15 @@ from typing import Final
 from cli.answer import start_answer
 from cli.cluster.cluster import Cluster, choose_sizes, run_cluster
 from cli.cluster.settings import UpSettings
-from cli.cluster.sizing import parameter_bytes
 from cli.console import Console
 from cli.conversation import Pacing
 from cli.exit_codes import DONE, FAILED, CommandError
 from cli.model import find_model
+from cli.model_sizes import ITEM_BYTES, read_sizes
 from cli.pull import show_progress
 from shared.errors import StartupError
 from shared.messages.event import Event
 from shared.messages.report import WorkerReport
-from shared.model_files import read_object
 from shared.process.tasks import TaskOwner, ends_before
 from shared.subjects import Subjects
 from shared.transport.bus import Message
@@ -92,20 +91,15 @@ def size_burst(named: UpSettings, chosen: UpSettings, folder: Path) -> tuple[UpS
     """
     if named.workers < 2:
         raise StartupError("a burst needs two copies of the model, of which one can be dropped", "Use --workers 2")
-    try:
-        config = read_object(folder / "config.json")
-        num_layers, hidden_size = int(config["num_hidden_layers"]), int(config["hidden_size"])
-        num_heads, vocab_size = int(config["num_attention_heads"]), int(config["vocab_size"])
-        num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
-        head_dim = int(config.get("head_dim") or hidden_size // num_heads)
-    except (KeyError, TypeError, ValueError) as error:
-        said = f"{folder.name} does not say its sizes in config.json ({error})"
-        raise StartupError(said, "Use another model, or without --burst") from error
-    total, item_bytes = parameter_bytes(folder, chosen.dtype)
-    layer_bytes = max(total - vocab_size * hidden_size * item_bytes, num_layers)
-    token_bytes = 2 * num_layers * num_kv_heads * head_dim * item_bytes
-    kv_bytes = min(layer_bytes // 2, MAX_KV_TOKENS * token_bytes)
-    workspace = 4 * 2**20 + item_bytes * ROWS * (6 * vocab_size + 48 * hidden_size)
+    sizes = read_sizes(folder)
+    if not sizes.is_known:
+        said = f"{folder.name} does not say its sizes in config.json"
+        raise StartupError(said, "Use another model, or without --burst")
+    dtype, num_layers = chosen.dtype, sizes.num_layers
+    total, item_bytes = sizes.parameter_bytes(dtype), ITEM_BYTES[dtype]
+    layer_bytes = max(total - sizes.vocab_size * sizes.hidden_size * item_bytes, num_layers)
+    kv_bytes = min(layer_bytes // 2, MAX_KV_TOKENS * sizes.kv_token_bytes(dtype))
+    workspace = sizes.workspace_bytes(dtype, 2 * ROWS, ROWS)
     page_bytes = 2 ** int(math.log2(min(max(layer_bytes // num_layers // 64, 2**14), 2**21)))
     memory = named.memory or total + workspace + kv_bytes
     return chosen.model_copy(update={"memory": memory}), worker_env(page_bytes)

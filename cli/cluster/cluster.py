@@ -21,6 +21,7 @@ from cli.console import Console
 from cli.exit_codes import FAILED, KILLED, REFUSED, CommandError
 from cli.http import ask
 from cli.model import Model, find_model
+from cli.model_sizes import read_sizes
 from cli.pull import show_progress
 from cli.run_file import Run, RunFile
 from cli.signals import StopSignals
@@ -176,7 +177,7 @@ def choose_sizes(settings: UpSettings, model: Model) -> tuple[UpSettings, str]:
     Raises:
         StartupError: the model does not fit.
     """
-    return size(settings, model.folder, free_memory(), find_cards())
+    return size(settings, read_sizes(model.folder), free_memory(), find_cards())
 
 
 async def run_cluster(

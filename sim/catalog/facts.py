@@ -26,6 +26,8 @@ class CatalogModel(Value):
     hidden_size: _Count
     num_kv_heads: _Count
     head_dim: _Count
+    vocab_size: _Count
+    max_positions: _Count
     bytes_per_parameter: _Count = 2
     bytes_per_kv_value: _Count = 2
     source: str

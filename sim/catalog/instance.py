@@ -163,4 +163,4 @@ def _known_pairs(model: str) -> str:
         for tp in sorted(_profiles(model, facts))
         if num_kv_tokens(models()[model], facts, tp) > 0
     ]
-    return f"For {model} there are {', '.join(pairs)}"
+    return f"For {model} there are {', '.join(pairs)}" if pairs else "Name a model for which there is one"

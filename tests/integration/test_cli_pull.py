@@ -196,3 +196,20 @@ def test_up_takes_an_id_and_asks_the_hub_only_once(hub: FakeHub, tmp_path: Path)
     hub.tokens.clear()
     assert find() == first
     assert not hub.tokens, "nothing was asked"
+
+
+@pytest.mark.slow
+def test_doctor_says_what_a_model_of_the_hub_takes_and_fetches_no_weights(hub: FakeHub, tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "vocab_size": 1000}
+    config = json.dumps({"model_type": "llama", "dtype": "bfloat16", **shape}).encode()
+    hub.models["owner/shaped"] = {**NEEDED, "config.json": config, "model.safetensors": bytes(2**20)}
+    hub.fetched.clear()
+    found = sluice(
+        *("doctor", "owner/shaped", "--json"),
+        env={**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"},
+    )
+    (model,) = [each for each in json.loads(found.stdout) if each["what"] == "model"]
+    assert model["health"] == "ok", model
+    assert model["said"].startswith("owner/shaped takes 2.6 MiB in float32")
+    assert set(hub.fetched) == {"config.json"}
+    assert not list(tmp_path.rglob("config.json")), "a cache with a part of a model would look like one that is whole"

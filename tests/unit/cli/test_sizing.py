@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cli.cluster.settings import UpSettings, load_up_settings
 from cli.cluster.sizing import LEAST_BYTES, PROCESS_BYTES, Cards, find_cards, size
+from cli.model_sizes import read_sizes
 from shared.errors import StartupError
 
 GIB = 2**30
@@ -40,7 +41,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sized(folder: Path, free: int, cards: Cards = NONE, **fields: object) -> tuple[str, str, int, str]:
-    found, told = size(UpSettings.model_validate(fields), folder, free, cards)
+    found, told = size(UpSettings.model_validate(fields), read_sizes(folder), free, cards)
     assert found.memory is not None
     return found.device, found.dtype, found.memory, told
 

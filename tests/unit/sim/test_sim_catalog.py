@@ -31,10 +31,37 @@ def test_what_a_drop_by_groups_adds(group: int, percent: float) -> None:
     assert 100 * freed_tokens / A800.kv_tokens == pytest.approx(percent, abs=0.6)
 
 
-def _gated(layers: int, hidden: int, kv: int, inner: int, vocabulary: int, *, qkv_bias: bool = False) -> int:
-    """Parameters of a Llama-like decoder with untied embeddings; kv is the width of K and of V."""
-    attention = 2 * hidden * hidden + 2 * hidden * kv + (hidden + 2 * kv if qkv_bias else 0)
-    return 2 * vocabulary * hidden + layers * (attention + 3 * hidden * inner + 2 * hidden) + hidden
+def _gated(
+    layers: int,
+    hidden: int,
+    kv: int,
+    inner: int,
+    vocabulary: int,
+    *,
+    queries: int = 0,
+    extra: int = 0,
+    tied: bool = False,
+) -> int:
+    """Parameters of a Llama-like decoder; kv and queries are widths, extra what each layer has of biases and norms."""
+    attention = 2 * hidden * (queries or hidden) + 2 * hidden * kv + extra
+    outer = (1 if tied else 2) * vocabulary * hidden
+    return outer + layers * (attention + 3 * hidden * inner + 2 * hidden) + hidden
+
+
+def _qwen2(layers: int, hidden: int, kv: int, inner: int, vocabulary: int, *, tied: bool = False) -> int:
+    """The same with biases of queries, keys and values."""
+    return _gated(layers, hidden, kv, inner, vocabulary, extra=hidden + 2 * kv, tied=tied)
+
+
+def _qwen3(layers: int, hidden: int, heads: int, inner: int, *, tied: bool = False) -> int:
+    """The same with heads of 128, 8 of them of keys, and norms of queries and keys."""
+    return _gated(layers, hidden, 1024, inner, 151_936, queries=128 * heads, extra=256, tied=tied)
+
+
+def _opt(layers: int, hidden: int) -> int:
+    """OPT: tied embedding, 2 050 positions, two plain matrices of the feed-forward, biases and norms of two vectors."""
+    layer = 4 * hidden * (hidden + 1) + 8 * hidden * hidden + 5 * hidden + 4 * hidden
+    return hidden * (50_272 + 2_050 + 2) + layers * layer
 
 
 ARCHITECTURES = {
@@ -42,11 +69,33 @@ ARCHITECTURES = {
     "llama-2-13b": _gated(40, 5120, 5120, 13_824, 32_000),
     "llama-3-8b": _gated(32, 4096, 1024, 14_336, 128_256),
     "llama-3-70b": _gated(80, 8192, 1024, 28_672, 128_256),
-    "qwen2.5-14b": _gated(48, 5120, 1024, 13_824, 152_064, qkv_bias=True),
-    "qwen2.5-72b": _gated(80, 8192, 1024, 29_568, 152_064, qkv_bias=True),
-    # OPT: tied embedding, 2 050 positions, two plain matrices of the feed-forward, biases and norms with two vectors
-    "opt-13b": 5120 * (50_272 + 2_050 + 2) + 40 * (4 * 5120 * 5121 + 2 * 5120 * 20_480 + 20_480 + 5120 + 4 * 5120),
-    "opt-30b": 7168 * (50_272 + 2_050 + 2) + 48 * (4 * 7168 * 7169 + 2 * 7168 * 28_672 + 28_672 + 7168 + 4 * 7168),
+    "llama-3.2-1b": _gated(16, 2048, 512, 8192, 128_256, tied=True),
+    "llama-3.2-3b": _gated(28, 3072, 1024, 8192, 128_256, tied=True),
+    "tinyllama-1.1b": _gated(22, 2048, 256, 5632, 32_000),
+    "mistral-7b": _gated(32, 4096, 1024, 14_336, 32_768),
+    "mistral-nemo-12b": _gated(40, 5120, 1024, 14_336, 131_072, queries=4096),
+    "mistral-small-24b": _gated(40, 5120, 1024, 32_768, 131_072, queries=4096),
+    "qwen2.5-0.5b": _qwen2(24, 896, 128, 4864, 151_936, tied=True),
+    "qwen2.5-1.5b": _qwen2(28, 1536, 256, 8960, 151_936, tied=True),
+    "qwen2.5-3b": _qwen2(36, 2048, 256, 11_008, 151_936, tied=True),
+    "qwen2.5-7b": _qwen2(28, 3584, 512, 18_944, 152_064),
+    "qwen2.5-14b": _qwen2(48, 5120, 1024, 13_824, 152_064),
+    "qwen2.5-32b": _qwen2(64, 5120, 1024, 27_648, 152_064),
+    "qwen2.5-72b": _qwen2(80, 8192, 1024, 29_568, 152_064),
+    "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, tied=True),
+    "qwen3-1.7b": _qwen3(28, 2048, 16, 6144, tied=True),
+    "qwen3-4b": _qwen3(36, 2560, 32, 9728, tied=True),
+    "qwen3-8b": _qwen3(36, 4096, 32, 12_288),
+    "qwen3-14b": _qwen3(40, 5120, 40, 17_408),
+    "qwen3-32b": _qwen3(64, 5120, 64, 25_600),
+    "phi-3-mini": _gated(32, 3072, 3072, 8192, 32_064),
+    "phi-3-medium": _gated(40, 5120, 1280, 17_920, 32_064),
+    "phi-4": _gated(40, 5120, 1280, 17_920, 100_352),
+    "opt-125m": _opt(12, 768),
+    "opt-1.3b": _opt(24, 2048),
+    "opt-6.7b": _opt(32, 4096),
+    "opt-13b": _opt(40, 5120),
+    "opt-30b": _opt(48, 7168),
 }
 
 
