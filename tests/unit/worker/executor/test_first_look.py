@@ -17,6 +17,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from services.worker import load
+from services.worker.config import WorkerSettings
 from services.worker.executor.first_look import first_look
 from services.worker.executor.runner import load_runner
 from services.worker.memory.budget import MAX_TRIALS
@@ -155,3 +157,9 @@ def _check_refusals(folder: Path, is_measured: bool, limits: dict[str, Any]) -> 
         else:
             return
     start(named_in(refused))
+
+
+def test_without_torch_a_worker_refuses_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "find_spec", lambda _name: None)
+    with pytest.raises(StartupError, match=r"torch, and it is not installed\. .*; more: sluice explain torch_missing"):
+        load.check_start(WorkerSettings(instance_id="w0", model=stored_checkpoint(SHAPE)[0]))
