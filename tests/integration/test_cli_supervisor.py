@@ -96,7 +96,7 @@ async def test_the_supervisor_gives_up_with_one_line_that_names_the_cause(tmp_pa
         assert failure.code == 1
         assert failure.line == (
             "sluice: w ended 3 times within 60 s, the last time with exit code 1: RuntimeError: boom. "
-            "Use --log-dir DIR to keep the logs of a run"
+            "Use --log-dir DIR to keep the logs of a run; more: sluice explain keeps_ending"
         )
         assert len(shown) == 2
         assert supervisor.pids() == {}

@@ -213,7 +213,7 @@ def test_a_killed_broker_and_worker_are_started_again(place: Place) -> None:
     ("env", "code", "line"),
     [
         ({"WORKER": "refuse"}, 2, "sluice: too little memory for one request. Use --memory 2GiB"),
-        ({"WORKER": "crash"}, 1, "RuntimeError: boom. Use --log-dir DIR to keep the logs of a run"),
+        ({"WORKER": "crash"}, 1, "Use --log-dir DIR to keep the logs of a run; more: sluice explain keeps_ending"),
     ],
 )
 def test_a_worker_that_cannot_start_ends_everything(place: Place, env: dict[str, str], code: int, line: str) -> None:
