@@ -25,7 +25,7 @@ from shared.errors import SluiceError, StartupError
 from shared.sizes import describe_bytes
 
 if TYPE_CHECKING:
-    from cli.model_sizes import ModelSizes
+    from cli.model_sizes import CheckpointSizes
 
 LEAST_BYTES: Final = 2**30
 """Of free memory: what a small model and the services take."""
@@ -190,7 +190,7 @@ def _model(text: str) -> Finding:
     return _ok("model", f"{said}, {num_tokens // context} contexts of {context} at a time{pace}")
 
 
-def _sizes(text: str) -> ModelSizes:
+def _sizes(text: str) -> CheckpointSizes:
     from cli.hub import MODEL_ID, find_cached, parse_source, peek
     from cli.model import find_model
     from cli.model_sizes import read_sizes, sizes_of

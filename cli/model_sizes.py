@@ -26,7 +26,7 @@ CPU_BYTES_PER_S: Final = 50e9
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSizes:
+class CheckpointSizes:
     """What a model is counted by; 0 where it is not known."""
 
     name: str
@@ -68,7 +68,7 @@ class ModelSizes:
         return max(memory_bytes - self.least_bytes(dtype, 0), 0) // self.kv_token_bytes(dtype)
 
 
-def sizes_of(name: str, config: Mapping[str, Any], num_bytes: int) -> ModelSizes:
+def sizes_of(name: str, config: Mapping[str, Any], num_bytes: int) -> CheckpointSizes:
     """Return the sizes of a model.
 
     Args:
@@ -82,7 +82,7 @@ def sizes_of(name: str, config: Mapping[str, Any], num_bytes: int) -> ModelSizes
     num_layers, num_heads = _count(whole, "num_hidden_layers"), _count(whole, "num_attention_heads")
     hidden_size = _count(whole, "hidden_size")
     head_dim = _count(whole, "head_dim") or hidden_size // max(num_heads, 1)
-    return ModelSizes(
+    return CheckpointSizes(
         name=name,
         num_parameters=num_bytes // itemsize,
         num_layers=num_layers,
@@ -94,7 +94,7 @@ def sizes_of(name: str, config: Mapping[str, Any], num_bytes: int) -> ModelSizes
     )
 
 
-def read_sizes(folder: Path) -> ModelSizes:
+def read_sizes(folder: Path) -> CheckpointSizes:
     """Return the sizes of a checkpoint on this machine."""
     files = read_json(folder / "model.safetensors.index.json").get("weight_map")
     names = set(files.values()) if isinstance(files, dict) else {path.name for path in folder.glob("*.safetensors")}

@@ -11,7 +11,7 @@ from typing import Final
 
 from cli.cluster.sizing import CARD_SHARE
 from cli.console import table
-from cli.model_sizes import CPU_BYTES_PER_S, USUAL_CONTEXT, ModelSizes
+from cli.model_sizes import CPU_BYTES_PER_S, USUAL_CONTEXT, CheckpointSizes
 from sim.catalog.facts import CatalogModel, models
 
 CARDS_GB: Final = (8, 16, 24, 48, 80)
@@ -21,7 +21,7 @@ _GIB: Final = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class ModelFit:
     """What one model takes; but for `float32_bytes` in bfloat16."""
 
     name: str
@@ -40,10 +40,10 @@ class Fit:
     """Of one reader, at most, by the bandwidth of memory alone."""
 
 
-def fit_of(sizes: ModelSizes) -> Fit:
+def fit_of(sizes: CheckpointSizes) -> ModelFit:
     """Return what a model takes."""
     context = min(USUAL_CONTEXT, sizes.max_positions)
-    return Fit(
+    return ModelFit(
         name=sizes.name,
         context=context,
         parameter_bytes=sizes.parameter_bytes(DTYPE),
@@ -67,7 +67,7 @@ def run_sizes(*, as_json: bool) -> str:
     return table([head, *map(_row, fits)])
 
 
-def _row(fit: Fit) -> tuple[str, ...]:
+def _row(fit: ModelFit) -> tuple[str, ...]:
     gib = [f"{num_bytes / _GIB:.1f} GiB" for num_bytes in (fit.parameter_bytes, fit.float32_bytes)]
     counts = [str(count) if count else "-" for count in fit.contexts.values()]
     speed = f"{fit.cpu_tokens_per_s:.0f}" if fit.cpu_tokens_per_s >= 10 else f"{fit.cpu_tokens_per_s:.1f}"
@@ -75,8 +75,8 @@ def _row(fit: Fit) -> tuple[str, ...]:
     return (fit.name, *gib, kv, str(fit.context), least, *counts, speed)
 
 
-def _sizes_of(name: str, model: CatalogModel) -> ModelSizes:
-    return ModelSizes(
+def _sizes_of(name: str, model: CatalogModel) -> CheckpointSizes:
+    return CheckpointSizes(
         name=name,
         num_parameters=model.num_parameters,
         num_layers=model.num_layers,

@@ -18,7 +18,7 @@ from typing import Final
 
 from cli.cluster.children import num_devices
 from cli.cluster.settings import AUTO, UpSettings
-from cli.model_sizes import ModelSizes
+from cli.model_sizes import CheckpointSizes
 from shared.errors import StartupError
 from shared.sizes import describe_bytes
 
@@ -61,7 +61,7 @@ def find_cards() -> Cards:
         return Cards(count)
 
 
-def size(settings: UpSettings, model: ModelSizes, free_bytes: int, cards: Cards) -> tuple[UpSettings, str]:
+def size(settings: UpSettings, model: CheckpointSizes, free_bytes: int, cards: Cards) -> tuple[UpSettings, str]:
     """Return the settings with what was not named, and what to tell of it; "" if all was named.
 
     Args:
@@ -106,7 +106,7 @@ def size(settings: UpSettings, model: ModelSizes, free_bytes: int, cards: Cards)
     return settings.model_copy(update={"device": device, "dtype": dtype, "memory": memory}), told
 
 
-def _too_large(settings: UpSettings, model: ModelSizes, dtype: str, share: int) -> StartupError:
+def _too_large(settings: UpSettings, model: CheckpointSizes, dtype: str, share: int) -> StartupError:
     each = f"each of {settings.workers} workers" if settings.workers > 1 else "a worker"
     said = f"{model.name} takes {describe_bytes(model.parameter_bytes(dtype))} in {dtype}, besides room for KV"
     smaller = " and --dtype bfloat16" if dtype == "float32" else ""
