@@ -25,7 +25,7 @@ from shared.errors import SluiceError, StartupError
 from shared.sizes import describe_bytes
 
 if TYPE_CHECKING:
-    from cli.model_sizes import CheckpointSizes
+    from shared.model_sizes import CheckpointSizes
 
 LEAST_BYTES: Final = 2**30
 """Of free memory: what a small model and the services take."""
@@ -139,8 +139,8 @@ def _kernels() -> Finding:
 
 
 def _device() -> Finding:
-    from cli.cluster.sizing import find_cards
     from shared.host import count_cores
+    from shared.sizing import find_cards
 
     cards, cores = find_cards(), count_cores()
     cpu = f"{cores} core{'s' if cores > 1 else ''}"
@@ -161,10 +161,9 @@ def _memory() -> Finding:
 
 
 def _model(text: str) -> Finding:
+    from cli.cluster.cluster import choose_sizes
     from cli.cluster.settings import load_up_settings
-    from cli.cluster.sizing import find_cards, size
-    from cli.model_sizes import CPU_BYTES_PER_S, USUAL_CONTEXT
-    from shared.host import free_memory
+    from shared.model_sizes import CPU_BYTES_PER_S, USUAL_CONTEXT
 
     sizes = _sizes(text)
     if sizes.family is None or not sizes.num_parameters:
@@ -172,7 +171,7 @@ def _model(text: str) -> Finding:
         return Finding(
             "model", Health.MISSING, f"{sizes.name} {lacks}", "`sluice ls --sizes` shows some that are served"
         )
-    settings, _ = size(load_up_settings({"model": text}), sizes, free_memory(), find_cards())
+    settings, _ = choose_sizes(load_up_settings({"model": text}), sizes)
     dtype, memory = settings.dtype, settings.memory or 0
     context = min(USUAL_CONTEXT, sizes.max_positions or USUAL_CONTEXT)
     num_tokens = sizes.kv_tokens(dtype, memory) if sizes.is_known else 0
@@ -193,7 +192,7 @@ def _model(text: str) -> Finding:
 def _sizes(text: str) -> CheckpointSizes:
     from cli.hub import MODEL_ID, find_cached, parse_source, peek
     from cli.model import find_model
-    from cli.model_sizes import read_sizes, sizes_of
+    from shared.model_sizes import read_sizes, sizes_of
 
     is_id = MODEL_ID.match(text) and not Path(text).exists()
     source = parse_source(text) if is_id else None

@@ -19,8 +19,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from cli.http import is_url
-from cli.model_sizes import read_json
 from shared.errors import StartupError
+from shared.model_sizes import read_json
 from shared.reading import is_file
 
 MODEL_ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+?)(?:@(?P<revision>[\w./-]+))?\Z")

@@ -9,9 +9,9 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from cli.cluster.sizing import CARD_SHARE
 from cli.console import table
-from cli.model_sizes import CPU_BYTES_PER_S, USUAL_CONTEXT, CheckpointSizes
+from shared.model_sizes import CPU_BYTES_PER_S, USUAL_CONTEXT, CheckpointSizes
+from shared.sizing import CARD_SHARE
 from sim.catalog.facts import CatalogModel, models
 
 CARDS_GB: Final = (8, 16, 24, 48, 80)

@@ -47,6 +47,7 @@ async def run_nats_setup(settings: UpSettings, *, keep: bool) -> int:
             await make_buckets(bus, subjects)
             sys.stdout.writelines(f"{bucket}\n" for bucket in subjects.buckets())
             sys.stdout.flush()
+            process.is_ready = True
             if keep:
                 await process.begin(keep_buckets(bus, subjects))
     except BusError as error:

@@ -15,6 +15,7 @@ _NUMBER: Final = r"(0x[0-9a-f]+|[0-9]+)"
 _OLD_IPV4: Final = re.compile(rf"{_NUMBER}(\.{_NUMBER}){{0,3}}", re.ASCII | re.IGNORECASE)
 """What the system takes for an IPv4 address besides four decimal numbers: `127.1`, `0x7f.0.0.1`, `2130706433`."""
 _NAME: Final = re.compile(r"[^\s\[\]/:?#@%]+")
+BY_FLAGS: Final = "Give it keys with --api-keys-file, listen on 127.0.0.1, or accept it with --allow-no-key"
 
 
 def normal_host(text: str) -> str:
@@ -77,13 +78,14 @@ def is_own_address(host: str) -> bool:
         return host.lower() == "localhost"
 
 
-def check_reachable(host: str, *, has_keys: bool, allow_no_key: bool) -> None:
+def check_reachable(host: str, *, has_keys: bool, allow_no_key: bool, next_step: str = BY_FLAGS) -> None:
     """Refuse to let everybody in by accident.
 
     Args:
         host: where the API is to listen.
         has_keys: whether it asks for a key.
         allow_no_key: whether somebody has said that it need not.
+        next_step: what to do about it.
 
     Raises:
         StartupError: other machines reach the address, and no key is asked for.
@@ -92,6 +94,6 @@ def check_reachable(host: str, *, has_keys: bool, allow_no_key: bool) -> None:
         return
     raise StartupError(
         f"{host} can be reached from other machines, and the API asks for no key",
-        "Give it keys with --api-keys-file, listen on 127.0.0.1, or accept it with --allow-no-key",
+        next_step,
         "keys_needed",
     )

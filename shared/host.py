@@ -7,6 +7,7 @@ import platform
 import re
 import socket
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -30,6 +31,21 @@ def processor_name() -> str:
     return names[0] if names else platform.machine()
 
 
+@dataclass(frozen=True, slots=True)
+class FreeMemory:
+    """Bytes that a process could still take; 0: the system does not say."""
+
+    shared_bytes: int
+    """What others on the machine may take as well."""
+    own_bytes: int | None = None
+    """What the limit of a container leaves to this process alone; None: no such limit."""
+
+
+def is_first_process() -> bool:
+    """Return whether this is the first process of a container: its control groups and host name are its own then."""
+    return os.getpid() == 1
+
+
 def free_memory(root: Path = Path("/")) -> int:
     """Return the bytes of memory that this process could still take: the machine's, or those of its control groups.
 
@@ -38,9 +54,28 @@ def free_memory(root: Path = Path("/")) -> int:
     Args:
         root: of the file system that says it.
     """
-    found = [1024 * kib for kib in _numbers(root / "proc/meminfo", "MemAvailable:")]
-    found += [left for group in _memory_groups(root) if (left := _left_in(*group)) is not None]
-    return max(0, min(found, default=0))
+    return max(0, min([*_left_on_machine(root), *_left_in_groups(root)], default=0))
+
+
+def free_memory_here(root: Path = Path("/"), *, is_alone: bool | None = None) -> FreeMemory:
+    """Return the same with a container's limit by itself, where this process has one for itself.
+
+    Args:
+        root: of the file system that says it.
+        is_alone: whether control groups are this process's own; None: as `is_first_process` says.
+    """
+    groups = _left_in_groups(root)
+    if not groups or not (is_first_process() if is_alone is None else is_alone):
+        return FreeMemory(free_memory(root))
+    return FreeMemory(sum(_left_on_machine(root)), max(0, min(groups)))
+
+
+def _left_on_machine(root: Path) -> list[int]:
+    return [1024 * kib for kib in _numbers(root / "proc/meminfo", "MemAvailable:")]
+
+
+def _left_in_groups(root: Path) -> list[int]:
+    return [left for group in _memory_groups(root) if (left := _left_in(*group)) is not None]
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:

@@ -23,11 +23,11 @@ from cli.console import Console
 from cli.conversation import Pacing
 from cli.exit_codes import DONE, FAILED, CommandError
 from cli.model import find_model
-from cli.model_sizes import ITEM_BYTES, read_sizes
 from cli.pull import show_progress
 from shared.errors import StartupError
 from shared.messages.event import Event
 from shared.messages.report import WorkerReport
+from shared.model_sizes import ITEM_BYTES, read_sizes
 from shared.process.tasks import TaskOwner, ends_before
 from shared.subjects import Subjects
 from shared.transport.bus import Message
@@ -244,7 +244,7 @@ async def run_burst(settings: UpSettings, console: Console, prompt: str, pacing:
     """
     model = await asyncio.to_thread(find_model, settings.model, partial(show_progress, console))
     console.end_status()
-    settings, worker_env = size_burst(settings, choose_sizes(settings, model)[0], model.folder)
+    settings, worker_env = size_burst(settings, choose_sizes(settings, read_sizes(model.folder))[0], model.folder)
 
     async def show(cluster: Cluster, stop: asyncio.Event) -> int:
         return await _show(cluster, console, prompt, pacing, stop)

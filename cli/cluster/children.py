@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from cli.cluster.supervisor import ChildSpec
 from cli.model import Model
 from shared.addresses import host_and_port
 from shared.process.service_process import CHECK_ONLY
+from shared.sizing import num_devices
 from shared.transport.nats_roles import BrokerRole
 
 DISPATCHER = "dispatcher"
@@ -118,14 +118,6 @@ class ClusterPlan:
         # a key in the flags could be read by everybody on this machine
         key = {"SLUICE_DISPATCHER_API_KEY": settings.api_key} if settings.api_key else {}
         return replace(spec, env={**spec.env, **key}, needed_as=DISPATCHER)
-
-
-def num_devices() -> int:
-    """Return how many CUDA devices the workers may use, without loading a CUDA library."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([part for part in visible.split(",") if part.strip()])
-    return sum(1 for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
 
 
 def device_of(device: str, index: int, count: int) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 from cli.cluster import checks
@@ -15,19 +15,19 @@ from cli.cluster.children import DISPATCHER, MONITOR, PLANNER, ClusterPlan
 from cli.cluster.progress import StartProgress
 from cli.cluster.run_dir import RunDir
 from cli.cluster.settings import UpSettings, log_dir_of
-from cli.cluster.sizing import find_cards, size
 from cli.cluster.supervisor import Supervisor
 from cli.console import Console
 from cli.exit_codes import FAILED, KILLED, REFUSED, CommandError
 from cli.http import ask
-from cli.model import Model, find_model
-from cli.model_sizes import read_sizes
+from cli.model import find_model
 from cli.pull import show_progress
 from cli.run_file import Run, RunFile
 from cli.signals import StopSignals
-from shared.host import free_memory
+from shared.host import FreeMemory, free_memory
+from shared.model_sizes import CheckpointSizes, read_sizes
 from shared.process.log import only_from
 from shared.process.tasks import TaskOwner
+from shared.sizing import Sizes, find_cards, size
 from shared.subjects import Subjects
 
 POLL_S = 0.1
@@ -81,7 +81,7 @@ class Cluster:
         port = checks.find_port(settings.host, settings.port)
         model = await asyncio.to_thread(find_model, settings.model, partial(show_progress, self._console))
         self._console.end_status()
-        settings, chosen = await asyncio.to_thread(choose_sizes, settings, model)
+        settings, chosen = await asyncio.to_thread(choose_sizes, settings, read_sizes(model.folder))
         checks.check_memory(settings)
         plan = ClusterPlan(settings, model, self._broker.check(), port, self._run_dir.path, self._worker_env)
         self._console.show_status(f"checking the model {plan.model_name}")
@@ -171,13 +171,15 @@ class Cluster:
         self._console.line(self._console.style("sluice: ", "yellow") + text)
 
 
-def choose_sizes(settings: UpSettings, model: Model) -> tuple[UpSettings, str]:
+def choose_sizes(settings: UpSettings, model: CheckpointSizes) -> tuple[UpSettings, str]:
     """Return the settings with what was not named, by what is free here, and what to tell of it.
 
     Raises:
         StartupError: the model does not fit.
     """
-    return size(settings, read_sizes(model.folder), free_memory(), find_cards())
+    named = Sizes(settings.device, settings.dtype, settings.memory)
+    sizes, told = size(named, settings.workers, model, FreeMemory(free_memory()), find_cards())
+    return settings.model_copy(update=asdict(sizes)), told
 
 
 async def run_cluster(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -13,10 +13,8 @@ from cli.run_file import find_run, find_runs
 from shared.errors import StartupError
 from shared.host import count_cores
 from shared.process.config import ApiKey, Host, HostNames, ModelNames, Origins, ServiceSettings, Size, load
+from shared.process.config_fields import AUTO
 from shared.systems import DEFAULT_SYSTEM
-
-AUTO: Final = "auto"
-"""What a setting says that is chosen by the machine and the model."""
 
 
 def _none_if_auto(value: object) -> object:
@@ -35,7 +33,7 @@ class UpSettings(ServiceSettings):
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     """Worker processes; each holds a whole copy of the model."""
     device: str = AUTO
-    """`cpu`, `cuda` (the workers share out the devices in turn) or `cuda:<index>`; `auto`: see `sizing.py`."""
+    """`cpu`, `cuda` (the workers share out the devices in turn) or `cuda:<index>`; `auto`: see `shared.sizing`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of parameters and KV; bfloat16 halves both."""
     memory: Annotated[Size | None, BeforeValidator(_none_if_auto)] = None

@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
+from typing import Final
 
 from services.dispatcher.access.access import Access
 from services.dispatcher.build import Dispatcher, ModelText, load_text
 from services.dispatcher.config import DispatcherSettings
-from shared.addresses import check_reachable, host_and_port, is_own_address
+from shared.addresses import BY_FLAGS, check_reachable, host_and_port, is_own_address
 from shared.browsers import check_everybody
 from shared.process.log import get_logger
 from shared.process.service_process import ServiceProcess, run_service_process
 
+_BY_VARIABLES: Final = (
+    "Give it keys with SLUICE_API_KEYS_FILE, publish it at 127.0.0.1 with SLUICE_ADDRESS, or accept it with "
+    "SLUICE_ALLOW_NO_KEY=true"
+)
+"""What to do where compose publishes the API: the variables of docker-compose.yml."""
 _log = get_logger()
 
 
@@ -33,7 +39,12 @@ def prepare(settings: DispatcherSettings) -> ModelText:
     Raises:
         StartupError: the settings contradict each other, or tokenizer or template cannot be used.
     """
-    check_reachable(settings.host, has_keys=settings.has_keys, allow_no_key=settings.allow_no_key)
+    check_reachable(
+        settings.reached_at,
+        has_keys=settings.has_keys,
+        allow_no_key=settings.allow_no_key,
+        next_step=BY_FLAGS if settings.published_host is None else _BY_VARIABLES,
+    )
     check_everybody(settings.allow_origin, has_keys=settings.has_keys)
     return load_text(settings)
 
@@ -57,7 +68,7 @@ async def serve(settings: DispatcherSettings, process: ServiceProcess) -> None:
 async def _start(dispatcher: Dispatcher, settings: DispatcherSettings) -> None:
     port = await dispatcher.start()
     if not settings.has_keys:
-        _say_no_keys(settings.host)
+        _say_no_keys(settings.reached_at)
     _log.info("dispatcher_ready", url=f"http://{host_and_port(settings.host, port)}", model=settings.model_name())
 
 

@@ -26,6 +26,9 @@ class DispatcherSettings(ServiceSettings):
     """Named set of policies (`shared.systems`)."""
     host: Host = "127.0.0.1"
     """Address to listen on; another one than this machine's own needs keys, or `allow_no_key`."""
+    published_host: Host | None = None
+    """Address at which a container's engine publishes what listens at `host`; it then decides whether keys are needed.
+    Empty: `host` itself."""
     port: Annotated[int, Field(ge=0, le=65_535)] = 8000
     """Port to listen on; 0 takes a free one."""
     api_keys_file: Path | None = None
@@ -90,6 +93,11 @@ class DispatcherSettings(ServiceSettings):
     """Prompts tokenised at a time."""
     max_tokenizing: Annotated[int, Field(ge=1, le=65_536)] = 512
     """Prompts that wait for the tokenizer or are in it, and long bodies that are to be read; more get 429."""
+
+    @property
+    def reached_at(self) -> str:
+        """The address at which others find the API."""
+        return self.published_host or self.host
 
     @property
     def has_keys(self) -> bool:

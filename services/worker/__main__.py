@@ -7,6 +7,7 @@ import asyncio
 from services.worker.build import build_worker, make_reporter
 from services.worker.config import WorkerSettings, shorten_waits
 from services.worker.load import Loaded, check_model, check_start, load_executor
+from services.worker.memory.sizes import with_sizes
 from services.worker.models.spec import ModelSpec
 from services.worker.serving.reporter import Reporter
 from shared.ids import new_incarnation
@@ -19,6 +20,7 @@ from shared.transport.bus import Bus
 async def serve(settings: WorkerSettings, process: ServiceProcess) -> None:
     """Run one worker until told to stop; then drain it."""
     spec = check_start(settings)
+    settings = with_sizes(settings)
     async with process.bus() as bus, TaskOwner(process.fail) as tasks:
         reporter = make_reporter(settings, bus, new_incarnation())
         tasks.start(reporter.run(), name="reporter")
@@ -57,6 +59,7 @@ async def _serve(
         end=process.end,
     )
     await worker.start()
+    process.is_ready = True
     get_logger().info("worker_ready", model=settings.model_name(), num_blocks=loaded.executor.capacity.num_blocks)
     await process.wait_stop()
     if process.failure is None:
@@ -64,10 +67,20 @@ async def _serve(
     await worker.stop()
 
 
+def check(settings: WorkerSettings) -> None:
+    """Find what is wrong before any memory is taken.
+
+    Raises:
+        StartupError: as `check_start`, `with_sizes` and `check_model`.
+    """
+    spec = check_start(settings)
+    check_model(with_sizes(settings), spec)
+
+
 def main() -> None:
     """Run a worker as the environment and the command line say."""
     shorten_waits()  # before the settings are checked, which may import torch
-    run_service_process("worker", WorkerSettings, serve, lambda settings: check_model(settings, check_start(settings)))
+    run_service_process("worker", WorkerSettings, serve, check)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Final, Self
@@ -11,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from shared.addresses import normal_host
 from shared.process.config import Host, ModelNames, ServiceSettings, Size
+from shared.process.config_fields import Chosen
 from shared.systems import DEFAULT_SYSTEM
 
 _OPENMP_SPINS: Final = "500"
@@ -67,16 +69,17 @@ class WorkerSettings(ServiceSettings):
     """Cost profile of the modelled executor: a shipped name, or a path to a TOML file."""
     device: str = "cpu"
     """`cpu`, `cuda` or `cuda:<index>`."""
-    dtype: Dtype = Dtype.FLOAT32
-    """Type of parameters and KV; bfloat16 halves both."""
-    memory: Size = 1024**3
-    """Hard budget for parameters, KV and workspace, in bytes; what the first and last leave becomes KV."""
+    dtype: Annotated[Dtype, Chosen()] = Dtype.FLOAT32
+    """Type of parameters and KV; bfloat16 halves both. Not named: by the model and what is free (`shared.sizing`)."""
+    memory: Annotated[Size, Chosen()] = 1024**3
+    """Hard budget for parameters, KV and workspace, in bytes; what the first and last leave becomes KV. Not named: by
+    the model and what is free, where the workers of this host share what it has."""
     host_memory: Annotated[Size, Field(ge=0)] | None = None
     """Memory of the host for KV of preempted sequences, in bytes, beside `memory`; 0: none. Empty: a tenth of what is
     free there (on the CPU, beyond `memory`), shared among `host_workers`, and at most `memory` or 16 GiB. Systems that
     form groups take none."""
     host_workers: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Workers on this host, which share what `host_memory` takes of it by default."""
+    """Workers on this host, which share what `memory` and `host_memory` take of it by default."""
     host_link_gb_per_s: Annotated[float, Field(gt=0)] = 25.0
     """Gigabytes (10^9) per second between device and host, each way; of the modelled executor, others measure it."""
     page_bytes: Annotated[Size, Field(ge=4096)] = 2 * 1024**2
@@ -87,7 +90,7 @@ class WorkerSettings(ServiceSettings):
     stage_port: Annotated[int, Field(ge=0, le=65_535)] = 0
     """Port for them; 0 takes any that is free."""
     stage_advertise: str = ""
-    """Name or address under which they find it; empty: `stage_host`."""
+    """Name or address under which they find it; empty: `stage_host`, or this host's name if that is every address."""
     stage_limit_s: Annotated[float, Field(gt=0, le=600)] = 5.0
     """Seconds in which the stages of a group have to find each other; else each is a whole instance again."""
     exchange_memory: Annotated[Size, Field(ge=0)] = 256 * 1024**2
@@ -164,11 +167,10 @@ class WorkerSettings(ServiceSettings):
     def _check_stage_advertise(cls, value: str) -> str:
         return normal_host(value) if value else value
 
-    @model_validator(mode="after")
-    def _check_stage_host(self) -> Self:
-        if self.stage_host in {"0.0.0.0", "::"} and not self.stage_advertise:  # noqa: S104  named, not bound
-            raise ValueError(f"stage_host {self.stage_host} is no address to dial: set stage_advertise too")
-        return self
+    def stage_address(self) -> str:
+        """Return the name or address under which other workers find this one."""
+        is_every = self.stage_host in {"0.0.0.0", "::"}  # noqa: S104  compared
+        return self.stage_advertise or (socket.gethostname() if is_every else self.stage_host)
 
     def model_name(self) -> str:
         """Return the name under which the model is served."""

@@ -235,7 +235,7 @@ async def _peers(settings: WorkerSettings, incarnation: Incarnation, digest: str
             identity,
             settings.stage_host,
             settings.stage_port,
-            advertise=settings.stage_advertise,
+            advertise=settings.stage_address(),
             wait_s=settings.stage_limit_s,
         )
     except OSError as error:

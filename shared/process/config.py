@@ -34,7 +34,8 @@ from shared.addresses import check_broker_urls, normal_host
 from shared.api_keys import check_key
 from shared.browsers import check_host_name, check_origin
 from shared.errors import ConfigError
-from shared.process.config_fields import SizeType, allowed_text, flag_name, help_text, parse_size
+from shared.host import is_first_process
+from shared.process.config_fields import AUTO, SizeType, allowed_text, field_type, flag_name, help_text, parse_size
 from shared.process.config_sources import Given, Schema, check_texts, read_env, read_flags, read_toml, split_values
 from shared.reading import InputFile
 from shared.subjects import check_token
@@ -105,9 +106,18 @@ Origins = Annotated[tuple[Annotated[str, AfterValidator(check_origin)], ...], Be
 
 
 def default_instance_id() -> str:
-    """Return an id that no other process on the network has now: host name and process id, fit for a subject."""
+    """Return an id that no other process on the network has now: host name and process id, fit for a subject.
+
+    The first process of a container has the container's name, which it keeps when it starts again.
+    """
     host = re.sub(r"[^A-Za-z0-9_-]+", "-", socket.gethostname())[:40] or "host"
-    return f"{host}-{os.getpid()}"
+    return host if is_first_process() else f"{host}-{os.getpid()}"
+
+
+def visible_devices() -> list[str] | None:
+    """Return the CUDA devices that the environment leaves to this process; None: all that there are."""
+    text = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if text is None else split_values(text)
 
 
 def read_password(path: Path, hint: str) -> str:
@@ -219,10 +229,15 @@ def load(
     given |= read_env(schema, env)
     given |= read_flags(schema, argv)
     check_texts(given)
+    named = {name: item for name, item in given.items() if not (item.value == AUTO and _is_chosen(model, name))}
     try:
-        return model.model_validate({name: item.value for name, item in given.items()})
+        return model.model_validate({name: item.value for name, item in named.items()})
     except ValidationError as error:
         raise _explain(error, schema, given) from None
+
+
+def _is_chosen(model: type[Settings], name: str) -> bool:
+    return field_type(model.model_fields[name]).is_chosen
 
 
 def _help(schema: Schema) -> str:

@@ -18,6 +18,8 @@ from pydantic.fields import FieldInfo
 
 _SIZE = re.compile(r"\s*(\d{1,20}(?:\.\d{1,9})?)\s*(?:([KMGT])(iB|B)?|B)?\s*\Z", re.ASCII | re.IGNORECASE)
 _EXPONENT: Final = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+AUTO: Final = "auto"
+"""What a setting says that the program chooses by what it finds."""
 SIZE_ALLOWED: Final = "bytes, or a number with KiB, MiB, GiB, TiB, or KB, MB, GB, TB; G alone is GiB"
 
 
@@ -27,12 +29,17 @@ class SizeType:
 
 
 @dataclass(frozen=True, slots=True)
+class Chosen:
+    """Marks a field that the program chooses by what it finds where nobody names it: then it is not among those set."""
+
+
+@dataclass(frozen=True, slots=True)
 class FieldType:
     """A field's annotation without `Annotated` and `| None`."""
 
     base: Any
     metadata: tuple[Any, ...]
-    """Constraints and markers (annotated_types, `SizeType`)."""
+    """Constraints and markers (annotated_types, `SizeType`, `Chosen`)."""
 
     @property
     def is_bool(self) -> bool:
@@ -48,6 +55,11 @@ class FieldType:
     def is_size(self) -> bool:
         """Whether the field is written as a size."""
         return any(isinstance(item, SizeType) for item in self.metadata)
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether the program chooses it where nobody names it."""
+        return any(isinstance(item, Chosen) for item in self.metadata)
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -111,6 +123,12 @@ def flag_name(field_name: str) -> str:
 def allowed_text(field: FieldInfo) -> str:
     """Return what may stand there, to follow the word "use"; for example "a whole number from 1 to 65535"."""
     kind = field_type(field)
+    if kind.is_chosen:
+        return f"{AUTO}, or {_allowed_value(kind)}"
+    return _allowed_value(kind)
+
+
+def _allowed_value(kind: FieldType) -> str:
     if kind.choices:
         return " or ".join([", ".join(kind.choices[:-1]), kind.choices[-1]]) if kind.choices[1:] else kind.choices[0]
     if kind.is_bool:
@@ -150,6 +168,8 @@ def default_text(field: FieldInfo) -> str:
         return "required"
     if field.default_factory is not None:
         return "default: made at start"
+    if field_type(field).is_chosen:
+        return f"default: {AUTO}"
     default = field.default
     if isinstance(default, Enum):
         default = default.value
@@ -181,7 +201,8 @@ def help_text(model: type[BaseModel], program: str, env_names: dict[str, str]) -
     for name, field in model.model_fields.items():
         kind = field_type(field)
         flag = flag_name(name)
-        value = "" if kind.is_bool else f" {'SIZE' if kind.is_size else '|'.join(kind.choices) or 'VALUE'}"
+        values = (AUTO, *kind.choices) if kind.is_chosen else kind.choices
+        value = "" if kind.is_bool else f" {'SIZE' if kind.is_size else '|'.join(values) or 'VALUE'}"
         negative = f", --no-{flag[2:]}" if kind.is_bool else ""
         doc = " ".join((field.description or "").split())
         lines += [f"  {flag}{value}{negative}"]

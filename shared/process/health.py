@@ -1,8 +1,9 @@
-"""A health check for containers: is this process's event loop alive, and does it reach its broker?
+"""A health check for containers: does this process serve, does its event loop go on, and does it reach its broker?
 
 The service writes a small file every second (`--health-file`); `python -m shared.process.health FILE` looks at it, and
-exits with 1 and one line when the process stands still or has no broker. Ages are measured on the monotonic clock,
-which all processes of a machine share, so that a wall clock that jumps makes nobody ill.
+exits with 1 and one line when the process stands still, has no broker, or does not serve yet (a worker loads its
+model). Ages are measured on the monotonic clock, which all processes of a machine share, so that a wall clock that
+jumps makes nobody ill.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ MAX_AGE_S = 5.0
 """A file that is older than this means that the process stands still."""
 
 
-def write_health(path: Path, *, connected: bool) -> None:
+def write_health(path: Path, *, connected: bool, ready: bool) -> None:
     """Write the state of this moment; a reader sees the old state or the new one, never a half.
 
     Raises:
         OSError: the file cannot be written.
     """
     draft = path.with_name(path.name + ".new")
-    draft.write_text(json.dumps({"at_s": time.monotonic(), "connected": connected}))
+    draft.write_text(json.dumps({"at_s": time.monotonic(), "connected": connected, "ready": ready}))
     draft.replace(path)
 
 
@@ -32,12 +33,15 @@ def find_illness(path: Path) -> str | None:
     """Return what is wrong with the process that writes the file, or None if it is well."""
     try:
         state = json.loads(path.read_text())
-        age_s, connected = time.monotonic() - float(state["at_s"]), bool(state["connected"])
+        age_s = time.monotonic() - float(state["at_s"])
+        connected, ready = bool(state["connected"]), bool(state["ready"])
     except (OSError, ValueError, OverflowError, RecursionError, KeyError, TypeError) as error:
         return f"{path} says nothing ({type(error).__name__})"
     if age_s > MAX_AGE_S:
         return f"the process has stood still for {age_s:.0f} s"
-    return None if connected else "no connection to the broker"
+    if not connected:
+        return "no connection to the broker"
+    return None if ready else "it does not serve yet"
 
 
 def main() -> None:

@@ -47,6 +47,8 @@ class ServiceProcess:
         self._stop = stop
         self.failure: BaseException | None = None
         """The first thing that failed; None while all is well."""
+        self.is_ready = False
+        """Whether the service does what it is there for: what the health file says."""
 
     async def wait_stop(self) -> None:
         """Return when the process is to end."""
@@ -54,7 +56,8 @@ class ServiceProcess:
 
     async def begin(self, start: Coroutine[Any, Any, object]) -> bool:
         """Start the service, which may have to wait for others; return False if it is told to end before that."""
-        return await ends_before(self._stop, start)
+        self.is_ready = await ends_before(self._stop, start)
+        return self.is_ready
 
     def end(self) -> None:
         """Have the process end in good order, as SIGTERM does."""
@@ -101,7 +104,7 @@ class ServiceProcess:
         num_failures = 0
         while True:
             try:
-                write_health(path, connected=bus.connected)
+                write_health(path, connected=bus.connected, ready=self.is_ready)
             except OSError as error:  # a full disk: who looks at the file sees that it ages
                 num_failures += 1
                 if is_power_of_two(num_failures):

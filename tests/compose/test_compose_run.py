@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,7 @@ pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
 
 URL = "http://127.0.0.1:8000"
 START_LIMIT_S = 240.0
-LASTING = {"nats", "buckets", "monitor", "planner", "worker-0", "worker-1", "dispatcher"}
+LASTING = {"nats", "buckets", "monitor", "planner", "worker-1", "worker-2", "dispatcher"}
 BUCKETS = ["sluice_default_owners", "sluice_default_plan", "sluice_default_view"]
 DISK_BYTES = 8 << 20
 FILLER = "filler"
@@ -48,11 +51,21 @@ def get(path: str) -> Any:
 
 
 def num_ready() -> int:
+    return len(ready_ids())
+
+
+def ready_ids() -> set[str]:
     try:
         workers = get("/v1/cluster")["workers"]
     except (OSError, ValueError):
-        return 0
-    return sum(one["liveness"] == "alive" and one["report"]["phase"] == "ready" for one in workers)
+        return set()
+    ready = [one["report"] for one in workers if one["liveness"] == "alive" and one["report"]["phase"] == "ready"]
+    return {report["worker_id"] for report in ready}
+
+
+def id_of(engine: Engine, name: str) -> str:
+    """A worker is known by its container."""
+    return engine.containers()[name][:12]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +90,9 @@ def test_every_container_becomes_healthy_with_few_rights(engine: Engine, name: s
     assert host["SecurityOpt"] == ["no-new-privileges:true"]
     published = [bind for binds in (host["PortBindings"] or {}).values() for bind in binds]
     assert published == ([{"HostIp": "127.0.0.1", "HostPort": "8000"}] if name == "dispatcher" else [])
-    may_write = {"/costs"} if name.startswith("worker") else {"/data"}
+    image = {"nats": "broker", "worker-1": "worker", "worker-2": "worker"}.get(name, "service")
+    assert found["Config"]["Image"] == f"sluice-{image}:latest"
+    may_write = {"worker-1": {"/costs"}, "worker-2": {"/costs"}, "dispatcher": {"/api-keys-kept"}}.get(name, {"/data"})
     assert {mount["Destination"] for mount in found["Mounts"] if mount["RW"]} <= may_write
 
 
@@ -101,7 +116,7 @@ def test_images_without_a_model_have_no_torch(engine: Engine, name: str) -> None
 
 def test_the_workers_image_has_torch_for_cpus_and_no_package_of_nvidias(engine: Engine) -> None:
     names = "sorted(d.metadata['Name'].lower() for d in importlib.metadata.distributions())"
-    code, output = engine.run("worker-0", "python", "-c", f"import importlib.metadata; print({names})")
+    code, output = engine.run("worker-1", "python", "-c", f"import importlib.metadata; print({names})")
     assert code == 0
     assert "'torch'" in output
     assert not [name for name in ("nvidia", "cuda", "triton") if f"'{name}" in output]
@@ -127,11 +142,11 @@ def test_operators_can_look_inside(engine: Engine) -> None:
 
 def test_a_paused_worker_is_a_pause_for_its_readers_and_no_more(engine: Engine, expected: list[str]) -> None:
     def pause() -> None:
-        engine.act("pause", "worker-0")
+        engine.act("pause", "worker-1")
         try:
             time.sleep(PAUSE_S)
         finally:
-            engine.act("unpause", "worker-0")
+            engine.act("unpause", "worker-1")
 
     readers = read_all([URL], pause, count=16)
     assert texts_of(readers) == expected
@@ -140,30 +155,131 @@ def test_a_paused_worker_is_a_pause_for_its_readers_and_no_more(engine: Engine, 
 
 
 def test_a_killed_worker_is_a_pause_for_its_readers_and_no_more(engine: Engine, expected: list[str]) -> None:
-    readers = read_all([URL], lambda: engine.act("kill", "worker-1"), count=16)
+    readers = read_all([URL], lambda: engine.act("kill", "worker-2"), count=16)
     assert texts_of(readers) == expected
     assert longest_gap_s(readers) < 30.0
-    engine.act("start", "worker-1")
+    engine.act("start", "worker-2")
     wait_until(lambda: num_ready() == 2, "the killed worker is back", 120)
     assert texts_of(read_all([URL], count=16)) == expected
+
+
+def test_a_worker_is_healthy_once_it_serves_and_keeps_its_id_over_a_restart(engine: Engine) -> None:
+    told = engine.compose("logs", "--no-color", "monitor").count("worker_restarted")
+    engine.act("kill", "worker-2")
+    engine.act("start", "worker-2")
+    assert not is_healthy(engine, "worker-2"), "it loads its model"
+    wait_until(partial(is_healthy, engine, "worker-2"), "it is healthy", 120)
+    since = engine.inspect("worker-2")["State"]["StartedAt"]
+    log = engine.ask("GET", f"/containers/{engine.containers()['worker-2']}/logs?stderr=1&since={unix_s(since)}")
+    assert b"worker_ready" in log
+    wait_until(lambda: num_ready() == 2, "it is ready", 60)
+    assert ready_ids() == {id_of(engine, "worker-1"), id_of(engine, "worker-2")}
+    assert engine.compose("logs", "--no-color", "monitor").count("worker_restarted") == told + 1
+
+
+def test_a_dispatcher_that_cannot_answer_is_unhealthy_and_goes_on(engine: Engine) -> None:
+    before = engine.inspect("dispatcher")["State"]["StartedAt"]
+    for name in ("worker-1", "worker-2"):
+        engine.act("pause", name)
+    try:
+        wait_until(lambda: health(engine, "dispatcher") == "unhealthy", "it is unhealthy", 60)
+    finally:
+        for name in ("worker-1", "worker-2"):
+            engine.act("unpause", name)
+    wait_until(partial(is_healthy, engine, "dispatcher"), "it is healthy again", 60)
+    found = engine.inspect("dispatcher")
+    assert (found["State"]["StartedAt"], found["RestartCount"]) == (before, 0)
+
+
+def test_workers_are_added_and_taken_away_while_it_runs(engine: Engine, expected: list[str]) -> None:
+    """The third one's requests go on at the others, with the same text."""
+    engine.compose("up", "-d", "--no-build", "--no-recreate", "--scale", "worker=3")
+    wait_until(lambda: num_ready() == 3, "the third is ready", 120)
+    third = id_of(engine, "worker-3")
+    assert third in ready_ids()
+    served: list[int] = []
+
+    def take_away() -> None:
+        reports = {one["report"]["worker_id"]: one["report"] for one in get("/v1/cluster")["workers"]}
+        served.append(reports[third]["num_running"])
+        engine.compose("up", "-d", "--no-build", "--no-recreate", "--scale", "worker=2")
+
+    readers = read_all([URL], take_away, count=16)
+    assert texts_of(readers) == expected
+    assert served[-1] > 0, "it had some"
+    assert ready_ids() == {id_of(engine, "worker-1"), id_of(engine, "worker-2")}
+    assert "worker-3" not in engine.containers()
+
+
+@pytest.fixture
+def address() -> str:
+    """An address of this machine that is not its own alone."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))
+        return str(probe.getsockname()[0])
+
+
+def test_another_address_is_published_with_keys_only(engine: Engine, address: str) -> None:
+    url = f"http://{address}:8017"
+    place = {"SLUICE_ADDRESS": address, "SLUICE_PORT": "8017"}
+    keys = ("run", "--rm", "-T", "operator", "keys")
+    create = (*keys, "create", "--tenant", "me", "--scopes", "infer,metrics", "--file", "/api-keys/keys.toml")
+    try:
+        engine.compose("up", "-d", "--no-build", "dispatcher", **place)
+        wait_until(lambda: "SLUICE_API_KEYS_FILE" in engine.compose("logs", "dispatcher"), "it says what to do", 60)
+        assert f"{address} can be reached from other machines" in engine.compose("logs", "dispatcher")
+        with pytest.raises(OSError, match=r"refused|reset|Remote end closed"):
+            status_of(f"{url}/live")
+        key, other = (engine.compose(*create).strip() for _ in range(2))
+        engine.compose("up", "-d", "--no-build", "dispatcher", SLUICE_API_KEYS_FILE="/api-keys/keys.toml", **place)
+        wait_until(lambda: is_answered(f"{url}/ready"), "the API answers", 60)
+        assert [status_of(f"{url}/v1/models", each) for each in ("", key, other)] == [401, 200, 200]
+        engine.compose(*keys, "revoke", key, "--file", "/api-keys/keys.toml")
+        wait_until(lambda: status_of(f"{url}/v1/models", key) == 401, "the key is taken back", 30)
+        assert status_of(f"{url}/v1/models", other) == 200
+    finally:
+        engine.compose("up", "-d", "--no-build", "dispatcher")
+    wait_until(lambda: num_ready() == 2, "it is as it was", 60)
+
+
+def status_of(url: str, key: str = "") -> int:
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+def is_answered(url: str) -> bool:
+    try:
+        return status_of(url) == 200
+    except OSError:
+        return False
+
+
+def unix_s(instant: str) -> int:
+    """Seconds since 1970 of what the engine writes, with nanoseconds."""
+    return int(datetime.fromisoformat(instant.partition(".")[0] + "+00:00").timestamp())
 
 
 def test_a_stopped_worker_gives_its_requests_to_the_other_container_with_their_kv(
     engine: Engine, expected: list[str]
 ) -> None:
     try:
-        readers = read_all([URL], lambda: engine.act("stop", "worker-1"), count=16)
+        readers = read_all([URL], lambda: engine.act("stop", "worker-2"), count=16)
         assert texts_of(readers) == expected
         (moved,) = [
             {each["outcome"]: each["count"] for each in one["report"]["migration"]["fetches_total"]}
             for one in get("/v1/cluster")["workers"]
-            if one["report"]["worker_id"] == "worker-0"
+            if one["report"]["worker_id"] == id_of(engine, "worker-1")
         ]
         assert moved.get("moved", 0) > 0
         # lost: a worker that has nothing left stops, and with it the link of who asks for what has just ended there
         assert set(moved) <= {"moved", "gone", "lost"}
     finally:
-        engine.act("start", "worker-1")
+        engine.act("start", "worker-2")
     wait_until(lambda: num_ready() == 2, "the stopped worker is back", 120)
 
 

@@ -5,11 +5,25 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import socket
+import subprocess
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+ROOT = Path(__file__).parents[2]
 LIMIT_S = 60.0
+
+
+def compose_program() -> list[str] | None:
+    """Return how `docker-compose` is called here, in either generation; None: it is not installed."""
+    if shutil.which("docker-compose"):
+        return ["docker-compose"]
+    if shutil.which("docker") is None:
+        return None
+    found = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False).returncode == 0
+    return ["docker", "compose"] if found else None
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -35,7 +49,6 @@ class Engine:
         assert host.startswith("unix://"), f"DOCKER_HOST={host} is no socket of this machine"
         self._path = host.removeprefix("unix://")
         self._project = project
-        self._ids: dict[str, str] = {}
 
     def ask(self, method: str, path: str, body: Any = None) -> Any:
         """Return the JSON that the engine answers, or its bytes if they are none; an error is an AssertionError."""
@@ -54,15 +67,24 @@ class Engine:
             return content
 
     def containers(self) -> dict[str, str]:
-        """Return the containers of the project: id by name of the compose service. They are looked up once."""
-        if not self._ids:
-            self._ids = self._find()
-        return self._ids
-
-    def _find(self) -> dict[str, str]:
+        """Return the containers of the project: id by name of the compose service, for workers with their number."""
         filters = quote(json.dumps({"label": [f"com.docker.compose.project={self._project}"]}))
         found = self.ask("GET", f"/containers/json?all=1&filters={filters}")
-        return {one["Labels"]["com.docker.compose.service"]: one["Id"] for one in found}
+        return {_name_of(one["Labels"]): one["Id"] for one in found if not _is_one_off(one["Labels"])}
+
+    def compose(self, *arguments: str, **variables: str) -> str:
+        """Return what `docker-compose` prints, with these variables of the compose file besides the environment's."""
+        program = compose_program()
+        assert program is not None, "whoever started the project has it"
+        done = subprocess.run(
+            [*program, "-p", self._project, "-f", str(ROOT / "docker-compose.yml"), *arguments],
+            env=os.environ | variables,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     def inspect(self, service: str) -> dict[str, Any]:
         """Return all that the engine says of a container."""
@@ -70,7 +92,7 @@ class Engine:
         return found
 
     def act(self, verb: str, service: str) -> None:
-        """`pause`, `unpause`, `kill`, `stop` or `start` a container."""
+        """`pause`, `unpause`, `kill`, `stop`, `start` or `restart` a container."""
         self.ask("POST", f"/containers/{self.containers()[service]}/{verb}")
 
     def run(self, service: str, *command: str) -> tuple[int, str]:
@@ -80,3 +102,12 @@ class Engine:
         output = self.ask("POST", f"/exec/{made}/start", {"Detach": False, "Tty": True})
         text = output.decode() if isinstance(output, bytes) else json.dumps(output)
         return int(self.ask("GET", f"/exec/{made}/json")["ExitCode"]), text.strip()
+
+
+def _name_of(labels: dict[str, str]) -> str:
+    service = labels["com.docker.compose.service"]
+    return f"{service}-{labels['com.docker.compose.container-number']}" if service == "worker" else service
+
+
+def _is_one_off(labels: dict[str, str]) -> bool:
+    return labels.get("com.docker.compose.oneoff") == "True"

@@ -18,7 +18,7 @@ import pytest
 from cli import model
 from cli.cluster import checks
 from cli.cluster.broker import Broker, BrokerAccess, named_broker
-from cli.cluster.children import ClusterPlan, device_of, num_devices
+from cli.cluster.children import ClusterPlan, device_of
 from cli.cluster.run_dir import RunDir
 from cli.cluster.settings import UpSettings, load_up_settings, log_dir_of
 from cli.cluster.supervisor import Supervisor
@@ -334,13 +334,6 @@ def test_workers_take_the_devices_in_turn() -> None:
     assert device_of("cuda", 1, 1) == "cuda"
     assert device_of("cuda:1", 0, 2) == "cuda:1"
     assert device_of("cpu", 1, 2) == "cpu"
-
-
-def test_visible_devices_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    assert num_devices() == 2
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert num_devices() == 0
 
 
 def plan_of(broker: BrokerAccess | None = None, port: int = 80, **fields: object) -> ClusterPlan:

@@ -93,7 +93,7 @@ def test_a_model_that_fits_is_said_to_with_figures(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """1 GiB of KV at least is taken: 2³⁰ + 32 MB, less the parameters and workspace of a step of 2 048."""
-    monkeypatch.setattr("shared.host.free_memory", lambda: 8 * 2**30)
+    monkeypatch.setattr("cli.cluster.cluster.free_memory", lambda: 8 * 2**30)
     seen = model_finding(folder)
     workspace = 4 * 2**20 + 4 * (24 * 2048 * 128 + 6 * 256 * 1000)
     num_tokens = (2**30 - workspace) // 1024
@@ -111,7 +111,7 @@ def test_a_model_for_which_little_is_left_is_poor_and_one_that_up_would_refuse_i
     few = model_finding(folder)
     assert (few.health, few.hint.startswith("With --memory ")) == (Health.POOR, True)
     monkeypatch.delenv("SLUICE_MEMORY")
-    monkeypatch.setattr("shared.host.free_memory", lambda: 2**30)
+    monkeypatch.setattr("cli.cluster.cluster.free_memory", lambda: 2**30)
     none = model_finding(folder)
     assert none.health is Health.MISSING
     assert "besides room for KV" in none.said

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cli.main import run_command
-from cli.model_sizes import CheckpointSizes
 from cli.model_table import CARDS_GB, fit_of
+from shared.model_sizes import CheckpointSizes
 from sim.catalog.facts import models
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +18,7 @@ from services.dispatcher.access.key_ring import KeyRing
 from services.dispatcher.access.keys_file import read_keys
 from services.dispatcher.access.throttle import BURST, MAX_ADDRESSES, WrongKeyThrottle
 from services.dispatcher.config import DispatcherSettings
-from shared.addresses import check_reachable, is_own_address
+from shared.addresses import check_reachable
 from shared.api_keys import KEY_PREFIX, Scope, Tier, hash_key, make_key
 from shared.errors import ConfigError, StartupError
 from shared.process.config import load
@@ -366,10 +365,9 @@ def test_this_machines_own_address_needs_none(host: str) -> None:
     check_reachable(host, has_keys=False, allow_no_key=False)
 
 
-def test_the_dispatcher_in_compose_says_that_its_address_is_guarded() -> None:
-    """Its container listens on every address; what the host publishes is checked in test_compose."""
-    compose = yaml.safe_load((Path(__file__).parents[3] / "docker-compose.yml").read_text())
-    _, *flags = compose["services"]["dispatcher"]["command"]
-    settings = load(DispatcherSettings, "dispatcher", flags, {})
-    assert not is_own_address(settings.host)
-    check_reachable(settings.host, has_keys=settings.has_keys, allow_no_key=settings.allow_no_key)
+@pytest.mark.parametrize(("published", "is_refused"), [("", True), ("127.0.0.1", False), ("10.0.0.7", True)])
+def test_in_a_container_it_is_the_published_address_that_needs_keys(published: str, is_refused: bool) -> None:
+    flags = ["--model", str(Path(__file__).parents[3] / "demo_model" / "model"), "--host", "0.0.0.0"]
+    settings = load(DispatcherSettings, "dispatcher", flags, {"SLUICE_DISPATCHER_PUBLISHED_HOST": published})
+    with pytest.raises(StartupError, match="no key") if is_refused else nullcontext():
+        dispatcher.prepare(settings)

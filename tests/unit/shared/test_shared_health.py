@@ -27,23 +27,27 @@ def check(path: Path) -> tuple[int, str]:
 
 def test_a_fresh_file_of_a_connected_process_is_well(tmp_path: Path) -> None:
     path = tmp_path / "health"
-    write_health(path, connected=True)
-    write_health(path, connected=True)
+    write_health(path, connected=True, ready=True)
+    write_health(path, connected=True, ready=True)
     assert check(path) == (0, "")
     assert [file.name for file in tmp_path.iterdir()] == ["health"]
 
 
-def test_a_process_without_a_broker_and_one_that_stands_still_are_not_well(tmp_path: Path) -> None:
+def test_a_process_without_a_broker_one_that_stands_still_and_one_that_loads_are_not_well(tmp_path: Path) -> None:
     path = tmp_path / "health"
-    write_health(path, connected=False)
+    write_health(path, connected=False, ready=True)
     assert check(path) == (1, "no connection to the broker")
-    path.write_text(json.dumps({"at_s": time.monotonic() - MAX_AGE_S - 2, "connected": True}))
+    write_health(path, connected=True, ready=False)
+    assert check(path) == (1, "it does not serve yet")
+    path.write_text(json.dumps({"at_s": time.monotonic() - MAX_AGE_S - 2, "connected": True, "ready": True}))
     illness = re.fullmatch(r"the process has stood still for (\d+) s", find_illness(path) or "")
     assert illness is not None
     assert int(illness[1]) >= MAX_AGE_S + 2
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"at_s": "x", "connected": true}', '{"at_s": null}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"at_s": "x", "connected": true, "ready": true}', '{"at_s": 1e9, "connected": true}']
+)
 def test_a_file_that_says_nothing_is_not_well(tmp_path: Path, text: str) -> None:
     path = tmp_path / "health"
     path.write_text(text)

@@ -15,7 +15,7 @@ from services.worker.load import check_start, load_executor
 from services.worker.memory import host_share as room
 from services.worker.memory.host_share import HostShare, host_share
 from shared.errors import StartupError
-from shared.host import free_memory
+from shared.host import FreeMemory, free_memory, free_memory_here
 from shared.systems import SYSTEMS
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 from tests.support.loading import close_loaded
@@ -171,6 +171,13 @@ OF_V1 = "sys/fs/cgroup/memory/"
 )
 def test_control_groups_bound_what_is_free(tmp_path: Path, files: dict[str, str], expected: int) -> None:
     assert free_memory(tell(tmp_path, files)) == expected
+
+
+def test_a_containers_own_limit_is_told_apart_from_the_machine(tmp_path: Path) -> None:
+    limit = {"sys/fs/cgroup/memory.max": "9000\n", "sys/fs/cgroup/memory.current": "7000\n"}
+    root = tell(tmp_path, {**V2, **limit})
+    assert free_memory_here(root, is_alone=True) == FreeMemory(51_200, 2_000)
+    assert free_memory_here(root, is_alone=False) == FreeMemory(2_000), "others may be in the same groups"
 
 
 def test_this_machine_has_some_memory_free() -> None:

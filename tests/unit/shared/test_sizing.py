@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cli.cluster.settings import UpSettings, load_up_settings
-from cli.cluster.sizing import LEAST_BYTES, PROCESS_BYTES, Cards, find_cards, size
-from cli.model_sizes import read_sizes
+from cli.cluster.settings import load_up_settings
 from shared.errors import StartupError
+from shared.host import FreeMemory
+from shared.model_sizes import read_sizes
+from shared.process.config import parse_size
+from shared.sizing import LEAST_BYTES, PROCESS_BYTES, Cards, Sizes, find_cards, size
 
 GIB = 2**30
 NONE = Cards()
@@ -40,8 +42,19 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def sized(folder: Path, free: int, cards: Cards = NONE, **fields: object) -> tuple[str, str, int, str]:
-    found, told = size(UpSettings.model_validate(fields), read_sizes(folder), free, cards)
+def sized(
+    folder: Path,
+    free: int,
+    cards: Cards = NONE,
+    *,
+    workers: int = 1,
+    own: int | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    memory: str = "",
+) -> tuple[str, str, int, str]:
+    named = Sizes(device, dtype, parse_size(memory) if memory else None)
+    found, told = size(named, workers, read_sizes(folder), FreeMemory(free, own), cards)
     assert found.memory is not None
     return found.device, found.dtype, found.memory, told
 
@@ -85,8 +98,19 @@ def test_what_does_not_fit_is_refused_before_anything_starts(folders: Path) -> N
         sized(folders / HALF, 3 * GIB + 512 * 2**20, workers=3)
     with pytest.raises(StartupError, match="and a worker could have 0 B of what is free here"):
         sized(folders / HALF, GIB // 2)
+    with pytest.raises(
+        StartupError, match=r"Give its container more memory \(SLUICE_WORKER_LIMIT of .*\), another mod"
+    ):
+        sized(folders / HALF, 20 * GIB, own=GIB)
     with pytest.raises(StartupError, match="--memory and --dtype bfloat16 to try all the same"):
         sized(folders / HALF, 2 * GIB, dtype="float32")
+
+
+def test_a_containers_limit_is_its_workers_own_and_the_machine_is_shared(folders: Path) -> None:
+    assert sized(folders / HALF, 20 * GIB, workers=4, own=3 * GIB)[1:3] == ("bfloat16", 2 * 494_000_000 + GIB)
+    assert sized(folders / HALF, 20 * GIB, workers=4, own=4 * GIB)[1:3] == ("float32", 3 * GIB)
+    assert sized(folders / HALF, 8 * GIB, workers=4, own=8 * GIB)[2] == (8 * GIB - PROCESS_BYTES) // 4 - PROCESS_BYTES
+    assert "4.0 GiB are free" in sized(folders / HALF, 20 * GIB, own=4 * GIB)[3]
 
 
 @given(free=st.integers(GIB, 12 * GIB), workers=st.integers(1, 3))
