@@ -143,9 +143,8 @@ def _on_cards(cards: Cards, device: str, num_workers: int) -> tuple[int, int]:
 
 def _instead(num_workers: int, dtype: str, free: FreeMemory) -> str:
     """Return what to do where a model does not fit."""
-    more = (
-        "its container more memory (SLUICE_WORKER_LIMIT of docker-compose.yml), " if free.own_bytes is not None else ""
-    )
+    is_contained = free.own_bytes is not None
+    more = "its container more memory (compose: SLUICE_WORKER_LIMIT), " if is_contained else ""
     fewer = "fewer workers, " if num_workers > 1 else ""
     smaller = " and --dtype bfloat16" if dtype == "float32" else ""
     return f"Give {more}{fewer}another model, or --memory{smaller} to try all the same"

@@ -20,6 +20,7 @@ from cli.console import Console
 from cli.exit_codes import FAILED, KILLED, REFUSED, CommandError
 from cli.http import ask
 from cli.model import find_model
+from cli.notify import notify
 from cli.pull import show_progress
 from cli.run_file import Run, RunFile
 from cli.signals import StopSignals
@@ -92,11 +93,14 @@ class Cluster:
         self._tell_where(self._plan)
         for spec in self._plan.specs():
             await self.supervisor.start(replace(spec, excuse=self._broker.excuse))
+        notify(f"STATUS=loading {plan.model_name}")
         await self._wait_ready(self._plan.broker, self._plan.worker_names())
         self.supervisor.mark_ready()
+        notify("READY=1", f"STATUS=serving {plan.model_name} at {plan.url}")
 
     async def stop(self) -> None:
         """End every process in the order in which nothing is lost: dispatcher, workers, planner, monitor, broker."""
+        notify("STOPPING=1", "STATUS=finishing running answers")
         failure = self.supervisor.failure
         if failure is not None and failure.code == REFUSED:  # nothing was served yet, and the one line has been said
             self.supervisor.mute()

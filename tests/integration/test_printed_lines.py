@@ -34,9 +34,10 @@ NOT_TYPED: Final = (
     (r"docs/results/.*: .*", "hours, another machine, or traces that do not ship"),
     (r".*: make .*", "installs, or runs the tests, or measures"),
     (
-        r".*: docker-compose .*|.*: nats-server --signal reload",
+        r".*: (SLUICE_\S+ )*docker[- ]compose .*|.*: nats-server --signal reload",
         "a container engine: tests/compose; a pid file",
     ),
+    (r"docs/operations\.md: sudo .*", "root, and systemd: tests/integration/test_systemd_unit.py"),
     (r"docs/gpu.md: .*", "needs a GPU, or a machine without a network"),
     (
         r"docs/design/(tools|simulation|dispatcher|elastic-memory|groups|packing)\.md: python -m .*",
@@ -236,7 +237,7 @@ def test_what_is_not_typed_names_what_there_is(line: Line) -> None:
     words = [word for word in line.text.replace("[", " ").replace("]", " ").split() if not re.match(r"[A-Z_]+=", word)]
     if words[:2] in (["python", "-m"], ["python3", "-m"]) and "<name>" not in line.text:
         assert importlib.util.find_spec(words[2]) is not None
-    elif "sluice" in words:
+    elif "sluice" in words and words[0] != "sudo":
         command: click.Command = cli
         for word in words[words.index("sluice") + 1 :]:
             if not isinstance(command, click.Group) or word not in command.commands:

@@ -149,9 +149,7 @@ def test_the_dispatcher_may_be_asked_by_its_name_in_the_network() -> None:
 @pytest.mark.parametrize("address", ["0.0.0.0", "10.0.0.7", "[::]"])
 def test_another_address_than_this_hosts_own_is_refused_without_keys(address: str) -> None:
     there = {"SLUICE_ADDRESS": address, "SLUICE_MODEL": str(ROOT / "demo_model" / "model")}
-    with pytest.raises(
-        StartupError, match=r"asks for no key\. .*SLUICE_API_KEYS_FILE.*SLUICE_ADDRESS.*SLUICE_ALLOW_NO_K"
-    ):
+    with pytest.raises(StartupError, match=r"no key\. .*SLUICE_API_KEYS_FILE.*SLUICE_ADDRESS.*SLUICE_ALLOW_NO_KEY"):
         dispatcher.prepare(settings_of("dispatcher", DispatcherSettings, **there))
     dispatcher.prepare(settings_of("dispatcher", DispatcherSettings, **there, SLUICE_API_KEYS_FILE="/api-keys/a.toml"))
     dispatcher.prepare(settings_of("dispatcher", DispatcherSettings, **there, SLUICE_ALLOW_NO_KEY="true"))
@@ -241,6 +239,8 @@ def _config(*names: str, **variables: str) -> dict[str, Any]:
     )
     assert done.returncode == 0, done.stderr
     services: dict[str, Any] = yaml.safe_load(done.stdout)["services"]
+    for service in services.values():
+        service |= {"networks": list(service.get("networks", ())), "volumes": sorted(service["volumes"])}
     return services
 
 

@@ -98,9 +98,7 @@ def test_what_does_not_fit_is_refused_before_anything_starts(folders: Path) -> N
         sized(folders / HALF, 3 * GIB + 512 * 2**20, workers=3)
     with pytest.raises(StartupError, match="and a worker could have 0 B of what is free here"):
         sized(folders / HALF, GIB // 2)
-    with pytest.raises(
-        StartupError, match=r"Give its container more memory \(SLUICE_WORKER_LIMIT of .*\), another mod"
-    ):
+    with pytest.raises(StartupError, match=r"Give its container more memory \(.*WORKER_LIMIT\), another"):
         sized(folders / HALF, 20 * GIB, own=GIB)
     with pytest.raises(StartupError, match="--memory and --dtype bfloat16 to try all the same"):
         sized(folders / HALF, 2 * GIB, dtype="float32")
