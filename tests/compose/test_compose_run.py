@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import partial
@@ -51,16 +52,22 @@ def get(path: str) -> Any:
 
 
 def num_ready() -> int:
-    return len(ready_ids())
+    return len(reports())
 
 
-def ready_ids() -> set[str]:
+def reports() -> dict[str, dict[str, Any]]:
+    """What the workers that are ready say, by their ids."""
     try:
         workers = get("/v1/cluster")["workers"]
     except (OSError, ValueError):
-        return set()
+        return {}
     ready = [one["report"] for one in workers if one["liveness"] == "alive" and one["report"]["phase"] == "ready"]
-    return {report["worker_id"] for report in ready}
+    return {report["worker_id"]: report for report in ready}
+
+
+def fetches(report: dict[str, Any]) -> dict[str, int]:
+    """What became of the requests that were to come to a worker with their KV."""
+    return {each["outcome"]: each["count"] for each in report["migration"]["fetches_total"]}
 
 
 def id_of(engine: Engine, name: str) -> str:
@@ -173,7 +180,7 @@ def test_a_worker_is_healthy_once_it_serves_and_keeps_its_id_over_a_restart(engi
     log = engine.ask("GET", f"/containers/{engine.containers()['worker-2']}/logs?stderr=1&since={unix_s(since)}")
     assert b"worker_ready" in log
     wait_until(lambda: num_ready() == 2, "it is ready", 60)
-    assert ready_ids() == {id_of(engine, "worker-1"), id_of(engine, "worker-2")}
+    assert set(reports()) == {id_of(engine, "worker-1"), id_of(engine, "worker-2")}
     assert engine.compose("logs", "--no-color", "monitor").count("worker_restarted") == told + 1
 
 
@@ -192,22 +199,20 @@ def test_a_dispatcher_that_cannot_answer_is_unhealthy_and_goes_on(engine: Engine
 
 
 def test_workers_are_added_and_taken_away_while_it_runs(engine: Engine, expected: list[str]) -> None:
-    """The third one's requests go on at the others, with the same text."""
-    engine.compose("up", "-d", "--no-build", "--no-recreate", "--scale", "worker=3")
+    """While the third one goes it is asked again and again: what runs there goes on at the others."""
+    scale = ("up", "-d", "--no-build", "--no-recreate", "--scale")
+    engine.compose(*scale, "worker=3")
     wait_until(lambda: num_ready() == 3, "the third is ready", 120)
     third = id_of(engine, "worker-3")
-    assert third in ready_ids()
-    served: list[int] = []
-
-    def take_away() -> None:
-        reports = {one["report"]["worker_id"]: one["report"] for one in get("/v1/cluster")["workers"]}
-        served.append(reports[third]["num_running"])
-        engine.compose("up", "-d", "--no-build", "--no-recreate", "--scale", "worker=2")
-
-    readers = read_all([URL], take_away, count=16)
-    assert texts_of(readers) == expected
-    assert served[-1] > 0, "it had some"
-    assert ready_ids() == {id_of(engine, "worker-1"), id_of(engine, "worker-2")}
+    assert third in reports()
+    assert texts_of(read_all([URL], count=16)) == expected
+    assert f'"worker": "{third}"' in engine.compose("logs", "--no-color", "dispatcher"), "it has served some"
+    with ThreadPoolExecutor() as threads:
+        scaling = threads.submit(engine.compose, *scale, "worker=2")
+        while not scaling.done():
+            assert texts_of(read_all([URL], count=16)) == expected
+        scaling.result()
+    assert set(reports()) == {id_of(engine, "worker-1"), id_of(engine, "worker-2")}
     assert "worker-3" not in engine.containers()
 
 
@@ -270,11 +275,7 @@ def test_a_stopped_worker_gives_its_requests_to_the_other_container_with_their_k
     try:
         readers = read_all([URL], lambda: engine.act("stop", "worker-2"), count=16)
         assert texts_of(readers) == expected
-        (moved,) = [
-            {each["outcome"]: each["count"] for each in one["report"]["migration"]["fetches_total"]}
-            for one in get("/v1/cluster")["workers"]
-            if one["report"]["worker_id"] == id_of(engine, "worker-1")
-        ]
+        moved = fetches(reports()[id_of(engine, "worker-1")])
         assert moved.get("moved", 0) > 0
         # lost: a worker that has nothing left stops, and with it the link of who asks for what has just ended there
         assert set(moved) <= {"moved", "gone", "lost"}
