@@ -12,7 +12,7 @@ import {
   makePacer,
   qoeTarget,
   wantsPacing,
-} from "./pacer.js";
+} from "./index.js";
 
 const vectors = JSON.parse(readFileSync(new URL("../vectors/pacer.json", import.meta.url), "utf8"));
 

@@ -8,7 +8,7 @@
 State machines without a clock, a task or a generator: every method takes the time, in seconds since the request's
 arrival, and what is shown when depends on what was pushed when, not on how often or how late `pop` is called. Nothing
 is ever dropped or reordered. An instant earlier than the latest one given counts as the latest. `paced_stream.py`
-drives a pacer under an event loop; `client/js/pacer.js` is the same machine in JavaScript.
+drives a pacer under an event loop; `client/js` has the same machine in JavaScript.
 
     push ──► waiting ──(due)──► ready ──► pop
 

@@ -2,7 +2,7 @@
 
 A unit is a word with the blanks after it, or one Chinese or Japanese character with the punctuation and marks after it.
 Joined, the fragments are the text that came in, whatever the borders of the pieces. The rules are plain ranges of code
-points (no regular expressions, no Unicode tables of the runtime), so that `client/js/pacer.js` cuts alike. They are a
+points (no regular expressions, no Unicode tables of the runtime), so that `client/js/segment.js` cuts alike. They are a
 part of UAX 29: Korean and every script with blanks go by words; Thai, Lao, Khmer and Myanmar, written without blanks,
 go by runs of at most `MAX_UNIT_CODE_POINTS`.
 """

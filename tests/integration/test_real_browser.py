@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium on this machine (Debian: apt install chromium)"),
 ]
 
-PACER = Path(__file__).parents[2] / "client" / "js" / "pacer.js"
+CLIENT = Path(__file__).parents[2] / "client" / "js"
 BODY = {"model": "tiny", "messages": HELLO}
 TTFT_S, TOKENS_PER_S = 0.2, 50.0
 
@@ -77,11 +77,8 @@ async def site() -> AsyncIterator[str]:
     async def page(_request: web.Request) -> web.Response:
         return web.Response(text="<!doctype html><title>a page</title>", content_type="text/html")
 
-    async def pacer(_request: web.Request) -> web.Response:
-        return web.Response(body=PACER.read_bytes(), content_type="text/javascript")
-
     app = web.Application()
-    app.add_routes([web.get("/", page), web.get("/pacer.js", pacer)])
+    app.add_routes([web.get("/", page), web.static("/sluice-client", CLIENT)])
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -123,7 +120,7 @@ async def test_a_page_that_may_shows_a_stream_at_reading_speed(serve: Serve, bro
     """The worker says all at once; the last of n tokens is shown (n − 1) / speed after the first is due, or later."""
     origin, key = f"http://chat.{site}", "k" * 16
     script = """
-    const {PacedStream, makePacer, qoeTarget} = await import("/pacer.js");
+    const {PacedStream, makePacer, qoeTarget} = await import("/sluice-client/index.js");
     const startedS = performance.now() / 1000;
     const pacer = makePacer("reading", qoeTarget({ttftS, speedTokensPerS}));
     let text = "", numTokens = 0;
