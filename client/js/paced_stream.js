@@ -78,8 +78,8 @@ export class PacedStream {
 
   /** Close the stream and its source; `for await` calls this when the loop is left early. */
   async return(value) {
-    this.#start();
     this.#closed = true;
+    this.#start();
     this.#end();
     this.#closeSource();
     return { done: true, value };
@@ -110,7 +110,7 @@ export class PacedStream {
     if (this.#iterator !== null) return;
     this.#startedS ??= this.#clock.nowS();
     this.#iterator = this.#source[Symbol.asyncIterator]();
-    this.#read();
+    if (!this.#closed) this.#read();
   }
 
   /** Pull pieces until the source ends; never rejects: an error is kept for `next`. */

@@ -1,10 +1,16 @@
 /** QoE arithmetic: the reader's schedule and how close an answer came to it; sluice_client/qoe.py explains it. Pure. */
 
+import { checkNames } from "./options.js";
+
 /** Largest S_delay of a stream that still counts as perfect, in token-seconds. */
 export const PERFECT_DELAY_S = 1e-3;
 
-/** What the reader expects; throws RangeError if a number is not finite and above 0. */
-export function qoeTarget({ ttftS = 1.0, speedTokensPerS = 4.8 } = {}) {
+const TARGET_NAMES = ["ttftS", "speedTokensPerS"];
+
+/** What the reader expects; throws RangeError for an unknown name, or a number that is not finite and above 0. */
+export function qoeTarget(some = {}) {
+  checkNames(TARGET_NAMES, some, "the reader's target");
+  const { ttftS = 1.0, speedTokensPerS = 4.8 } = some;
   for (const [name, value] of Object.entries({ ttftS, speedTokensPerS })) {
     if (!(Number.isFinite(value) && value > 0)) {
       throw new RangeError(`${name} must be a finite number above 0, not ${value}`);

@@ -1,5 +1,6 @@
 /** Smooth mode; sluice_client/smooth_pacer.py states the rule. */
 
+import { checkNames } from "./options.js";
 import { Pacer, Queue } from "./pacer_base.js";
 import { qoeTarget } from "./qoe.js";
 import { Segmenter } from "./segment.js";
@@ -24,8 +25,8 @@ const ZERO_ALLOWED = new Set(["reserveS", "reserveGrowthRatio", "catchUpRatio", 
 
 /** Complete parameters of smooth mode from some; throws RangeError for an unknown name or a number out of its range. */
 export function smoothPacing(some = {}) {
+  checkNames(Object.keys(SMOOTH_PACING), some, "smooth mode");
   for (const [name, value] of Object.entries(some)) {
-    if (!(name in SMOOTH_PACING)) throw new RangeError(`smooth mode has no parameter ${name}`);
     if (!(Number.isFinite(value) && (value > 0 || (value === 0 && ZERO_ALLOWED.has(name))))) {
       throw new RangeError(`${name} is out of its range: ${value}`);
     }

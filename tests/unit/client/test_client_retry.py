@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 from sluice_client.cursor import Cursor, Servers, check_key
 from sluice_client.retry import Attempts, Resumes, RetryBudget, RetryPolicy, Setback, may_retry, parse_retry_after
 
+VECTORS: dict[str, Any] = json.loads((Path(__file__).parents[3] / "client" / "vectors" / "sdk.json").read_text())
 BUSY = Setback(may_retry=True)
 AWAY = Setback(may_retry=True, is_unreachable=True)
 
@@ -41,12 +45,6 @@ def test_retries_are_never_more_than_a_share_of_the_requests(
     assert num_retries <= burst + ratio * num_requests + 0.1 * now_s + 1e-6
 
 
-def test_a_quiet_client_has_all_of_its_retries() -> None:
-    policy = RetryPolicy()
-    attempts = Attempts(policy, RetryBudget(policy, 0.0), random.Random(1), 0.0)
-    assert [attempts.next_delay_s(BUSY, 0.0) is None for _ in range(3)] == [False, False, True]
-
-
 @pytest.mark.parametrize("policy", [RetryPolicy(first_backoff_s=1.0, max_backoff_s=4.0), RetryPolicy()])
 def test_the_wait_is_drawn_from_all_of_the_backoff_and_never_ends_before_the_servers_time(policy: RetryPolicy) -> None:
     rng = random.Random(1)
@@ -62,49 +60,42 @@ def test_the_wait_is_drawn_from_all_of_the_backoff_and_never_ends_before_the_ser
     assert policy.delay_s(0, None, random.Random(3)) == policy.delay_s(0, None, random.Random(3))
 
 
-@pytest.mark.parametrize(
-    ("status", "headers", "expected"),
-    [
-        (429, {}, True),
-        (503, {}, True),
-        (500, {}, False),
-        (409, {}, False),
-        (400, {}, False),
-        (429, {"x-should-retry": "true"}, True),
-        (503, {"x-should-retry": "false"}, False),
-        (500, {"x-should-retry": "true"}, True),
-        (503, {"x-should-retry": "perhaps"}, True),
-    ],
-)
-def test_the_servers_own_word_counts_most(status: int, headers: dict[str, str], expected: bool) -> None:
-    assert may_retry(status, headers) is expected
+@pytest.mark.parametrize("case", VECTORS["may_retry"], ids=str)
+def test_the_servers_own_word_counts_most(case: dict[str, Any]) -> None:
+    assert may_retry(case["status"], case["headers"]) is case["expected"]
 
 
-@pytest.mark.parametrize(
-    ("headers", "expected"),
-    [
-        ({}, None),
-        ({"retry-after": "3"}, 3.0),
-        ({"retry-after": "0.5"}, 0.5),
-        ({"retry-after": "-1"}, None),
-        ({"retry-after": "inf"}, None),
-        ({"retry-after": "soon"}, None),
-        ({"retry-after-ms": "250", "retry-after": "3"}, 0.25),
-        ({"retry-after": "Thu, 01 Jan 1970 00:01:40 GMT"}, 70.0),
-        ({"retry-after": "Thu, 01 Jan 1970 00:00:10 GMT"}, 0.0),
-    ],
-)
-def test_retry_after_is_read_in_every_form(headers: dict[str, str], expected: float | None) -> None:
-    assert parse_retry_after(headers, now_unix_s=30.0) == expected
+@pytest.mark.parametrize("case", VECTORS["retry_after"], ids=lambda case: str(case["headers"]))
+def test_retry_after_is_read_in_every_form(case: dict[str, Any]) -> None:
+    assert parse_retry_after(case["headers"], now_unix_s=30.0) == case["expected_s"]
 
 
-def test_another_server_is_asked_at_once() -> None:
-    policy = RetryPolicy()
-    attempts = Attempts(policy, RetryBudget(policy, 0.0), random.Random(1), 0.0)
-    assert attempts.next_delay_s(BUSY, 0.0, has_other_server=True) == 0.0
-    delay_s = attempts.next_delay_s(BUSY, 0.0)
-    assert delay_s is not None
-    assert 0.0 < delay_s <= policy.first_backoff_s
+class Half(random.Random):
+    """Draws the middle of everything."""
+
+    def random(self) -> float:
+        return 0.5
+
+
+@pytest.mark.parametrize("case", VECTORS["attempts"], ids=lambda case: case["name"])
+def test_attempts(case: dict[str, Any]) -> None:
+    policy = RetryPolicy(**case.get("policy", {}))
+    attempts = Attempts(policy, RetryBudget(policy, 0.0), Half(), 0.0, is_resume=case.get("is_resume", False))
+    for step in case["steps"]:
+        setback = Setback(
+            step.get("may_retry", True), step.get("retry_after_s"), is_unreachable=step.get("is_unreachable", False)
+        )
+        has_other_server = step.get("has_other_server", False)
+        delay_s = attempts.next_delay_s(setback, step.get("now_s", 0.0), has_other_server=has_other_server)
+        assert delay_s == step["delay_s"], step
+
+
+@pytest.mark.parametrize("case", VECTORS["resumes"], ids=lambda case: case["name"])
+def test_resumes(case: dict[str, Any]) -> None:
+    policy = RetryPolicy(**case.get("policy", {}))
+    resumes = Resumes(policy, RetryBudget(policy, 0.0), Half())
+    for step in case["steps"]:
+        assert resumes.next_delay_s(0.0, has_progressed=step["has_progressed"]) == step["delay_s"], step
 
 
 def test_an_answer_that_has_begun_waits_for_its_server_for_a_while_at_no_cost_to_others() -> None:
@@ -114,19 +105,6 @@ def test_an_answer_that_has_begun_waits_for_its_server_for_a_while_at_no_cost_to
     assert all(attempts.next_delay_s(AWAY, now_s) is not None for now_s in range(30))
     assert attempts.next_delay_s(AWAY, 30.1) is None
     assert sum(budget.take(30.1) for _ in range(20)) == policy.budget_burst
-
-
-def test_connections_that_bring_something_are_free_and_empty_ones_count_as_retries() -> None:
-    policy = RetryPolicy(max_resumes=5)
-    resumes = Resumes(policy, RetryBudget(policy, 0.0), random.Random(1))
-    assert [resumes.next_delay_s(0.0, has_progressed=True) is None for _ in range(6)] == [False] * 5 + [True]
-    resumes = Resumes(policy, RetryBudget(policy, 0.0), random.Random(1))
-    assert [resumes.next_delay_s(0.0, has_progressed=False) is None for _ in range(3)] == [False, False, True]
-    poor = Resumes(policy, RetryBudget(RetryPolicy(budget_burst=0.0), 0.0), random.Random(1))
-    assert poor.next_delay_s(0.0, has_progressed=True) is not None
-    assert poor.next_delay_s(0.0, has_progressed=False) is None
-    off = RetryPolicy(max_resumes=0)
-    assert Resumes(off, RetryBudget(off, 0.0), random.Random(1)).next_delay_s(0.0, has_progressed=True) is None
 
 
 def test_servers_take_turns_and_one_loss_moves_on_once() -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice_client.errors import ProtocolError
 from sluice_client.sse import SseDecoder, SseEvent
+
+VECTORS: dict[str, Any] = json.loads((Path(__file__).parents[3] / "client" / "vectors" / "sdk.json").read_text())
 
 
 def decode(raw: bytes, cuts: list[int] | None = None) -> list[SseEvent]:
@@ -18,29 +24,11 @@ def decode(raw: bytes, cuts: list[int] | None = None) -> list[SseEvent]:
     return events + list(decoder.close())
 
 
-@pytest.mark.parametrize(
-    ("raw", "expected"),
-    [
-        ("data: a\n\ndata: b\n\n", ["a", "b"]),
-        ("data:a\r\rdata:b\r\n\r\n", ["a", "b"]),
-        ("data: one\r\ndata: two\r\n\r\n", ["one\ntwo"]),
-        ("data: one\ndata:  two\ndata\n\n", ["one\n two\n"]),
-        (": keep-alive\n\n: again\n\ndata: x\n\n", ["x"]),
-        ("id: 7\nretry: 5\nunknown: y\ndata: x\n\n", ["x"]),
-        ("\ufeffdata: x\n\n", ["x"]),
-        ("data: \ufeffx\n\n", ["\ufeffx"]),
-        ("event: ping\n\ndata: x\n\n", ["x"]),
-        ("data: [DONE]", ["[DONE]"]),
-        ("data: cut\n", ["cut"]),
-        ("data: ünï 👩 \u2028 line\n\n", ["ünï 👩 \u2028 line"]),
-        ("", []),
-        ("\n\n\r\n\r", []),
-    ],
-)
-def test_events_are_those_of_the_standard_whatever_the_chunks(raw: str, expected: list[str]) -> None:
-    data = raw.encode()
-    assert [event.data for event in decode(data)] == expected
-    assert [event.data for event in decode(data, list(range(len(data))))] == expected
+@pytest.mark.parametrize("case", VECTORS["sse"], ids=lambda case: repr(case["raw"]))
+def test_events_are_those_of_the_standard_whatever_the_chunks(case: dict[str, Any]) -> None:
+    data, expected = case["raw"].encode(), [SseEvent(*event) for event in case["events"]]
+    assert decode(data) == expected
+    assert decode(data, list(range(len(data)))) == expected
 
 
 LINES = st.lists(
@@ -53,13 +41,6 @@ def test_borders_of_chunks_change_nothing(lines: list[str], ending: str, cuts: l
     raw = "".join(line + ending for line in lines).encode()
     expected = decode("".join(line + "\n" for line in lines).encode())
     assert decode(raw, [min(cut, len(raw)) for cut in cuts]) == expected
-
-
-def test_event_and_id_are_kept_with_the_data() -> None:
-    assert decode(b"event: error\nid: 3\ndata: x\n\ndata: y\n\n") == [
-        SseEvent("x", "error", "3"),
-        SseEvent("y", "message", "3"),
-    ]
 
 
 def test_sizes_are_limited_within_one_line_and_over_many() -> None:
