@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest_asyncio
 from aiohttp import web
 
 from tests.support.chromium import PROGRAM, Browser, running_chromium
+from tests.support.cutting_proxy import cutting
 from tests.support.dispatchers import CHAT, HELLO, TEXT, Serve, write_keys
+from tests.support.javascript import CLIENT, READ
 
 pytestmark = [
     pytest.mark.browser,
@@ -18,7 +21,6 @@ pytestmark = [
     pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium on this machine (Debian: apt install chromium)"),
 ]
 
-CLIENT = Path(__file__).parents[2] / "client" / "js"
 BODY = {"model": "tiny", "messages": HELLO}
 TTFT_S, TOKENS_PER_S = 0.2, 50.0
 
@@ -57,6 +59,7 @@ return await new Promise((resolve) => {
   socket.onclose = () => resolve(heard.map((each) => each.type));
 });
 """
+SDK = 'const {SluiceClient} = await import("/sluice-client/index.js");'
 ATTACK = """
 const unsure = (promise) => promise.then((answer) => answer.type, (error) => error.name);
 const send = (mode) => unsure(fetch(url, {method: "POST", mode, body: new Blob([JSON.stringify(body)])}));
@@ -142,6 +145,83 @@ async def test_a_page_that_may_shows_a_stream_at_reading_speed(serve: Serve, bro
     assert (text, num_left) == (TEXT, 0)
     assert 1 < num_counted <= num_tokens
     assert took_s >= TTFT_S + (num_counted - 1) / TOKENS_PER_S - 0.001, "to the browser's own rounding"
+
+
+@pytest.mark.parametrize("way", ["http", "websocket"])
+async def test_a_page_reads_an_answer_by_the_sdk_and_resumes_it_though_its_connection_is_cut(
+    serve: Serve, browser: Browser, site: str, way: str
+) -> None:
+    """Undisturbed, then over connections each of which is cut within its second or third event."""
+    origin, options = f"http://chat.{site}", {"transport": way}
+    async with (
+        serve(TEXT, allow_origin=(origin,)) as running,
+        cutting(running.url, [1800] * 12) as proxy,
+        browser.page(origin) as page,
+    ):
+        running.worker.step_s = 0.001  # so that events come one by one
+        answers = [
+            await page.run(SDK + READ, urls=[url], options=options, count=1, params={"seed": 1, "logprobs": True})
+            for url in (running.url, proxy.url)
+        ]
+        assert proxy.num_cut >= 3
+        num_tokens = len(running.encode(TEXT))
+    assert [answer["shown"] for (answer,) in answers] == [TEXT] * 2
+    assert [answer["finishReason"] for (answer,) in answers] == ["stop"] * 2
+    assert answers[0][0]["usage"]["completion_tokens"] == num_tokens + 1
+    assert answers[0][0]["requestId"].startswith("req_"), "pages of other origins may read it"
+
+
+async def test_a_page_has_several_answers_over_one_websocket_and_leaves_one(
+    serve: Serve, browser: Browser, site: str
+) -> None:
+    origin = f"http://chat.{site}"
+    script = """
+    const client = new SluiceClient(url, {model: "tiny", transport: "websocket"});
+    const left = client.chat("hi", {pace: "off"}), others = [client.chat("hi"), client.chat("hi")];
+    const reading = others.map((answer) => answer.read());
+    for await (const text of left) break;
+    return [await Promise.all(reading), left.finishReason, await client.close()];
+    """
+    async with serve(allow_origin=(origin,)) as running, browser.page(origin) as page:
+        telling = asyncio.create_task(page.run(SDK + script, url=running.url))
+        items = await running.begun(3)
+        assert len(running.front.sockets) == 1
+        for item in items:
+            await running.worker.emit(item, running.encode("so "))
+        await running.worker.wait_cancelled()
+        for item in items:
+            if not item.finish:
+                await running.end(item, "far")
+        assert await telling == [["so far", "so far"], None, None]
+
+
+async def test_the_sdk_tells_a_page_what_it_may_not_do(serve: Serve, browser: Browser, site: str) -> None:
+    script = """
+    const told = [];
+    for (const options of [{apiKey: "k".repeat(16)}, {}, {transport: "websocket"}]) {
+      const limits = {retry: {maxRetries: 0}};
+      const client = new SluiceClient(url, {model: "tiny", limits, ...options});
+      told.push(await client.chat("hi").read().catch(({name, message}) => `${name}: ${message}`));
+    }
+    try {
+      new SluiceClient(url, {apiKey: "k".repeat(16), transport: "websocket"});
+    } catch ({name, message}) {
+      told.push(`${name}: ${message}`);
+    }
+    return told;
+    """
+    key, origin = "k" * 16, f"http://chat.{site}"
+    async with serve("hi", api_key=key, allow_origin=(origin,)) as running:
+        async with browser.page(origin) as page:
+            with_key, without, over_socket, both = await page.run(SDK + script, url=running.url)
+        async with browser.page(f"http://evil.{site}") as page:
+            strange = (await page.run(SDK + script, url=running.url))[0]
+    assert with_key == "hi"
+    assert without.startswith("APIStatusError: ")
+    assert over_socket.startswith("APIConnectionError: no WebSocket at ")
+    assert both == 'RangeError: a page cannot give a WebSocket a key: where one is asked for, take transport "http"'
+    assert strange.startswith("APIConnectionError: no answer from ")
+    assert "does not let this page in" in strange
 
 
 async def test_a_websocket_opens_for_the_page_that_may_and_for_no_other(
