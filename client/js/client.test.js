@@ -313,8 +313,9 @@ for (const [name, leave] of Object.entries(LEAVING)) {
       const reading = (async () => {
         for await (const text of answer) {
           shown += text;
+          if (answer.text !== WORDS.join("")) continue;
           if (name === "break") break;
-          if (answer.text === WORDS.join("")) await leave(answer, controller, client);
+          await leave(answer, controller, client);
         }
       })();
       if (name === "abort") await assert.rejects(reading, /enough/);

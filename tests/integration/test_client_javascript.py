@@ -124,6 +124,7 @@ try {
 } catch ({name}) {
   error = name;
 }
+if (stage === "mid-stream") await told;
 await client.close();
 return [shown, error, answer.finishReason];
 """
@@ -145,10 +146,11 @@ async def test_an_answer_that_is_left_is_cancelled_at_the_worker(
     worker.answers = stage != "submitting"
     leaving = asyncio.create_task(run(LEAVE, told, url=running.url, transport=way, how=how, stage=stage))
     await until(lambda: worker.submits)
-    told.set()
     if worker.answers:
         (item,) = await running.begun()
         await worker.emit(item, running.encode("Hello"))
+        await worker.wait_cancelled()  # with its connection still open, if that has several answers
+    told.set()
     shown, error, finish_reason = await leaving
     assert shown == ("Hello" if stage == "mid-stream" else "")
     assert error == ("AbortError" if how == "abort" else None)
