@@ -20,7 +20,8 @@ export class Answer {
    * @param source generator of the pieces.
    * @param record what it writes.
    * @param pacer fresh.
-   * @param options `controller`: whose signal ends the source; `tellServer`: has the server cancel; `signal`: the user's.
+   * @param options `controller`: whose signal ends the source; `tellServer`: has the server cancel; `signal`: from the
+   *   user.
    */
   constructor(source, record, pacer, { controller, tellServer, signal }) {
     this.#record = record;

@@ -27,8 +27,8 @@ export class SluiceClient {
   /**
    * @param baseUrl "http://host:8000"; /v1 is added unless the URL has a path of its own. Of several, the next one is
    *   asked when one cannot be reached or has no capacity.
-   * @param options `apiKey`: sent as a bearer token; `model`: default of the methods, else the first one that the server
-   *   lists; `limits`: timeouts, sizes and retries; `random`: source of the jitter between retries; `transport`: of
+   * @param options `apiKey`: sent as a bearer token; `model`: default of the methods, else the first one that the
+   *   server lists; `limits`: timeouts, sizes and retries; `random`: source of the jitter between retries; `transport`: of
    *   streamed answers, "websocket" (Sluice only) carries several over one connection; `WebSocket`: its constructor.
    * @throws RangeError something of these cannot be.
    */

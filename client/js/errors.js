@@ -10,8 +10,8 @@
  *     ├── IncompleteStreamError       the stream ended in order, but without a finish reason
  *     └── ProtocolError               what came is not what OpenAI's protocol says (not SSE, not JSON, too large)
  *
- * The last three and APIStreamError leave the text so far in the `Answer`. Arguments that cannot be are a RangeError, at
- * once; an `AbortSignal` throws its own reason. No message holds text of a request, or a key.
+ * The last three and APIStreamError leave the text so far in the `Answer`. Arguments that cannot be are a RangeError,
+ * at once; an `AbortSignal` throws its own reason. No message holds text of a request, or a key.
  */
 
 export class SluiceClientError extends Error {}
@@ -19,7 +19,7 @@ export class SluiceClientError extends Error {}
 /** No response came; the cause is chained. */
 export class APIConnectionError extends SluiceClientError {}
 
-/** The server reported an error: its sentence, OpenAI's `code` and `type` (`kind`), and an id for the operator's logs. */
+/** The server reported an error: its sentence, OpenAI's `code` and `type` (`kind`), and an id for operators' logs. */
 export class APIResponseError extends SluiceClientError {
   constructor(message, { code = null, kind = null, requestId = null } = {}) {
     super(message);

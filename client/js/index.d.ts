@@ -1,9 +1,9 @@
 /**
- * Types of sluice-client. Times are in seconds, from the request's sending unless said otherwise. Fields of requests and
- * of what servers say have the names that the API gives them (docs/api.md); everything else is in camelCase.
+ * Types of sluice-client. Times are in seconds, from the request's sending unless said otherwise. Fields of requests,
+ * and of what servers say, have the names that the API gives them (docs/api.md); everything else is in camelCase.
  */
 
-// ---- requests --------------------------------------------------------------------------------------------------------
+// ---- requests -------------------------------------------------------------------------------------------------------
 
 /** When the text is shown: at the speed of `qoe`, evenly as fast as it comes, or as it comes. */
 export type Pace = "reading" | "smooth" | "off";
@@ -27,7 +27,7 @@ export interface Message {
   refusal?: string | null;
 }
 
-/** Fields of a request that chat and completions share. What the API does not know may be given by a name with a `_`. */
+/** Fields of a request that chat and completions share. What is not here may be given by a name with a `_`. */
 export interface RequestParams {
   n?: number;
   best_of?: number;
@@ -89,7 +89,7 @@ export type CompletionStreamOptions = CompletionParams & StreamOptions;
 export type ChatOptions = ChatParams & CallOptions;
 export type CompletionOptions = CompletionParams & CallOptions;
 
-// ---- answers ---------------------------------------------------------------------------------------------------------
+// ---- answers --------------------------------------------------------------------------------------------------------
 
 /** Token counts, as the server names them. */
 export interface Usage {
@@ -188,7 +188,7 @@ export class Answer implements AsyncIterableIterator<string> {
   readonly ttftS: number | null;
 }
 
-// ---- the client ------------------------------------------------------------------------------------------------------
+// ---- the client -----------------------------------------------------------------------------------------------------
 
 /** Bounds on retries. */
 export interface RetryPolicy {
@@ -271,7 +271,7 @@ export class SluiceClient {
   close(): Promise<void>;
 }
 
-// ---- errors ----------------------------------------------------------------------------------------------------------
+// ---- errors ---------------------------------------------------------------------------------------------------------
 
 /** Base of all errors of this package, but for arguments that cannot be (RangeError) and the reasons of signals. */
 export class SluiceClientError extends Error {}
@@ -301,7 +301,7 @@ export class IncompleteStreamError extends SluiceClientError {}
 /** The server sent something that is not OpenAI's protocol. */
 export class ProtocolError extends SluiceClientError {}
 
-// ---- pacing ----------------------------------------------------------------------------------------------------------
+// ---- pacing ---------------------------------------------------------------------------------------------------------
 
 export interface QoeTarget {
   readonly ttftS: number;

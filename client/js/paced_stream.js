@@ -17,9 +17,9 @@ const SYSTEM_CLOCK = {
 /**
  * An asynchronous iterable of text as it is to be displayed, made of one of text as it arrives.
  *
- * `source` yields strings (one token each) or `{text, numTokens, paced}`. An error of the source is thrown after the text
- * before it was shown. Leaving a `for await` loop early closes the source. A timer that fires late (a hidden tab) delays
- * nothing further: the next frame brings everything that is due.
+ * `source` yields strings (one token each) or `{text, numTokens, paced}`. An error of the source is thrown after the
+ * text before it was shown. Leaving a `for await` loop early closes the source. A timer that fires late (a hidden tab)
+ * delays nothing further: the next frame brings everything that is due.
  */
 export class PacedStream {
   #source;
@@ -43,7 +43,8 @@ export class PacedStream {
    *   between two outputs (default 1/60 in smooth mode, else 0); `maxBufferedChars`: the source is not read further
    *   while this much waits; `clock`: `{nowS, setTimer, clearTimer}`.
    */
-  constructor(source, pacer, { startedS = null, frameS = null, maxBufferedChars = 1 << 20, clock = SYSTEM_CLOCK } = {}) {
+  constructor(source, pacer, options = {}) {
+    const { startedS = null, frameS = null, maxBufferedChars = 1 << 20, clock = SYSTEM_CLOCK } = options;
     this.pacer = pacer;
     this.#source = source;
     this.#clock = clock;
@@ -139,7 +140,7 @@ export class PacedStream {
     this.#notify();
   }
 
-  /** Not awaited: a generator that waits closes only when its wait ends. To end that too, abort the source's own signal. */
+  /** Not awaited: a generator that waits closes only when its wait ends, which the source's own signal may do. */
   #closeSource() {
     Promise.resolve(this.#iterator.return?.()).catch(() => {}); // the stream is over; nobody is left to tell
   }

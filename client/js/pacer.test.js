@@ -134,7 +134,8 @@ async function collect(clock, stream) {
 test("a reading stream shows each token at its instant, to within the shortest timer", async () => {
   const clock = new FakeClock();
   const target = qoeTarget({ ttftS: 0.5, speedTokensPerS: 10 });
-  const output = await clock.run(collect(clock, new PacedStream(pieces(clock, 0.01, 20), makePacer("reading", target), { clock })));
+  const stream = new PacedStream(pieces(clock, 0.01, 20), makePacer("reading", target), { clock });
+  const output = await clock.run(collect(clock, stream));
   assert.equal(output.length, 20);
   output.forEach(([atS, text], i) => {
     const lateS = atS - 100 - (0.5 + i / 10);

@@ -1,6 +1,6 @@
 /**
- * Whether and when a request that failed is sent again; the rules of sluice_client/retry.py. Pure: time, in seconds, and
- * the source of jitter, a function from nothing to [0, 1), are given. Both languages pass vectors/sdk.json.
+ * Whether and when a request that failed is sent again; the rules of sluice_client/retry.py. Pure: time, in seconds,
+ * and the source of jitter, a function from nothing to [0, 1), are given. Both languages pass vectors/sdk.json.
  */
 
 export const RETRIED_STATUSES = new Set([429, 503]);

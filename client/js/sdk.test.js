@@ -45,8 +45,9 @@ test("sizes of lines and events are limited, and what is not UTF-8 is an error a
   assert.throws(() => [...new SseDecoder(100).feed(encode("data: 12345\n".repeat(20)))], /larger than 100 bytes/);
   assert.equal([...new SseDecoder(100).feed(encode("data: 12345\n\n".repeat(1000)))].length, 1000);
   const seen = [];
+  const bytes = new Uint8Array([...encode("data: good\n\ndata: "), 255, 10]);
   const feed = () => {
-    for (const event of new SseDecoder().feed(new Uint8Array([...encode("data: good\n\ndata: "), 255, 10]))) seen.push(event.data);
+    for (const event of new SseDecoder().feed(bytes)) seen.push(event.data);
   };
   assert.throws(feed, ProtocolError);
   assert.deepEqual(seen, ["good"]);
@@ -59,7 +60,9 @@ for (const { status, headers, expected } of vectors.may_retry) {
 }
 
 for (const { headers, expected_s: expectedS } of vectors.retry_after) {
-  test(`the wait of ${JSON.stringify(headers)}`, () => assert.equal(parseRetryAfter(new Headers(headers), 30), expectedS));
+  test(`the wait of ${JSON.stringify(headers)}`, () => {
+    assert.equal(parseRetryAfter(new Headers(headers), 30), expectedS);
+  });
 }
 
 for (const { name, policy, is_resume: isResume, steps } of vectors.attempts) {

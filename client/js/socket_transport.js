@@ -35,8 +35,8 @@ export class SocketTransport {
   constructor(http, WebSocket) {
     if (typeof WebSocket !== "function") {
       throw new RangeError(
-        'there is no WebSocket here (Node has one from version 22 on): give one as the option WebSocket, such as that ' +
-          'of the package ws, or take transport "http"',
+        'there is no WebSocket here (Node has one from version 22 on): give one as the option WebSocket, such as ' +
+          'that of the package ws, or take transport "http"',
       );
     }
     if (http.authorization.Authorization && WebSocket === globalThis.WebSocket && isPage()) {

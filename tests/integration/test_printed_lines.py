@@ -44,7 +44,7 @@ NOT_TYPED: Final = (
         "for developers, minutes",
     ),
     (r"docs/decisions/.*: python -m (benchmarks|shared)\..*", "for developers, minutes"),
-    (r"client/README\.md: (js|python vectors|pytest|node).*", "tests of the client run these"),
+    (r"client/README\.md: (js|python vectors|pytest|node|npm).*", "tests of the client run these"),
     (r"docs/recipes\.md: .*", "other people's libraries: tests/recipes"),
     (r".*: pip install .*", "the network"),
     (r".*: (ulimit|kill -CONT|kill -INT).*", "a word of the shell, not to be typed alone"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -193,6 +194,24 @@ async def test_a_page_has_several_answers_over_one_websocket_and_leaves_one(
             if not item.finish:
                 await running.end(item, "far")
         assert await telling == [["so far", "so far"], None, None]
+
+
+async def test_the_page_of_the_readme_shows_the_answer(serve: Serve, browser: Browser, site: str) -> None:
+    """Its module is beside it, as it says; the API alone has another address."""
+    (page_text,) = re.findall(r"```html\n(.*?)```", (CLIENT.parent / "README.md").read_text(), flags=re.DOTALL)
+    origin = f"http://chat.{site}"
+    script = """
+    document.documentElement.innerHTML = text;
+    const module = document.createElement("script"), old = document.querySelector("script");
+    module.type = old.type;
+    module.text = old.text;
+    old.replaceWith(module);
+    while (story.textContent !== expected) await new Promise((resolve) => setTimeout(resolve, 20));
+    """
+    async with serve(TEXT, allow_origin=(origin,)) as running, browser.page(origin) as page:
+        text = page_text.replace("http://127.0.0.1:8000", running.url)
+        assert text != page_text
+        await page.run(script, text=text, expected=TEXT)
 
 
 async def test_the_sdk_tells_a_page_what_it_may_not_do(serve: Serve, browser: Browser, site: str) -> None:
