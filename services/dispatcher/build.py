@@ -148,7 +148,7 @@ class Dispatcher:
             streams=EventStreams(settings.keep_alive_s, ReaderLimits(settings.write_limit_s, settings.max_unsent), now),
             sockets=Sockets(settings.write_limit_s, lambda: self.service.sessions.draining, now),
             live=LiveCalls(self.service.sessions, now),
-            metrics=DispatcherMetrics(settings.model_name()),
+            metrics=DispatcherMetrics(settings.model_name(), settings.system),
             max_model_len=text.folder.max_model_len or 2**31 - 1,
             created_unix_s=int(time.time()),
             now=now,

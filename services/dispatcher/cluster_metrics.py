@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter as Tally
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Final
 
 from services.dispatcher.session.sessions import Sessions
 from shared.api_keys import Tier
-from shared.messages.report import WorkerReport, counts_by_tier
+from shared.ids import WorkerId
+from shared.messages.report import Liveness, WorkerPhase, WorkerReport, WorkerStatus, counts_by_tier
 from shared.process.metrics import Counter, Metrics
 from shared.transport.bus import Bus
 
@@ -40,6 +43,11 @@ class ClusterMetrics:
 
     def _declare_cluster(self, metrics: Metrics) -> None:
         gauge, counter, model = metrics.gauge, metrics.counter, ("model_name",)
+        self._workers = gauge("sluice:workers", "Workers in the last view", (*model, "phase", "liveness"))
+        of_view = "Seconds since the monitor's last view came; nothing before the first"
+        self._view_age = gauge("sluice:view_age_seconds", of_view, model)
+        of_restarts = "Times that another process of a worker came in place of one that had not stopped in order"
+        self._restarts = Growing(counter("sluice:worker_restarts", of_restarts, _WORKER))
         self._running = gauge("vllm:num_requests_running", "Sequences that run on workers", model)
         self._waiting = gauge("vllm:num_requests_waiting", "Requests that wait, here or at workers", model)
         self._tier_requests = gauge("sluice:tier_requests", "Sequences of each tier", (*model, "tier", "state"))
@@ -94,8 +102,11 @@ class ClusterMetrics:
 
     def read(self, sessions: Sessions, bus: Bus, now_s: float) -> None:
         """Look at everything once, at this time of the event loop's clock."""
-        model = self._model
-        reports = [status.report for status in sessions.cluster.statuses]
+        model, cluster = self._model, sessions.cluster
+        reports = [status.report for status in cluster.statuses]
+        self._read_workers(cluster.statuses, cluster.num_restarts)
+        if cluster.view is not None:
+            self._view_age.set(now_s - cluster.viewed_s, model_name=model)
         self._running.set(sum(report.num_running for report in reports), model_name=model)
         waiting = sum(report.num_waiting + report.num_preempted for report in reports)
         self._waiting.set(waiting + sessions.num_queued, model_name=model)
@@ -108,6 +119,15 @@ class ClusterMetrics:
         self._queued.set(sessions.num_queued, model_name=model)
         self._unread.set(sum(session.num_unread(now_s) for session in sessions.table), model_name=model)
         self._read_bus(sessions, bus)
+
+    def _read_workers(self, statuses: Sequence[WorkerStatus], num_restarts: Mapping[WorkerId, int]) -> None:
+        """Count the workers, those of which there are none too, and how often each was another process."""
+        counts = Tally((status.report.phase, status.liveness) for status in statuses)
+        for phase, liveness in product(WorkerPhase, Liveness):
+            labels = {"model_name": self._model, "phase": phase.value, "liveness": liveness.value}
+            self._workers.set(counts[phase, liveness], **labels)
+        for worker_id in {status.report.worker_id for status in statuses} | num_restarts.keys():
+            self._restarts.follow(num_restarts.get(worker_id, 0), model_name=self._model, worker=worker_id)
 
     def _read_tiers(self, sessions: Sessions, reports: Sequence[WorkerReport]) -> None:
         """Say of every tier what it has, so that a series that a board shows never ends."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,6 +12,7 @@ from services.dispatcher.session.gaps import BOUNDS_S, GapHistogram
 from services.dispatcher.session.sessions import Sessions
 from shared.process.metrics import CONTENT_TYPE, Metrics
 from shared.transport.bus import Bus
+from shared.version import VERSION
 
 _LONG_S: Final = (0.1, 0.25, 0.5, 1, 2, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 _STALLS_S: Final = (0.001, 0.01, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
@@ -71,16 +73,30 @@ class RequestRecord:
 
 
 class DispatcherMetrics:
-    """Every metric of this dispatcher, with the label `model_name`."""
+    """Every metric of this dispatcher, with the label `model_name`, and those of its process.
 
-    def __init__(self, model: str) -> None:
+    Args:
+        model: whose name the label has.
+        system: named set of policies.
+    """
+
+    def __init__(self, model: str, system: str) -> None:
         self.metrics = Metrics()
+        self.metrics.add_process()
         self._model = model
+        self._declare_state(system)
         self._cluster = ClusterMetrics(self.metrics, model)
         self._declare_requests()
         self._declare_refusals()
         self._declare_times()
         self._declare_sizes()
+
+    def _declare_state(self, system: str) -> None:
+        gauge, model = self.metrics.gauge, ("model_name",)
+        info = gauge("sluice:build_info", "1; what runs is in the labels", (*model, "version", "python", "system"))
+        info.set(1, model_name=self._model, version=VERSION, python=platform.python_version(), system=system)
+        self._ready = gauge("sluice:ready", "1 if new requests are served here, as /ready says; else 0", model)
+        self._draining = gauge("sluice:draining", "1 while running requests finish and no new ones come; else 0", model)
 
     def _declare_requests(self) -> None:
         counter, model = self.metrics.counter, ("model_name",)
@@ -191,9 +207,11 @@ class DispatcherMetrics:
                 self._tenant.inc(count, model_name=self._model, tenant=record.tenant, kind=kind)
 
     def render(
-        self, sessions: Sessions, bus: Bus, doorway: Doorway, num_cut_readers: int, now_s: float
+        self, sessions: Sessions, bus: Bus, doorway: Doorway, num_cut_readers: int, now_s: float, *, is_ready: bool
     ) -> tuple[bytes, str]:
         """Return what `/metrics` answers at this time of the event loop's clock: the text, and its content type."""
+        self._ready.set(is_ready, model_name=self._model)
+        self._draining.set(sessions.draining, model_name=self._model)
         self._cluster.read(sessions, bus, now_s)
         self._connections.set(doorway.num_open, model_name=self._model)
         self._refused_connections.follow(doorway.num_refused, model_name=self._model)

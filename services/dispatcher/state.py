@@ -15,7 +15,7 @@ One writer: the service. Everyone else reads snapshots.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -117,6 +117,8 @@ class ClusterState:
         """When the view arrived."""
         self.restarted: list[WorkerId] = []
         """Workers that are another process than in the view before, sorted: what the old one ran may be lost."""
+        self.num_restarts: Counter[WorkerId] = Counter()
+        """How often a worker was another process than in the view before, which had not stopped in order."""
         self.draining: list[WorkerId] = []
         """Workers that are about to stop, sorted: what runs there should go on elsewhere."""
         self.silent: set[WorkerId] = set()
@@ -145,6 +147,7 @@ class ClusterState:
             worker = self._workers.get(report.worker_id) or _Known(status, now_s, _loads(status, ready=False))
             if worker.process != (report.host, report.pid, report.incarnation):
                 self.restarted.append(report.worker_id)
+                self.num_restarts[report.worker_id] += worker.status.report.phase is not WorkerPhase.STOPPED
             worker.status, worker.reported_s = status, now_s - status.age_s
             while worker.recent and worker.recent[0].at_s < worker.reported_s:
                 worker.recent.popleft()

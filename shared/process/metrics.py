@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import prometheus_client
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
@@ -125,6 +125,10 @@ class Metrics:
         """
         raw = prometheus_client.Histogram(name, help_text, labels, registry=self._registry, buckets=tuple(buckets))
         return Histogram(raw, labels)
+
+    def add_process(self) -> None:
+        """Have this process's own figures in it, under the names of Prometheus's clients (`process_…`), unlabelled."""
+        ProcessCollector(registry=self._registry)
 
     def render(self) -> tuple[bytes, str]:
         """Return what `/metrics` answers: the text, and its content type."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ import pytest_asyncio
 from cli.status import run_status
 from services.dispatcher.build import load_text
 from shared.errors import StartupError
-from shared.messages.report import TransferKind, TransferProgress, WorkerPhase
+from shared.messages.report import Liveness, TransferKind, TransferProgress, WorkerPhase
 from shared.troubleshooting import sections
+from shared.version import VERSION
 from tests.support.dispatchers import Running, Serve, load_model, make_settings, running_dispatcher
 from tests.support.fake_worker import make_status
 from tests.support.raw_http import check_error
@@ -165,6 +167,62 @@ async def test_metrics_carry_both_families_of_names_and_true_counts(served: Runn
     assert value("vllm:kv_cache_usage_perc") == 0.25
     assert value("sluice:qoe_count") == value("sluice:stall_seconds_count") == 2
     assert value("sluice:pacer_buffer_tokens") == 0, "no stream is open"
+
+
+async def test_workers_are_counted_by_phase_and_liveness_and_restarts_by_worker(served: Running) -> None:
+    """However many there are, the counts are twelve series; of restarts each worker has one, which begins with 0."""
+    await served.view(make_status("a", pid=1), make_status("b"), make_status("c", liveness=Liveness.DEAD))
+    await served.samples()
+    await served.view(make_status("a", pid=2, phase=WorkerPhase.LOADING), make_status("b"))
+    samples = await served.samples()
+    assert len([each for each in samples if each.name == "sluice:workers"]) == 12
+    counts = {
+        (each.labels["phase"], each.labels["liveness"]): each.value
+        for each in samples
+        if each.name == "sluice:workers" and each.value
+    }
+    assert counts == {("loading", "alive"): 1, ("ready", "alive"): 1}
+    restarts = {each.labels["worker"]: each.value for each in samples if each.name == "sluice:worker_restarts_total"}
+    assert restarts == {"a": 1, "b": 0, "c": 0}
+
+
+async def test_many_workers_add_no_more_series_each_than_few(served: Running) -> None:
+    """Of the state's names one, the restarts, has a series for each worker."""
+    counts = []
+    for number in (20, 40):
+        await served.view(*(make_status(f"w{index}") for index in range(number)))
+        samples = await served.samples()
+        names = ("sluice:workers", "sluice:worker_restarts_total", "sluice:view_age_seconds", "sluice:ready")
+        counts.append([len([each for each in samples if each.name == name]) for name in names])
+    assert counts == [[12, 20, 1, 1], [12, 40, 1, 1]]
+
+
+async def test_readiness_draining_and_what_runs_are_metrics(served: Running) -> None:
+    async def read() -> dict[str, float]:
+        return {each.name: each.value for each in await served.samples()}
+
+    before = await read()
+    assert (before["sluice:ready"], before["sluice:draining"]) == (0, 0)
+    assert "sluice:view_age_seconds" not in before
+    await served.view(make_status())
+    there = await read()
+    assert (there["sluice:ready"], there["sluice:draining"]) == (1, 0)
+    assert 0 <= there["sluice:view_age_seconds"] < 60
+    served.front.sessions.draining = True
+    drains = await read()
+    assert (drains["sluice:ready"], drains["sluice:draining"]) == (0, 1)
+    served.front.sessions.draining = False
+    (info,) = [each for each in await served.samples() if each.name == "sluice:build_info"]
+    assert (info.value, info.labels["version"], info.labels["model_name"]) == (1, VERSION, "tiny")
+    assert info.labels.keys() == {"model_name", "version", "python", "system"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="read from /proc")
+async def test_figures_of_the_process_have_the_names_of_prometheus_clients(served: Running) -> None:
+    samples = {each.name: each for each in await served.samples() if each.name.startswith("process_")}
+    own = ("resident_memory_bytes", "open_fds", "max_fds", "start_time_seconds", "cpu_seconds_total")
+    assert {f"process_{name}" for name in own} <= samples.keys()
+    assert all(each.value > 0 and not each.labels for each in samples.values())
 
 
 async def test_what_is_on_its_way_to_a_worker_is_told_until_it_is_there(served: Running) -> None:

@@ -82,7 +82,10 @@ async def explain(_front: Front, request: web.BaseRequest, _public_id: str) -> w
 async def metrics(front: Front, _request: web.BaseRequest, _public_id: str) -> web.Response:
     """Return everything that is counted, in Prometheus's text format."""
     num_cut = front.streams.num_cut + front.sockets.num_cut
-    body, content_type = front.metrics.render(front.sessions, front.bus, front.doorway, num_cut, front.now())
+    is_ready = not _not_ready_because(front)
+    body, content_type = front.metrics.render(
+        front.sessions, front.bus, front.doorway, num_cut, front.now(), is_ready=is_ready
+    )
     return web.Response(body=body, headers={"Content-Type": content_type})
 
 

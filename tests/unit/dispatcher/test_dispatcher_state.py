@@ -30,6 +30,20 @@ def load_of(state: ClusterState) -> tuple[int, int]:
     return load.num_sequences, load.num_demanded_blocks
 
 
+def test_a_process_in_place_of_one_that_had_not_stopped_is_a_restart() -> None:
+    """w0 is killed and comes again; then it stops in order and comes again, which is none; w1 stays."""
+    state, others = make_state(make_status(pid=1), make_status("w1")), make_status("w1")
+    for status in (
+        make_status(pid=1),
+        make_status(pid=2, phase=WorkerPhase.LOADING),
+        make_status(pid=2),
+        make_status(pid=2, phase=WorkerPhase.STOPPED),
+        make_status(pid=3),
+    ):
+        state.apply(make_view(status, others), 1.0)
+    assert state.num_restarts == {W0: 1}
+
+
 def test_own_submissions_count_until_a_report_that_was_made_after_them() -> None:
     """Submitted at 1.0 and 2.0. A view at 2.5 with a report 1 s old (made at 1.5) contains the first one only."""
     state = make_state(make_status())
