@@ -1,11 +1,11 @@
-"""One child's output: everything to its file, warnings to the person, the last lines kept for the moment it fails."""
+"""One child's output: everything to its file, trouble to the person, the last lines kept for the moment it fails."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from shared.reading import parse_json
 
@@ -13,7 +13,8 @@ MAX_LINE_BYTES = 64 * 1024
 MAX_FILE_BYTES = 16 * 1024**2
 """A file that is full is kept once as `<name>.log.old`."""
 MAX_TAIL_LINES = 40
-_SHOWN_LEVELS = ("warning", "error", "critical")
+_TROUBLE: Final[tuple[str, ...]] = ("warning", "error", "critical")
+_FAILURES: Final[tuple[str, ...]] = ("error", "critical")
 _HEAD = ("ts", "level", "service", "instance", "event", "exception")
 
 
@@ -32,7 +33,12 @@ class ChildLog:
         self._show = show
         self._file = path.open("ab", buffering=0)
         self._rest = b""
+        self._shown = _TROUBLE
         self.tail: deque[str] = deque(maxlen=MAX_TAIL_LINES)
+
+    def show_failures_only(self) -> None:
+        """From now on warnings are for the file."""
+        self._shown = _FAILURES
 
     def feed(self, data: bytes) -> None:
         """Take the next bytes."""
@@ -62,7 +68,7 @@ class ChildLog:
             record = _parse(line)
             if record is None:
                 return _short(line)
-            if record.get("level") in _SHOWN_LEVELS:
+            if record.get("level") in _TROUBLE:
                 exception = str(record.get("exception") or "").strip().splitlines()
                 return _short(exception[-1] if exception else str(record.get("event", "")))
         return ""
@@ -87,7 +93,7 @@ class ChildLog:
             return
         self.tail.append(text)
         record = _parse(text)
-        if record is not None and record.get("level") in _SHOWN_LEVELS:
+        if record is not None and record.get("level") in self._shown:
             self._show(f"{self._name}: {record['level']}: {_describe(record)}")
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 
 from cli.cluster import checks
 from cli.cluster.broker import Broker, BrokerAccess
 from cli.cluster.children import DISPATCHER, MONITOR, PLANNER, ClusterPlan
+from cli.cluster.drain_count import DrainCount
 from cli.cluster.progress import StartProgress
 from cli.cluster.run_dir import RunDir
 from cli.cluster.settings import UpSettings, log_dir_of
@@ -22,7 +24,7 @@ from cli.http import ask
 from cli.model import find_model
 from cli.notify import notify
 from cli.pull import show_progress
-from cli.run_file import Run, RunFile
+from cli.run_file import Run, RunFile, find_runs
 from cli.signals import StopSignals
 from shared.host import FreeMemory, free_memory
 from shared.model_sizes import CheckpointSizes, read_sizes
@@ -30,11 +32,14 @@ from shared.process.log import only_from
 from shared.process.tasks import TaskOwner
 from shared.sizing import Sizes, find_cards, size
 from shared.subjects import Subjects
+from shared.transport.bus import BusError
 
 POLL_S = 0.1
 """Pause between two looks at `/ready`."""
 HURRY_LIMIT_S = 2.0
 """Seconds that every process gets after a refused start."""
+ANSWER_LIMIT_S = 0.5
+"""Seconds in which the dispatcher says how many answers are under way, or that is left out for now."""
 STOP_LIMIT_S = 10.0
 """Seconds that monitor and planner get to end, and workers beyond the answers' limit."""
 
@@ -57,11 +62,15 @@ class Cluster:
         self._console = console
         self._run_dir = run_dir
         self.log_dir = log_dir_of(settings, run_dir.path)
-        self.supervisor = Supervisor(self.log_dir, self._show, group=run_dir.group)
-        self._broker = Broker(settings, self.supervisor, run_dir.path, self._show)
+        self.supervisor = Supervisor(self.log_dir, self.show, group=run_dir.group)
+        self._broker = Broker(settings, self.supervisor, run_dir.path, self.show)
         self._tasks = TaskOwner(self.supervisor.fail_by)
         self._plan: ClusterPlan | None = None
         self._run_file = RunFile()
+        self.is_found = False
+        """Whether other commands find it without being told where."""
+        self.ready_after_s = 0.0
+        """Seconds from the start to the moment when it was ready."""
 
     @property
     def plan(self) -> ClusterPlan:
@@ -76,8 +85,8 @@ class Cluster:
             StartupError: a check failed, or there is no broker.
             CommandError: a service refuses its settings, or it took too long.
         """
-        settings = self._settings
-        self._tasks.start(self._run_dir.keep_guarded(self._show), name="guardian")
+        settings, began_s = self._settings, asyncio.get_running_loop().time()
+        self._tasks.start(self._run_dir.keep_guarded(self.show), name="guardian")
         checks.check_settings(settings)
         port = checks.find_port(settings.host, settings.port)
         model = await asyncio.to_thread(find_model, settings.model, partial(show_progress, self._console))
@@ -95,12 +104,19 @@ class Cluster:
             await self.supervisor.start(replace(spec, excuse=self._broker.excuse))
         notify(f"STATUS=loading {plan.model_name}")
         await self._wait_ready(self._plan.broker, self._plan.worker_names())
-        self.supervisor.mark_ready()
+        self.supervisor.mark_ready(shows_warnings=settings.verbose)
         notify("READY=1", f"STATUS=serving {plan.model_name} at {plan.url}")
+        self.ready_after_s = asyncio.get_running_loop().time() - began_s
 
-    async def stop(self) -> None:
-        """End every process in the order in which nothing is lost: dispatcher, workers, planner, monitor, broker."""
+    async def stop(self, *, is_asked: bool) -> None:
+        """End every process in the order in which nothing is lost: dispatcher, workers, planner, monitor, broker.
+
+        Args:
+            is_asked: a person wants it, and is told what it waits for.
+        """
         notify("STOPPING=1", "STATUS=finishing running answers")
+        if is_asked:
+            await self._drain()
         failure = self.supervisor.failure
         if failure is not None and failure.code == REFUSED:  # nothing was served yet, and the one line has been said
             self.supervisor.mute()
@@ -116,10 +132,34 @@ class Cluster:
         await self._broker.close()
         for names, limit_s in order:
             for name in await self.supervisor.stop(names, limit_s):
-                self._show(f"{name} did not end within {limit_s:g} s and was killed")
+                self.show(f"{name} did not end within {limit_s:g} s and was killed")
         await self._tasks.close()
         await self.supervisor.close()
         self._run_file.end()
+        if is_asked:
+            self._console.line("stopped")
+
+    async def _drain(self) -> None:
+        """End the dispatcher, and tell how many answers it waits for."""
+        limit_s = self._settings.drain_limit_s
+        count = DrainCount(self._console, limit_s, "Ctrl-C again ends at once")
+        following = None if self._plan is None else self._tasks.start(self._follow(count, self._plan), name="drain")
+        stopping = asyncio.ensure_future(self.supervisor.stop([DISPATCHER], limit_s + STOP_LIMIT_S))
+        await asyncio.wait([stopping], timeout=ANSWER_LIMIT_S)
+        count.show()
+        late = await stopping
+        if following is not None:
+            following.cancel()
+        self._console.end_status()
+        if count.num_left and count.left_s <= 0:
+            self.show(f"{count.num_left} answers had not ended within {limit_s:g} s, and were ended")
+        if late:
+            self.show(f"{DISPATCHER} did not end within {limit_s + STOP_LIMIT_S:g} s and was killed")
+
+    async def _follow(self, count: DrainCount, plan: ClusterPlan) -> None:
+        with suppress(BusError):  # no broker, so nobody knows
+            async with plan.broker.connect("drain") as bus:
+                await count.follow(bus, self._settings.cluster)
 
     def _tell_where(self, plan: ClusterPlan) -> None:
         """Let other commands find the cluster."""
@@ -127,18 +167,19 @@ class Cluster:
         run = Run(plan.url, settings.cluster, plan.nats_url, plan.model_name, settings.workers, log_dir)
         try:
             self._run_file.write(run)
+            self.is_found = len(find_runs()) == 1
         except OSError as error:
-            self._show(f"other commands need --url or --nats-url: no run file can be written ({error})")
+            self.show(f"other commands need --url or --nats-url: no run file can be written ({error})")
 
     def _announce(self, model_name: str, chosen: str) -> None:
         count = self._settings.workers
         workers = "1 worker" if count == 1 else f"{count} workers"
-        broker = "broker, " if self._settings.has_own_broker else ""
-        self._console.line(f"starting {broker}monitor, planner, {workers}, dispatcher; model {model_name}")
-        if chosen:
-            self._console.line(chosen)
-        kept = "" if self._settings.log_dir else " (until it stops; --log-dir keeps them)"
-        self._console.line(f"logs: {self.log_dir}{kept}")
+        self._console.line(f"starting {workers} with model {model_name}{'; ' if chosen else ''}{chosen}")
+        if self._settings.verbose:
+            broker = "broker, " if self._settings.has_own_broker else ""
+            self._console.line(f"processes: {broker}monitor, planner, {workers}, dispatcher")
+            kept = "" if self._settings.log_dir else " (until it stops; --log-dir keeps them)"
+            self._console.line(f"logs: {self.log_dir}{kept}")
 
     async def _wait_ready(self, access: BrokerAccess, names: list[str]) -> None:
         progress = StartProgress(names, self._console)
@@ -171,8 +212,9 @@ class Cluster:
         except CommandError:
             return False
 
-    def _show(self, text: str) -> None:
-        self._console.line(self._console.style("sluice: ", "yellow") + text)
+    def show(self, text: str) -> None:
+        """Tell the person what has happened just now."""
+        self._console.line(f"{self._console.style(time.strftime('%H:%M:%S'), 'yellow')}  {text}")
 
 
 def choose_sizes(settings: UpSettings, model: CheckpointSizes) -> tuple[UpSettings, str]:
@@ -213,7 +255,7 @@ async def run_cluster(
         try:
             return await _run(cluster, console, signals.stop, use)
         finally:
-            await cluster.stop()
+            await cluster.stop(is_asked=signals.stop.is_set())
             signals.close()
 
 
@@ -238,9 +280,6 @@ async def _run(
             console.end_status()
             console.line(failing.result().line)
             return failing.result().code
-        if stop.is_set():
-            console.end_status()
-            console.line("stopping: running answers are finished first; Ctrl-C again stops at once")
         return using.result() if using is not None and using.done() else 0
     finally:
         tasks = [task for task in (starting, failing, stopping, using) if task is not None]

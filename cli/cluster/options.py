@@ -69,6 +69,7 @@ _CLUSTER_SWITCHES = (
     ("fused", "On CUDA compute norms, rotary embeddings, gates and samples by Triton's kernels. [on]"),
     ("overlap", "Launch steps of decodes before those before them have ended. [on a GPU]"),
     ("deterministic", "The same text whatever else is in the batch; somewhat slower."),
+    ("verbose", "Show every warning of its processes, and snippets to paste."),
     ("allow-no-key", "Listen on another address than this machine's own although the API asks for no key."),
 )
 

@@ -10,8 +10,8 @@ from shared.transport.bus import Bus, Message, Subscription
 from shared.wire import WireError, decode_json
 
 BAR_CELLS = 20
-LINE_STEP_RATIO = 0.25
-"""Without a terminal, a line is written when a worker is this much further, or does something else."""
+LINE_S = 5.0
+"""Without a terminal, between two lines."""
 
 
 class StartProgress:
@@ -26,7 +26,7 @@ class StartProgress:
         self._names = names
         self._console = console
         self._reports: dict[str, WorkerReport] = {}
-        self._said: dict[str, tuple[str, float]] = {}
+        self._said_s = 0.0
 
     @property
     def all_ready(self) -> bool:
@@ -44,8 +44,9 @@ class StartProgress:
             parts = [self._describe(name) for name in self._names]
             self._console.show_status(f"{elapsed_s:4.0f} s  " + " · ".join(parts))
             return
-        for name in self._names:
-            self._say_step(name, elapsed_s)
+        if elapsed_s - self._said_s >= LINE_S and not self.all_ready:
+            self._said_s = elapsed_s
+            self._console.line(f"{elapsed_s:5.1f} s  {self._describe_all()}")
 
     def _on_report(self, message: Message) -> None:
         try:
@@ -63,17 +64,21 @@ class StartProgress:
             return f"{name} {report.phase.value}"
         return f"{name} {bar(report.progress_ratio)} {report.progress_ratio:4.0%} {report.progress_text}".rstrip()
 
-    def _say_step(self, name: str, elapsed_s: float) -> None:
-        report = self._reports.get(name)
-        if report is None:
-            return
-        doing = report.progress_text if report.phase is WorkerPhase.LOADING else report.phase.value
-        said, ratio = self._said.get(name, ("", -1.0))
-        if doing == said and report.progress_ratio < ratio + LINE_STEP_RATIO:
-            return
-        self._said[name] = (doing, report.progress_ratio)
-        share = f" {report.progress_ratio:.0%}" if report.phase is WorkerPhase.LOADING else ""
-        self._console.line(f"{elapsed_s:5.1f} s  {name}{share} {doing}")
+    def _describe_all(self) -> str:
+        """Return how many are ready, and what the one does that is furthest from it."""
+        reports = {name: self._reports.get(name) for name in self._names}
+        ratios = {name: _ratio(report) for name, report in reports.items()}
+        last = min(self._names, key=lambda name: ratios[name])
+        report, num_ready = reports[last], sum(ratio > 1 for ratio in ratios.values())
+        doing = "starting" if report is None else f"{report.progress_ratio:.0%} {report.progress_text}"
+        return f"{num_ready} of {len(self._names)} workers ready; {last} {doing}".rstrip()
+
+
+def _ratio(report: WorkerReport | None) -> float:
+    """Return how far a worker is: above 1 once it is ready, below 0 before it has said anything."""
+    if report is None:
+        return -1.0
+    return 2.0 if report.phase is WorkerPhase.READY else report.progress_ratio
 
 
 def bar(ratio: float, cells: int = BAR_CELLS) -> str:

@@ -79,6 +79,8 @@ class UpSettings(ServiceSettings):
     """Folder for the logs of every process; empty: a temporary one, removed at the end."""
     costs_kept: Path = Path("~/.cache/sluice/costs")
     """Folder where workers keep what their steps have cost, so that they know it at once when they start again."""
+    verbose: bool = False
+    """`sluice up` shows every warning of its processes, not only errors, and snippets to paste."""
     start_limit_s: Annotated[float, Field(gt=0, le=86_400)] = 1800.0
     """Seconds that the cluster may take to load its models."""
     drain_limit_s: Annotated[float, Field(ge=0, le=3600)] = 120.0

@@ -144,6 +144,8 @@ class Supervisor:
         self._tasks = TaskOwner(self.fail_by)
         self._failed = asyncio.Event()
         self.failure: RunFailure | None = None
+        self.on_end: Callable[[str], None] | None = None
+        """Called with the name of a child that has ended and is started again."""
 
     def mute(self) -> None:
         """Show nothing more: what children say from now on is no news. Their log files still take it."""
@@ -195,10 +197,16 @@ class Supervisor:
             if child.process is not None and child.process.returncode is None
         }
 
-    def mark_ready(self) -> None:
-        """From now on a child that refuses to start again counts as one that ended by itself."""
+    def mark_ready(self, *, shows_warnings: bool = True) -> None:
+        """From now on a child that refuses to start again counts as one that ended by itself.
+
+        Args:
+            shows_warnings: of children; otherwise their files have them, and only errors are shown.
+        """
         for child in self._children.values():
             child.was_ready = True
+            if not shows_warnings:
+                child.log.show_failures_only()
 
     def restart(self, name: str) -> None:
         """Have the child end and start again at once, which counts for nothing against it."""
@@ -314,6 +322,8 @@ class Supervisor:
         delay_s = restart_delay_s(self._params, child.exits_s, now_s)
         if not is_failing(self._params, child.exits_s, now_s):
             self._show(f"{name} ended {how}; it starts again in {delay_s:.1f} s")
+            if self.on_end is not None:
+                self.on_end(name)
             return delay_s
         times = f"{name} ended {self._params.max_exits} times within {self._params.window_s:g} s, the last time {how}"
         excuse = child.spec.excuse()

@@ -8,8 +8,9 @@ import sys
 
 from cli.cluster.background import leave
 from cli.cluster.cluster import Cluster, run_cluster
-from cli.cluster.hints import describe
+from cli.cluster.hints import describe, next_steps
 from cli.cluster.settings import UpSettings
+from cli.cluster.watch import watched
 from cli.console import Console
 
 
@@ -29,14 +30,16 @@ async def run_up(settings: UpSettings, console: Console, *, as_json: bool, leave
             ready = {"url": plan.url, "nats_url": plan.nats_url, "pids": cluster.supervisor.pids()}
             sys.stdout.write(json.dumps(ready) + "\n")
         else:
-            console.line(console.style("ready", "green"))
-            sys.stdout.write(f"\n{describe(console, plan)}\n")
+            console.line(f"{console.style('ready', 'green')} after {cluster.ready_after_s:.1f} s")
+            told = describe(console, plan) if settings.verbose else next_steps(console, plan, is_found=cluster.is_found)
+            sys.stdout.write(f"\n{told}\n")
         sys.stdout.flush()
         if leaves:
             leave(cluster.log_dir)
         if not as_json:
             console.line("Ctrl-C stops it")
-        await stop.wait()
+        async with watched(cluster):
+            await stop.wait()
         return 0
 
     return await run_cluster(settings, console, serve)

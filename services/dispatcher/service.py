@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 
 from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.limits.waiting_room import RoomLimits
@@ -165,6 +166,7 @@ class DispatcherService:
                 "num_lost": dict(sessions.recovery.num_lost),
                 "num_recovered": sessions.recovery.num_recovered,
                 "num_poison": sessions.recovery.num_poison,
+                "workers": {name: asdict(losses) for name, losses in sessions.recovery.by_worker.items()},
                 "num_malformed": self.num_malformed,
             }
         ).encode()

@@ -7,7 +7,8 @@ placed one at a time, each until it has a token, so that a death has one suspect
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
+from dataclasses import dataclass
 from typing import Final
 
 from services.dispatcher.session.gaps import GapHistogram
@@ -27,6 +28,19 @@ MAX_MOVES: Final = 16
 """Sessions that are moved from draining workers at a time."""
 
 
+@dataclass(slots=True)
+class WorkerLosses:
+    """Sessions that a worker no longer runs since the start, but for those that ended, and what became of them."""
+
+    num_lost: int = 0
+    num_recovered: int = 0
+    """Another worker took them, or the next process of this one."""
+    num_failed: int = 0
+    """They ended with an error."""
+    num_under_way: int = 0
+    """A worker is looked for. Who is in none of these three was left by its client meanwhile."""
+
+
 class Recovery:
     """Owns the tasks that bring sessions to other workers.
 
@@ -42,6 +56,8 @@ class Recovery:
         """Sessions that lost their worker since the start."""
         self.num_recovered = 0
         """Of these, the ones that another worker took."""
+        self.by_worker: defaultdict[WorkerId, WorkerLosses] = defaultdict(WorkerLosses)
+        """The same by worker, of those that have lost some."""
         self.gaps = GapHistogram()
         """Of sessions that went on at a worker that had fetched their KV: between their tokens before and after."""
         self._placing = placing
@@ -63,7 +79,9 @@ class Recovery:
             return
         request_id, before = session.request.request_id, session.present
         worker_id = before.worker_id
+        losses = self.by_worker[worker_id]
         self.num_lost[loss] += 1
+        losses.num_lost += 1
         _log.info("request_lost_worker", rid=request_id, worker=worker_id, how=loss.value, tokens=len(session.tokens))
         self._placing.left(session)
         is_guilty = loss.may_be_fatal and session.history.lose_worker(has_progressed=session.has_progressed)
@@ -72,7 +90,9 @@ class Recovery:
             self._leases.drop(worker_id, request_id, before.number)
             self._placing.poison.convict(session)
             session.fail(FailureCode.REQUEST_FAILED)
+            losses.num_failed += 1
             return
+        losses.num_under_way += 1
         self._tasks.start(self._recover(session, before, loss, toward), name=f"recover-{request_id}")
 
     def leave(self, session: Session) -> None:
@@ -82,27 +102,42 @@ class Recovery:
             self._tasks.start(self._move(session), name=f"move-{session.request.request_id}")
 
     async def _recover(self, session: Session, before: Attempt, loss: Loss, toward: WorkerId | None) -> None:
+        losses = self.by_worker[before.worker_id]
+        try:
+            toward = await self._bring_elsewhere(session, before, loss, toward)
+        except RequestFailedError as error:
+            _log.warning("not_recovered", rid=session.request.request_id, reason=error.code.value)
+            losses.num_failed += 1
+            session.fail(error.code)
+            return
+        finally:
+            losses.num_under_way -= 1
+        if session.worker_id is not None:
+            self._on_recovered(session, losses)
+            if loss is Loss.RELEASED and session.worker_id == toward:
+                await session.until_progress()
+                self._note_gap(session)
+
+    async def _bring_elsewhere(
+        self, session: Session, before: Attempt, loss: Loss, toward: WorkerId | None
+    ) -> WorkerId | None:
+        """Return once a worker has taken a session, or it has ended; and which worker had its KV, if one did.
+
+        Raises:
+            RequestFailedError: no worker takes it.
+        """
         away_from = None if loss is Loss.UNKNOWN else before.worker_id
         try:
             if loss.may_live:
                 toward = await self._migration.fetch_lost(session, before)
         finally:
             self._leases.drop(before.worker_id, session.request.request_id, before.number)
-        try:
-            if session.history.on_probation:
-                async with self._probation:
-                    await self._place_and_watch(session, away_from)
-            else:
-                await self._placing.place_again(session, away_from, toward)
-        except RequestFailedError as error:
-            _log.warning("not_recovered", rid=session.request.request_id, reason=error.code.value)
-            session.fail(error.code)
-            return
-        if session.worker_id is not None:
-            self._on_recovered(session)
-            if loss is Loss.RELEASED and session.worker_id == toward:
-                await session.until_progress()
-                self._note_gap(session)
+        if session.history.on_probation:
+            async with self._probation:
+                await self._place_and_watch(session, away_from)
+        else:
+            await self._placing.place_again(session, away_from, toward)
+        return toward
 
     async def _place_and_watch(self, session: Session, away_from: WorkerId | None) -> None:
         """Place a session and wait until it has a token, has ended, or has lost its worker again."""
@@ -112,15 +147,19 @@ class Recovery:
     async def _move(self, session: Session) -> None:
         try:
             async with self._moves:
-                has_left = not session.is_running or await self._migration.fetch_elsewhere(session)
-                if not has_left and await self._placing.move(session):
+                if not session.is_running:
+                    return
+                losses = self.by_worker[session.present.worker_id]
+                if not await self._migration.fetch_elsewhere(session) and await self._placing.move(session):
                     self.num_lost[Loss.DRAINING] += 1
-                    self._on_recovered(session)
+                    losses.num_lost += 1
+                    self._on_recovered(session, losses)
         finally:
             self._moving.discard(session)
 
-    def _on_recovered(self, session: Session) -> None:
+    def _on_recovered(self, session: Session, losses: WorkerLosses) -> None:
         self.num_recovered += 1
+        losses.num_recovered += 1
         session.history.recover()
         _log.info("request_goes_on", rid=session.request.request_id, worker=session.worker_id, attempt=session.attempt)
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from services.dispatcher.session.leases import Loss
+from services.dispatcher.session.recovery import WorkerLosses
 from services.dispatcher.session.request import FailureCode
 from services.dispatcher.session.session import Session
 from shared.api_keys import Tier
-from shared.ids import Incarnation
+from shared.ids import Incarnation, WorkerId
 from shared.messages.fetch import FetchOutcome
 from shared.messages.report import Liveness, WorkerPhase
 from shared.messages.request import RefusalReason, Submit
@@ -62,6 +63,7 @@ async def test_a_request_whose_worker_vanishes_goes_on_elsewhere_after_the_token
     assert submit.generated_ids().tolist() == ANSWER[: len(submit.generated) // 4]
     assert len(submit.generated) > 0
     assert session.history.num_recoveries == 1
+    assert made.sessions.recovery.by_worker == {WorkerId("a"): WorkerLosses(num_lost=1, num_recovered=1)}
     assert made.now_s - died_s < 1.5
 
 
@@ -270,6 +272,9 @@ async def test_a_request_that_kills_two_workers_ends_and_the_others_go_on(made: 
     assert await finish(made, session, limit_s=30) is FailureCode.REQUEST_FAILED
     assert len(deaths) == 2
     assert made.sessions.recovery.num_poison == 1
+    losses = made.sessions.recovery.by_worker.values()
+    assert sum(each.num_failed for each in losses) == 1
+    assert all(each.num_lost == each.num_recovered + each.num_failed + each.num_under_way for each in losses)
     assert [taker.tokens for _, taker in await asyncio.gather(*healthy)] == [ANSWER] * len(healthy)
 
 
