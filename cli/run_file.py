@@ -46,6 +46,8 @@ class Run:
     model: str
     workers: int
     log_dir: str
+    drain_limit_s: float = 120.0
+    """Seconds that running answers get at the end."""
     pid: int = field(default_factory=os.getpid)
     """Of `sluice up`."""
     started: str = field(default_factory=lambda: started(os.getpid()))

@@ -8,13 +8,18 @@ import os
 import select
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 
+from cli.cluster.broker import BrokerAccess
+from cli.cluster.drain_count import DrainCount
 from cli.console import Console, table
 from cli.exit_codes import FAILED, CommandError
 from cli.http import ask
 from cli.run_file import Run, find_run, find_runs
+from shared.errors import SluiceError
+from shared.process.log import only_from
 
 _HEAD = ("ID", "CLUSTER", "URL", "MODEL", "WORKERS", "STATE", "SINCE", "PID")
 ANSWER_LIMIT_S = 2.0
@@ -59,21 +64,30 @@ async def run_down(name: str | None, console: Console, *, is_all: bool, limit_s:
 
 async def _end(run: Run, console: Console, limit_s: float) -> None:
     process = run.signal(signal.SIGTERM)
+    at_once = f"`kill -INT {run.pid}` ends it at once"
+    counting = asyncio.ensure_future(_count(run, DrainCount(console, run.drain_limit_s, at_once)))
     try:
         console.line(f"asked {run.id} ({run.url}) to finish running answers and end")
         began_s = asyncio.get_running_loop().time()
         while not select.select([process], [], [], 0)[0]:
-            waited_s = asyncio.get_running_loop().time() - began_s
-            if waited_s > limit_s:
+            if asyncio.get_running_loop().time() - began_s > limit_s:
                 hint = f"Wait, or end it at once with `kill -INT {run.pid}`"
                 raise CommandError(f"{run.id} has not ended within {limit_s:g} s", hint, FAILED)
-            console.show_status(f"waiting for {run.id}: {waited_s:.0f} s")
             await asyncio.sleep(LOOK_S)
         console.end_status()
         console.line(f"{run.id} has ended")
     finally:
+        counting.cancel()
+        await asyncio.gather(counting, return_exceptions=True)
         console.end_status()
         os.close(process)
+
+
+async def _count(run: Run, count: DrainCount) -> None:
+    """Tell how many answers are waited for, until cancelled."""
+    with suppress(SluiceError, OSError), only_from("error"):  # its broker ends
+        async with BrokerAccess(run.nats_url).connect("down") as bus:
+            await count.follow(bus, run.cluster)
 
 
 async def _state(run: Run) -> str:

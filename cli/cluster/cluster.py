@@ -164,7 +164,15 @@ class Cluster:
     def _tell_where(self, plan: ClusterPlan) -> None:
         """Let other commands find the cluster."""
         settings, log_dir = self._settings, str(self.log_dir.absolute())
-        run = Run(plan.url, settings.cluster, plan.nats_url, plan.model_name, settings.workers, log_dir)
+        run = Run(
+            plan.url,
+            settings.cluster,
+            plan.nats_url,
+            plan.model_name,
+            settings.workers,
+            log_dir,
+            settings.drain_limit_s,
+        )
         try:
             self._run_file.write(run)
             self.is_found = len(find_runs()) == 1

@@ -59,7 +59,7 @@ class DrainCount:
             dump = await ask_dispatcher(bus, cluster)
             if dump is not None:
                 self.num_left = dump.num_requests
-            self.show()
+                self.show()
             await asyncio.sleep(LOOK_S)
 
     def show(self) -> None:

@@ -43,11 +43,13 @@ class WorkerReturn:
         line = f"{self.worker_id} is ready again after {self.away_s:.1f} s"
         if losses is None:
             return line
-        parts = [f"{_answers(losses.num_recovered)} went on", f"{losses.num_failed or 'none'} {_were(losses)} lost"]
-        if losses.num_under_way:
-            parts.append(f"{losses.num_under_way} wait for a worker")
         if not losses.num_lost:
-            parts = ["it had no answer under way"]
+            return f"{line}; it had no answer under way"
+        went_on = "1 answer" if losses.num_recovered == 1 else f"{losses.num_recovered} answers"
+        were = "were" if losses.num_failed > 1 else "was"
+        parts = [f"{went_on} went on", f"{losses.num_failed or 'none'} {were} lost"]
+        if losses.num_under_way:
+            parts.append(f"{losses.num_under_way} still wait{'s' if losses.num_under_way == 1 else ''} for a worker")
         return f"{line}; {', '.join(parts)}"
 
 
@@ -101,11 +103,3 @@ class ClusterNews:
             return True
         self._said_s[event.name, event.about] = now_s
         return False
-
-
-def _answers(count: int) -> str:
-    return "1 answer" if count == 1 else f"{count} answers"
-
-
-def _were(losses: Losses) -> str:
-    return "was" if losses.num_failed in (0, 1) else "were"

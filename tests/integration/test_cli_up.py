@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -119,21 +120,27 @@ def test_too_few_files_for_a_cluster_are_one_line_and_leave_nothing(place: Place
 
 
 @pytest.mark.slow
-def test_progress_and_hints_are_readable_without_a_terminal(place: Place) -> None:
-    process = place.start("--model", str(place.model), "--port", "0")
+@pytest.mark.parametrize("flags", [(), ("--verbose",)])
+def test_what_is_told_is_readable_without_a_terminal(place: Place, flags: tuple[str, ...]) -> None:
+    """One line on what starts, what most people do next, and the end; snippets and processes only where asked for."""
+    process = place.start("--model", str(place.model), "--port", "0", *flags)
     assert process.stdout is not None
-    text = ""
-    while "OpenAI" not in text:
+    text, last = "", "print(chunk" if flags else "sluice logs -f"
+    while last not in text:
         text += process.stdout.readline()
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, err
     assert "\x1b" not in text + out + err
-    assert "/v1/chat/completions" in text
-    lines = err.splitlines()
-    assert lines[0] == "starting broker, monitor, planner, 1 worker, dispatcher; model tiny"
-    assert any("worker-0 100% read" in line for line in lines)
-    assert lines[-1] == "stopping: running answers are finished first; Ctrl-C again stops at once"
+    assert ("curl -N" in text) == bool(flags)
+    starting, *others = err.splitlines()
+    assert starting.startswith("starting 1 worker with model tiny; chosen: device ")
+    processes, keys, stopping, stopped = others[0], *others[-3:]
+    assert (processes == "processes: broker, monitor, planner, 1 worker, dispatcher") == bool(flags)
+    assert any(re.fullmatch(r"ready after \d+\.\d s", line) for line in others)
+    assert keys == "Ctrl-C stops it"
+    assert stopping == "stopping: waiting for running answers, at most 120 s; Ctrl-C again ends at once"
+    assert stopped == "stopped"
 
 
 def test_a_second_interrupt_stops_at_once_and_leaves_nothing(place: Place) -> None:
@@ -204,8 +211,8 @@ def test_a_killed_broker_and_worker_are_started_again(place: Place) -> None:
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, err
-    assert "sluice: worker-0 ended by SIGKILL; it starts again" in err
-    assert "sluice: nats ended by SIGKILL; it starts again" in err
+    for name in ("worker-0", "nats"):
+        assert re.search(rf"^\d\d:\d\d:\d\d  {name} ended by SIGKILL; it starts again", err, re.MULTILINE)
 
 
 @pytest.mark.slow

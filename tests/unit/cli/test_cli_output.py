@@ -395,30 +395,30 @@ class _Closed(io.StringIO):
         raise BrokenPipeError
 
 
-async def test_progress_is_a_line_per_step_and_ends_when_all_are_ready() -> None:
+async def test_progress_is_a_line_now_and_then_about_who_is_last_and_ends_when_all_are_ready() -> None:
     stream = io.StringIO()
     progress = StartProgress(["worker-0", "worker-1"], Console(stream, {}))
     bus = MemoryBroker(latency_s=0.0).connect("test")
     await progress.listen(bus, Subjects())
 
-    async def hear(*reports: WorkerReport) -> None:
+    async def hear(elapsed_s: float, *reports: WorkerReport) -> None:
         for item in reports:
             await bus.publish(Subjects().report(item.worker_id), encode_json(item))
         await bus.publish(Subjects().report(WorkerId("worker-0")), b"garbage")
         await bus.flush()
-        progress.show(1.0)
+        progress.show(elapsed_s)
 
-    for ratio in (0.0, 0.1, 0.6):
-        loading = {"phase": WorkerPhase.LOADING, "progress_ratio": ratio, "progress_text": "read"}
-        await hear(make_report("worker-0", **loading))
+    loading = {"phase": WorkerPhase.LOADING, "progress_ratio": 0.6, "progress_text": "read"}
+    await hear(1.0, make_report("worker-0", **loading))
+    await hear(5.0, make_report("worker-0"))
+    await hear(9.9, make_report("worker-1", **loading))
+    await hear(10.0)
     before = progress.all_ready
-    await hear(*map(make_report, ("worker-0", "stranger", "worker-1")))
+    await hear(16.0, *map(make_report, ("worker-0", "stranger", "worker-1")))
     assert (before, progress.all_ready) == (False, True)
     assert stream.getvalue().splitlines() == [
-        "  1.0 s  worker-0 0% read",
-        "  1.0 s  worker-0 60% read",
-        "  1.0 s  worker-0 ready",
-        "  1.0 s  worker-1 ready",
+        "  5.0 s  1 of 2 workers ready; worker-1 starting",
+        " 10.0 s  1 of 2 workers ready; worker-1 60% read",
     ]
     await bus.close()
 
