@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
 BROKER_HELP = "Broker. [NATS_URL, else that of the cluster that runs here, else nats://127.0.0.1:4222]"
+
+_json_option = click.option("--json", "as_json", is_flag=True, help="One line of JSON.")
 
 DRAIN_EPILOG = """\b
 Examples:
@@ -75,7 +79,8 @@ def tap(*, subject: str, decode: bool, count: int, with_tokens: bool, **flags: A
 @click.option("--store", "store_dir", metavar="DIR", default="/data", show_default=True, help="JetStream's files.")
 @click.option("--http", metavar="ADDR", default="127.0.0.1:8222", show_default=True, help="Monitoring of the server.")
 @click.option("--server", "servers", metavar="NAME=HOST", multiple=True, help="A server of a NATS cluster; repeat.")
-def nats_config(*, out: str, clusters: tuple[str, ...], servers: tuple[str, ...], **options: Any) -> int:
+@_json_option
+def nats_config(*, out: str, clusters: tuple[str, ...], servers: tuple[str, ...], as_json: bool, **options: Any) -> int:
     """Make users per role for a broker: a configuration for nats-server, and a password file for each role."""
     from cli.nats_config import parse_server, write_nats_config
     from shared.subjects import check_token
@@ -88,8 +93,8 @@ def nats_config(*, out: str, clusters: tuple[str, ...], servers: tuple[str, ...]
         raise click.UsageError(str(error)) from None
     if len({name for name, _ in named}) < len(named):
         raise click.UsageError("two servers have the same name")
-    for path in write_nats_config(Path(out), BrokerConfig(clusters=checked, **options), named):
-        click.echo(path)
+    paths = [str(path) for path in write_nats_config(Path(out), BrokerConfig(clusters=checked, **options), named)]
+    click.echo(json.dumps(paths) if as_json else "\n".join(paths))
     return 0
 
 
@@ -97,12 +102,13 @@ def nats_config(*, out: str, clusters: tuple[str, ...], servers: tuple[str, ...]
 @click.option("--nats-url", metavar="URL", default=None, help="Broker. [NATS_URL, else nats://127.0.0.1:4222]")
 @click.option("--cluster", metavar="NAME", default=None, help="Name of the cluster on a shared broker. [default]")
 @click.option("--keep", is_flag=True, help="Stay, and make them again if the broker loses its disk.")
-def nats_setup(*, keep: bool, **flags: Any) -> int:
+@_json_option
+def nats_setup(*, keep: bool, as_json: bool, **flags: Any) -> int:
     """Make the key-value buckets of a cluster at a broker that runs, or will within a minute; print their names."""
     from cli.cluster.settings import load_up_settings
     from cli.nats_setup import run_nats_setup
 
-    return asyncio.run(run_nats_setup(load_up_settings(flags), keep=keep))
+    return asyncio.run(run_nats_setup(load_up_settings(flags), keep=keep, as_json=as_json))
 
 
 def _ids(_context: click.Context, _parameter: click.Parameter, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -127,9 +133,12 @@ def _ids(_context: click.Context, _parameter: click.Parameter, names: tuple[str,
 )
 @click.option("--cluster", metavar="NAME", default=None, help="Name of the cluster on a shared broker. [default]")
 @click.option("--nats-url", metavar="URL", default=None, help=BROKER_HELP)
-def drain(*, workers: tuple[str, ...], limit_s: float, **flags: Any) -> int:
+@_json_option
+def drain(*, workers: tuple[str, ...], limit_s: float, as_json: bool, **flags: Any) -> int:
     """Have workers give their requests to others and end; several of them one after the other."""
     from cli.drain import run_drain
 
-    asyncio.run(run_drain(workers, flags, limit_s))
+    drained = asyncio.run(run_drain(workers, flags, limit_s, (lambda _line: None) if as_json else click.echo))
+    if as_json:
+        click.echo(json.dumps([asdict(each) for each in drained]))
     return 0

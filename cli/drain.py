@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, Final
 
 import click
@@ -24,29 +25,53 @@ LOOK_S: Final = 3.0
 ASK_LIMIT_S: Final = 5.0
 
 
-async def run_drain(workers: Sequence[str], flags: Mapping[str, Any], limit_s: float) -> None:
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class DrainedWorker:
+    """A worker that has ended."""
+
+    worker_id: str
+    num_moved: int
+    """Sequences that left it with their KV."""
+    is_back: bool
+    """Its next process has been seen to be ready; for that of the last one nobody waits."""
+
+
+async def run_drain(workers: Sequence[str], flags: Mapping[str, Any], limit_s: float, say: Say) -> list[DrainedWorker]:
     """Return when all have ended, and each but the last one is back.
 
     Args:
         workers: their ids.
         flags: where the broker is.
         limit_s: seconds that each may take to end, and to be back.
+        say: takes a line for each that has ended, or is back.
 
     Raises:
         StartupError: there is no broker, or it lets nobody in.
         CommandError: a worker is not there, cannot be asked, or took too long; those after it are left as they are.
     """
-    settings = load_bus_settings(flags)
+    settings, drained = load_bus_settings(flags), list[DrainedWorker]()
+    subjects = Subjects(settings.cluster)
     async with named_broker(settings).connect("drain") as bus:
         for number, name in enumerate(workers, start=1):
-            async with aclosing(_reports(bus, Subjects(settings.cluster), WorkerId(name))) as reports:
-                await _drain(bus, Subjects(settings.cluster), reports, limit_s, until_back=number < len(workers))
+            is_last = number == len(workers)
+            async with aclosing(_reports(bus, subjects, WorkerId(name))) as reports:
+                first = await anext(reports)
+                num_moved = await _drain(bus, subjects, first, reports, limit_s)
+                say(f"{name} has ended; {num_moved} sequences left it with their KV")
+                if not is_last:
+                    await _until_back(first, reports, limit_s)
+                    say(f"{name} is back")
+            drained.append(DrainedWorker(name, num_moved, is_back=not is_last))
+    return drained
 
 
 async def _drain(
-    bus: Bus, subjects: Subjects, reports: AsyncIterator[WorkerReport], limit_s: float, *, until_back: bool
-) -> None:
-    first = await anext(reports)
+    bus: Bus, subjects: Subjects, first: WorkerReport, reports: AsyncIterator[WorkerReport], limit_s: float
+) -> int:
+    """Return how many sequences have left the worker with their KV, once it has ended."""
     name = first.worker_id
     try:
         asked = encode_json(Drain(incarnation=first.incarnation))
@@ -56,12 +81,13 @@ async def _drain(
         raise CommandError(f"worker '{name}' cannot be asked to drain: {error}", hint, FAILED) from error
     try:
         async with asyncio.timeout(limit_s):
-            await _until_ended(first, reports)
+            return await _until_ended(first, reports)
     except TimeoutError:
         hint = "It goes on with it: see `sluice status`, or allow more with --timeout"
         raise CommandError(f"worker '{name}' has not ended within {limit_s:g} s", hint, FAILED) from None
-    if not until_back:
-        return
+
+
+async def _until_back(first: WorkerReport, reports: AsyncIterator[WorkerReport], limit_s: float) -> None:
     try:
         async with asyncio.timeout(limit_s):
             async for report in reports:
@@ -69,11 +95,10 @@ async def _drain(
                     break
     except TimeoutError:
         hint = "Start it, and drain the others then"
-        raise CommandError(f"worker '{name}' was not back within {limit_s:g} s", hint, FAILED) from None
-    click.echo(f"{name} is back")
+        raise CommandError(f"worker '{first.worker_id}' was not back within {limit_s:g} s", hint, FAILED) from None
 
 
-async def _until_ended(first: WorkerReport, reports: AsyncIterator[WorkerReport]) -> None:
+async def _until_ended(first: WorkerReport, reports: AsyncIterator[WorkerReport]) -> int:
     num_left, last, is_told = -1, first, False
     async for report in reports:
         if report.is_leaving and not is_told:
@@ -88,8 +113,7 @@ async def _until_ended(first: WorkerReport, reports: AsyncIterator[WorkerReport]
             num_left = report.num_running
             click.echo(f"{first.worker_id} drains: {num_left} sequences run there", err=True)
         last = report
-    num_moved = last.migration.num_left_total - first.migration.num_left_total
-    click.echo(f"{first.worker_id} has ended; {num_moved} sequences left it with their KV")
+    return last.migration.num_left_total - first.migration.num_left_total
 
 
 async def _reports(bus: Bus, subjects: Subjects, worker_id: WorkerId) -> AsyncGenerator[WorkerReport, None]:

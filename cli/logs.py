@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections import deque
@@ -21,7 +22,9 @@ UP: Final = "up"
 """The log of `sluice up -d` itself."""
 
 
-def run_logs(names: Sequence[str], cluster: str | None, *, tail: int, follows: bool) -> Iterator[str]:
+def run_logs(
+    names: Sequence[str], cluster: str | None, *, tail: int, follows: bool, as_json: bool = False
+) -> Iterator[str]:
     """Yield lines of these processes' logs, of all without a name; where they are several, each says whose it is.
 
     Args:
@@ -29,6 +32,7 @@ def run_logs(names: Sequence[str], cluster: str | None, *, tail: int, follows: b
         cluster: its id, name, URL or port; None: the only one.
         tail: so many of the last lines of each.
         follows: go on with what is logged, until the cluster has ended.
+        as_json: as objects, with whose it is under `process`; what is no object is its `text`.
 
     Raises:
         CommandError: there is no such cluster, or no such process.
@@ -48,11 +52,19 @@ def run_logs(names: Sequence[str], cluster: str | None, *, tail: int, follows: b
             is_over = not follows or run.id not in {each.id for each in find_runs()}
             lines += [each for log in logs for each in log.more()] if follows else ()
             for _, name, line in sorted(lines, key=itemgetter(0)):
-                yield f"{name:<{width}} | {line}" if width else line
+                yield _as_object(name, line) if as_json else f"{name:<{width}} | {line}" if width else line
             if is_over:
                 return
             lines = []
             time.sleep(LOOK_S)
+
+
+def _as_object(name: str, line: str) -> str:
+    try:
+        record = parse_json(line)
+    except ValueError:
+        record = None
+    return json.dumps({"process": name, **(record if isinstance(record, dict) else {"text": line})})
 
 
 _Line = tuple[str, str, str]

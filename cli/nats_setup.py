@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from typing import Final
 
@@ -26,12 +27,13 @@ WAIT_LIMIT_S: Final = 60.0
 LOOK_S: Final = 0.2
 
 
-async def run_nats_setup(settings: UpSettings, *, keep: bool) -> int:
+async def run_nats_setup(settings: UpSettings, *, keep: bool, as_json: bool) -> int:
     """Make what is missing; return the exit code.
 
     Args:
         settings: where the broker is, who signs in, and of which cluster the buckets are.
         keep: look again every second until Ctrl-C or SIGTERM, as a broker may lose its disk.
+        as_json: print the buckets' names as one line of JSON.
 
     Raises:
         StartupError: there is no broker, or it does not let this user in, or refuses it a subject.
@@ -45,7 +47,8 @@ async def run_nats_setup(settings: UpSettings, *, keep: bool) -> int:
         async with process.bus() as bus:
             _check_user(bus)
             await make_buckets(bus, subjects)
-            sys.stdout.writelines(f"{bucket}\n" for bucket in subjects.buckets())
+            buckets = list(subjects.buckets())
+            sys.stdout.write((json.dumps(buckets) if as_json else "\n".join(buckets)) + "\n")
             sys.stdout.flush()
             process.is_ready = True
             if keep:

@@ -27,7 +27,7 @@ LOGS_EPILOG = """\b
 Examples:
   sluice logs                                  the last lines of every process
   sluice logs worker-0 -f                      of one, and what it logs from now on
-  sluice logs --tail 1000 dispatcher | jq .event
+  sluice logs --tail 1000 --json | jq 'select(.level == "error")'
 
 `up` is what `sluice up -d` said. `sluice up --log-dir` keeps logs after the end.
 """
@@ -72,13 +72,14 @@ def down(*, cluster: str | None, is_all: bool, limit_s: float) -> int:
 @click.argument("names", metavar="[NAME]…", nargs=-1)
 @click.option("--cluster", metavar="CLUSTER", default=None, help="Id, name, URL or port. [the only one that runs here]")
 @click.option("--tail", metavar="N", type=click.IntRange(min=0), default=100, show_default=True, help="Lines of each.")
+@click.option("--json", "as_json", is_flag=True, help="An object a line: whose it is, and what it logs.")
 @click.option("-f", "--follow", "follows", is_flag=True, help="Go on, until Ctrl-C or the end of the cluster.")
-def logs(*, names: tuple[str, ...], cluster: str | None, tail: int, follows: bool) -> int:
+def logs(*, names: tuple[str, ...], cluster: str | None, tail: int, follows: bool, as_json: bool) -> int:
     """Show what the processes of a cluster here have logged."""
     from cli.logs import run_logs
 
     try:
-        for line in run_logs(names, cluster, tail=tail, follows=follows):
+        for line in run_logs(names, cluster, tail=tail, follows=follows, as_json=as_json):
             click.echo(line)
     except KeyboardInterrupt:
         pass  # the end of --follow

@@ -297,7 +297,7 @@ def test_demo_streams_one_answer_and_ends_without_a_terminal(server: Server, tmp
     assert float(paced[1]) + float(paced[3]) == pytest.approx(float(paced[2]), abs=0.11)
     for text in ("4 tokens", "/v1/chat/completions", "curl -N ", "from openai import OpenAI", "nats --server"):
         assert text in result.stdout
-    assert result.stderr.startswith("starting broker, monitor, planner, 2 workers, dispatcher; model tiny\n")
+    assert result.stderr.startswith("starting 2 workers with model tiny; chosen: device ")
     assert "worker-1 ended" in (tmp_path / "trace").read_text()
 
 

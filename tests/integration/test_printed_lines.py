@@ -179,9 +179,19 @@ OTHERS: Final = sorted(
 )
 
 
+WHICH: Final = {"chat": "--url ", "watch": "--url ", "logs": "--cluster "}
+"""How a command is told which cluster is meant."""
+
+
 @contextmanager
-def up(place: Place, line: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """Type a line that starts a cluster at a free port; give what it prints, and the table in it."""
+def up(place: Place, line: str, last: str = "print(chunk") -> Iterator[tuple[str, dict[str, str]]]:
+    """Type a line that starts a cluster at a free port; give what it prints up to its last line, and the table in it.
+
+    Args:
+        place: where it is typed.
+        line: without a port.
+        last: what the last line has.
+    """
     with (place.folder / "up.log").open("w") as log:
         process = subprocess.Popen(
             ["bash", "-c", f"exec {line} --port 0"],
@@ -195,7 +205,7 @@ def up(place: Place, line: str) -> Iterator[tuple[str, dict[str, str]]]:
     assert process.stdout is not None
     text = ""
     try:
-        while "print(chunk" not in text:
+        while last not in text:
             row = process.stdout.readline()
             assert row, (place.folder / "up.log").read_text()[-4000:]
             text += row
@@ -213,7 +223,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """Where lines are typed, beside the cluster of groups in docs/operations.md, with the broker's URL as printed."""
     place = Place(tmp_path_factory.mktemp("pasting") / "here", group_env())
     line = next(line.text for line in LINES if "--system kunserve --memory" in line.text and "operations" in line.place)
-    with up(place, as_typed(line).replace("sluice-up", "sluice up") + " --served-model-name tiny") as (text, table):
+    line = as_typed(line).replace("sluice-up", "sluice up") + " --served-model-name tiny --verbose"
+    with up(place, line) as (text, table):
         words = shlex.split(table["events"])
         place.env |= {"URL": table["API"].removesuffix("/v1"), "NATS_URL": words[words.index("--server") + 1]}
         place.env["PRINTED"] = text
@@ -306,9 +317,23 @@ def test_what_up_prints_with_keys_is_typed_with_the_key_of_the_readme(tmp_path: 
     )
     place.env["SLUICE_API_KEY"] = place.type(create).stdout.strip()
     key = place.env.pop("SLUICE_API_KEY")
-    with up(place, serve) as (text, table):
+    with up(place, f"{serve} --verbose") as (text, table):
         place.env["SLUICE_API_KEY"] = key
         type_what_up_prints(place, text, table)
+
+
+def test_what_most_people_do_next_is_typed(tmp_path: Path) -> None:
+    """The cluster is the only one of its user, so that commands find it; then it is one of two, and they are told."""
+    place = Place(tmp_path / "next", {"XDG_RUNTIME_DIR": str(tmp_path / "runtime")})
+    (tmp_path / "runtime").mkdir(mode=0o700)
+    with up(place, "sluice up", "sluice logs") as (_, alone), up(place, "sluice up", "sluice logs") as (_, second):
+        assert (alone["chat"], alone["watch"], alone["logs"]) == ("sluice chat", "sluice top", "sluice logs -f")
+        assert all(second["API"].removesuffix("/v1") in second[name] for name in ("chat", "watch"))
+        for table in (second, alone):
+            for name in ("chat", "watch", "logs"):
+                line = table[name].replace("sluice chat", "sluice chat --pace off").replace("logs -f", "logs")
+                done = place.type(line if table is second else f"{line} {WHICH[name]}{alone['API'][:-3]}", "Hello.\n")
+                assert (done.returncode, bool(done.stdout)) == (0, True), done.stderr
 
 
 def test_a_broker_of_ones_own(tmp_path: Path) -> None:
