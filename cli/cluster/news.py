@@ -14,6 +14,7 @@ from typing import Final
 
 from cli.cluster.dump import Losses
 from shared.messages.event import Event
+from shared.messages.plan import Plan
 
 REPEAT_S: Final = 60.0
 """In which the same is not said of the same worker again."""
@@ -21,14 +22,24 @@ _TOLD: Final = {
     "worker_incompatible": "{about} cannot be used: {reason}",
     "worker_left_out": "{about} is left out: {reason}",
     "worker_throttled": "memory is short at {about}: {reason}",
-    "plan_done": "memory: {reason}",
-    "plan_failed": "memory: {reason}",
-    "plan_aborted": "memory: {reason}",
+    "plan_failed": "layers did not move as planned: {reason}",
+    "plan_aborted": "layers did not move as planned: {reason}",
     "instances_wanted": "more workers are wanted: {reason}",
     "instances_suffice": "no more workers are wanted: {reason}",
 }
 """Of events that are said as they are, by name."""
 _AT_MOST_NOW_AND_THEN: Final = frozenset({"worker_throttled", "worker_left_out"})
+
+
+def describe_plan(plan: Plan) -> str | None:
+    """Return what has come of a plan that is done; None: nothing that an operator must know."""
+    names = ", ".join("+".join(worker.worker_id for worker in step.workers) for step in plan.steps)
+    match plan.lever:
+        case "drop":
+            return f"layers are dropped for KV: {names} serve together"
+        case "restore":
+            return f"layers are back: {names.replace('+', ', ')} serve by themselves"
+    return None
 
 
 @dataclass(frozen=True, slots=True)

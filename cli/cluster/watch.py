@@ -9,11 +9,12 @@ from typing import Final
 
 from cli.cluster.cluster import Cluster
 from cli.cluster.dump import Losses, ask_dispatcher
-from cli.cluster.news import ClusterNews, WorkerReturn
+from cli.cluster.news import ClusterNews, WorkerReturn, describe_plan
 from shared.messages.event import Event
+from shared.messages.plan import PLAN_KEY, Plan, PlanPhase
 from shared.process.tasks import TaskOwner
 from shared.subjects import Subjects
-from shared.transport.bus import Bus, Message
+from shared.transport.bus import Bus, BusError, Message
 from shared.wire import WireError, decode_json
 
 LOOK_S: Final = 0.25
@@ -39,10 +40,24 @@ class _Watch:
             event = decode_json(message.data, Event)
         except WireError:
             return
+        if event.name == "plan_done":
+            self._tasks.start(self._tell_plan(), name="plan")
         said = self._news.take(event, asyncio.get_running_loop().time())
         if isinstance(said, WorkerReturn):
             self._tasks.start(self._tell_return(said), name="return")
         elif said is not None:
+            self._cluster.show(said)
+
+    async def _tell_plan(self) -> None:
+        """Say what the plan has done that is done now."""
+        try:
+            plans = await self._bus.key_value(Subjects(self._cluster.plan.settings.cluster).plan_bucket())
+            entry = await plans.get(PLAN_KEY)
+            plan = None if entry is None or entry.value is None else decode_json(entry.value, Plan)
+        except (BusError, WireError):  # its store is full or away, and the broker's care says so
+            return
+        said = None if plan is None or plan.phase is not PlanPhase.DONE else describe_plan(plan)
+        if said is not None:
             self._cluster.show(said)
 
     async def _tell_return(self, found: WorkerReturn) -> None:

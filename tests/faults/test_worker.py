@@ -40,6 +40,13 @@ async def num_recovered(cluster: Cluster) -> int:
         return int((await cluster.dump(bus, "dispatcher-0"))["num_recovered"])
 
 
+async def losses_of(cluster: Cluster, worker_id: str) -> tuple[int, int, int]:
+    """Return how many answers a worker has lost, and how many of these went on and failed."""
+    async with cluster.bus() as bus:
+        counts = (await cluster.dump(bus, "dispatcher-0"))["workers"].get(worker_id, {})
+    return counts.get("num_lost", 0), counts.get("num_recovered", 0), counts.get("num_failed", 0)
+
+
 async def num_lost(cluster: Cluster) -> dict[str, int]:
     """Return how many requests have lost their worker, by how; a worker that is about to stop loses none."""
     async with cluster.bus() as bus:
@@ -59,13 +66,16 @@ async def strike(cluster: StagedCluster, fault: str) -> None:
 @pytest.mark.parametrize("fault", ["killed", "frozen", "terminated"])
 async def test_streams_of_a_lost_worker_go_on_with_the_same_text(cluster: StagedCluster, fault: str) -> None:
     """Rows 1, 3, 5, 6."""
-    before = await num_recovered(cluster)
+    before, by_worker = await num_recovered(cluster), await losses_of(cluster, VICTIM)
     for _ in rounds("a request went on elsewhere"):
         async with cluster.unchanged(15) as readers:
             await strike(cluster, fault)
         assert longest_gap_s(readers) < LOSS_S + 5
         if await num_recovered(cluster) > before:
             break
+    lost, recovered, failed = await losses_of(cluster, VICTIM)
+    assert (recovered - by_worker[1], failed) == (lost - by_worker[0], by_worker[2])
+    assert lost > by_worker[0]
 
 
 @pytest.mark.parametrize("fault", first_of(["killed", "frozen", "terminated"], in_ci=1))

@@ -55,9 +55,8 @@ def test_a_worker_that_drains_says_so_and_comes_back() -> None:
 
 def test_of_all_others_only_memory_and_instances_are_told() -> None:
     assert told("worker_ready", "plan_preparing", "plan_none", "request_moved", "kv_exchange_begun") == [None] * 5
-    assert told("plan_done", "plan_failed", "instances_wanted") == [
-        "memory: why",
-        "memory: why",
+    assert told("plan_failed", "instances_wanted") == [
+        "layers did not move as planned: why",
         "more workers are wanted: why",
     ]
 
