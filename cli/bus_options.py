@@ -33,7 +33,7 @@ Examples:
   nats sub 'sluice.default.>' --translate 'sluice tap --decode'
 
 Prompts and answers are token ids: counted, and shown only with --tokens. Answers to requests go to inboxes that only
-who asked can read. NATS_URL, or SLUICE_NATS_USER and SLUICE_NATS_PASSWORD, sign in; `sluice up` prints a URL.
+who asked can read. NATS_URL, or SLUICE_NATS_USER and SLUICE_NATS_PASSWORD, sign in elsewhere.
 """
 
 NATS_CONFIG_EPILOG = """\b

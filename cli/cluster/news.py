@@ -14,7 +14,7 @@ from typing import Final
 
 from cli.cluster.dump import Losses
 from shared.messages.event import Event
-from shared.messages.plan import Plan
+from shared.messages.plan import FormGroup, Plan, RestoreInstance
 
 REPEAT_S: Final = 60.0
 """In which the same is not said of the same worker again."""
@@ -33,13 +33,11 @@ _AT_MOST_NOW_AND_THEN: Final = frozenset({"worker_throttled", "worker_left_out"}
 
 def describe_plan(plan: Plan) -> str | None:
     """Return what has come of a plan that is done; None: nothing that an operator must know."""
-    names = ", ".join("+".join(worker.worker_id for worker in step.workers) for step in plan.steps)
-    match plan.lever:
-        case "drop":
-            return f"layers are dropped for KV: {names} serve together"
-        case "restore":
-            return f"layers are back: {names.replace('+', ', ')} serve by themselves"
-    return None
+    groups = ["+".join(each.worker_id for each in step.workers) for step in plan.steps if isinstance(step, FormGroup)]
+    whole = [each.worker_id for step in plan.steps if isinstance(step, RestoreInstance) for each in step.workers]
+    parts = [f"layers are dropped for KV: {', '.join(groups)} serve together"] if groups else []
+    parts += [f"layers are back: whole again {'are' if len(whole) > 1 else 'is'} {', '.join(whole)}"] if whole else []
+    return "; ".join(parts) or None
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ class _Tap:
 
     def fail(self, error: BaseException) -> None:
         """End because the broker refuses the subject, or has closed the connection."""
-        hint = "Sign in as operator: `sluice up` prints the URL" if isinstance(error, NotPermittedError) else ""
+        hint = "Sign in as operator: `sluice ps --json` has the URL" if isinstance(error, NotPermittedError) else ""
         self.failure = CommandError(str(error).removeprefix("sluice: ").partition(". ")[0], hint)
         self._stop.set()
 

@@ -12,9 +12,11 @@ import pytest
 
 from cli.cluster.drain_count import DrainCount, describe_left
 from cli.cluster.dump import DISPATCHER_ID, DispatcherDump, Losses, ask_dispatcher, read_dump
-from cli.cluster.news import REPEAT_S, ClusterNews, WorkerReturn
+from cli.cluster.news import REPEAT_S, ClusterNews, WorkerReturn, describe_plan
 from cli.console import Console
+from shared.ids import WorkerId
 from shared.messages.event import Event
+from shared.messages.plan import FormGroup, LoadBeside, Plan, PlannedStage, PlannedWorker, RestoreInstance
 from shared.subjects import Subjects
 from shared.transport.bus import Bus, Endpoint, Message, ServiceInfo
 from shared.transport.memory_bus import MemoryBroker
@@ -59,6 +61,21 @@ def test_of_all_others_only_memory_and_instances_are_told() -> None:
         "layers did not move as planned: why",
         "more workers are wanted: why",
     ]
+
+
+def test_of_plans_groups_that_form_and_workers_that_are_whole_again_are_told() -> None:
+    stages = tuple(PlannedStage(worker_id=WorkerId(name), held=(0, 4), layers=(0, 2)) for name in ("w0", "w1"))
+    form = FormGroup(stages=stages)
+    restored = tuple(RestoreInstance(worker=PlannedWorker(worker_id=each.worker_id, held=(0, 2))) for each in stages)
+    load = LoadBeside(stages=stages, num_blocks=4)
+    dropped, back = "layers are dropped for KV: w0+w1 serve together", "layers are back: whole again are w0, w1"
+    for steps, said in (
+        ((form,), dropped),
+        (restored, back),
+        ((*restored, form), f"{dropped}; {back}"),
+        ((load,), None),
+    ):
+        assert describe_plan(Plan(epoch=1, steps=steps)) == said
 
 
 def test_want_of_memory_is_said_once_in_a_while_of_each_worker() -> None:
