@@ -16,7 +16,7 @@ from cli.cluster.news import REPEAT_S, ClusterNews, WorkerReturn, describe_plan
 from cli.console import Console
 from shared.ids import WorkerId
 from shared.messages.event import Event
-from shared.messages.plan import FormGroup, LoadBeside, Plan, PlannedStage, PlannedWorker, RestoreInstance
+from shared.messages.plan import FormGroup, LoadBeside, Plan, PlannedStage, PlannedWorker, RestoreInstance, Step
 from shared.subjects import Subjects
 from shared.transport.bus import Bus, Endpoint, Message, ServiceInfo
 from shared.transport.memory_bus import MemoryBroker
@@ -69,12 +69,13 @@ def test_of_plans_groups_that_form_and_workers_that_are_whole_again_are_told() -
     restored = tuple(RestoreInstance(worker=PlannedWorker(worker_id=each.worker_id, held=(0, 2))) for each in stages)
     load = LoadBeside(stages=stages, num_blocks=4)
     dropped, back = "layers are dropped for KV: w0+w1 serve together", "layers are back: whole again are w0, w1"
-    for steps, said in (
+    cases: list[tuple[tuple[Step, ...], str | None]] = [
         ((form,), dropped),
         (restored, back),
         ((*restored, form), f"{dropped}; {back}"),
         ((load,), None),
-    ):
+    ]
+    for steps, said in cases:
         assert describe_plan(Plan(epoch=1, steps=steps)) == said
 
 
