@@ -99,7 +99,7 @@ $(RECIPES)/.made: $(addprefix tests/recipes/,requirements.txt package.json packa
 	cd $(RECIPES) && PATH="$$PWD/bin:$$PATH" npm ci --no-audit --no-fund
 	@touch $@
 
-test-recipes: $(VENV)/.dev $(VENV)/.native $(RECIPES)/.made chromium ## run docs/recipes.md as it stands: other people's libraries
+test-recipes: $(VENV)/.dev $(VENV)/.native $(RECIPES)/.made chromium ## run docs/recipes.md as it stands, with other people's libraries, and check the types of client/js
 	$(BIN)/python -m pytest -m recipes tests/recipes
 
 test-compose: $(VENV)/.dev ## build and run the compose file on a real engine, and disturb it

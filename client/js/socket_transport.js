@@ -219,13 +219,9 @@ class SocketAnswer {
       await abortable(new Promise((resolve) => (this.#wake = resolve)), signal);
     }
     const message = this.#waiting.shift();
-    if (message === null) {
-      this.#isDone = true;
-      throw new ConnectionLostError(`the WebSocket broke off: ${this.#link.reason}`);
-    }
-    if (message.type !== "done") return message;
-    this.#isDone = true;
-    return null;
+    this.#isDone = message === null || message.type === "done" || message.type === "error";
+    if (message === null) throw new ConnectionLostError(`the WebSocket broke off: ${this.#link.reason}`);
+    return message.type === "done" ? null : message;
   }
 
   /** Forget the answer; one that goes on is cancelled. */
