@@ -40,6 +40,11 @@ class WorkerLosses:
     num_under_way: int = 0
     """A worker is looked for. Who is in none of these three was left by its client meanwhile."""
 
+    def note_place(self, session: Session) -> None:
+        """No worker is looked for any more: one has the session, or it has ended."""
+        self.num_under_way -= 1
+        self.num_recovered += session.worker_id is not None
+
 
 class Recovery:
     """Owns the tasks that bring sessions to other workers.
@@ -107,13 +112,12 @@ class Recovery:
             toward = await self._bring_elsewhere(session, before, loss, toward)
         except RequestFailedError as error:
             _log.warning("not_recovered", rid=session.request.request_id, reason=error.code.value)
+            losses.num_under_way -= 1
             losses.num_failed += 1
             session.fail(error.code)
             return
-        finally:
-            losses.num_under_way -= 1
         if session.worker_id is not None:
-            self._on_recovered(session, losses)
+            self._on_recovered(session)
             if loss is Loss.RELEASED and session.worker_id == toward:
                 await session.until_progress()
                 self._note_gap(session)
@@ -132,17 +136,16 @@ class Recovery:
                 toward = await self._migration.fetch_lost(session, before)
         finally:
             self._leases.drop(before.worker_id, session.request.request_id, before.number)
+        losses = self.by_worker[before.worker_id]
         if session.history.on_probation:
             async with self._probation:
-                await self._place_and_watch(session, away_from)
+                await self._placing.place_again(session, away_from)
+                losses.note_place(session)
+                await session.until_progress()  # or it has ended, or has lost its worker again
         else:
             await self._placing.place_again(session, away_from, toward)
+            losses.note_place(session)
         return toward
-
-    async def _place_and_watch(self, session: Session, away_from: WorkerId | None) -> None:
-        """Place a session and wait until it has a token, has ended, or has lost its worker again."""
-        await self._placing.place_again(session, away_from)
-        await session.until_progress()
 
     async def _move(self, session: Session) -> None:
         try:
@@ -153,13 +156,13 @@ class Recovery:
                 if not await self._migration.fetch_elsewhere(session) and await self._placing.move(session):
                     self.num_lost[Loss.DRAINING] += 1
                     losses.num_lost += 1
-                    self._on_recovered(session, losses)
+                    losses.num_recovered += 1
+                    self._on_recovered(session)
         finally:
             self._moving.discard(session)
 
-    def _on_recovered(self, session: Session, losses: WorkerLosses) -> None:
+    def _on_recovered(self, session: Session) -> None:
         self.num_recovered += 1
-        losses.num_recovered += 1
         session.history.recover()
         _log.info("request_goes_on", rid=session.request.request_id, worker=session.worker_id, attempt=session.attempt)
 
