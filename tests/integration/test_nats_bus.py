@@ -250,7 +250,7 @@ async def test_a_connection_that_fails_says_where_and_what_to_do() -> None:
     assert "secret" not in text
     assert text.startswith("sluice: no nats-server answers at nats://127.0.0.1:")
     assert "(connection refused)" in text
-    assert text.endswith("set NATS_URL to where one runs")
+    assert text.endswith("set NATS_URL to where one runs; more: sluice explain broker_unreachable")
     assert open_descriptors() == before
 
 
