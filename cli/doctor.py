@@ -130,9 +130,9 @@ def _torch() -> Finding:
 
 
 def _kernels() -> Finding:
-    from cli.cluster.children import CODE_ROOT
+    from cli.cluster.children import has_cpu_kernels
 
-    if any((CODE_ROOT / "services" / "worker" / "native" / "lib").glob("*.so")):
+    if has_cpu_kernels():
         return _ok("kernels", "the CPU kernels are compiled")
     hint = "Run `make install` where there is a C++ compiler"
     return Finding("kernels", Health.POOR, "no CPU kernels are compiled: torch's operators are slower", hint)

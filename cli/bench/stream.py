@@ -29,7 +29,7 @@ class BenchRecord:
     end_s: float | None = None
     """When the answer was complete or had failed; None while it runs."""
     deliveries: list[tuple[float, int]] = field(default_factory=list)
-    """When text arrived, and how many tokens it was; ascending."""
+    """When text arrived, or the end, and how many tokens it was; ascending."""
     num_input: int | None = None
     """Tokens of the prompt as the server counted them."""
     num_output: int = 0
@@ -74,6 +74,9 @@ class AnswerReader:
         self._decoder = SseDecoder()
         self._is_done = False
         self._total: int | None = None
+        self._says_counts = False
+        """The server says of each chunk how many tokens it is, so that all others had no text."""
+        self._finish_s: float | None = None
 
     def feed(self, chunk: bytes, at_s: float) -> None:
         """Take bytes that arrived at this instant.
@@ -91,6 +94,9 @@ class AnswerReader:
         outcome = self._outcome
         outcome.is_counted = self._total is not None
         outcome.num_output = outcome.num_output if self._total is None else self._total
+        silent = outcome.num_output - sum(count for _, count in outcome.deliveries)
+        if self._says_counts and self._finish_s is not None and silent > 0 and outcome.deliveries:
+            outcome.deliveries.append((self._finish_s, silent))
         outcome.deliveries = spread_tokens(outcome.deliveries, outcome.num_output)
         if not (self._is_done or outcome.finish_reason):
             outcome.fail("broken off", "the stream ended without [DONE]")
@@ -104,6 +110,7 @@ class AnswerReader:
         chunk = json.loads(event.data)
         if not isinstance(chunk, dict):
             raise ValueError("an event that is no object")  # noqa: TRY004  the stream's content is wrong, not a type
+        self._says_counts = self._says_counts or "sluice" in chunk
         if "error" in chunk:
             self._outcome.fail(*_complaint(chunk))
         usage = chunk.get("usage")
@@ -128,7 +135,7 @@ class AnswerReader:
             self._outcome.deliveries.append((at_s, count))
             self._outcome.num_output += count
         if choice.get("finish_reason"):
-            self._outcome.finish_reason = str(choice["finish_reason"])
+            self._outcome.finish_reason, self._finish_s = str(choice["finish_reason"]), at_s
 
 
 def _complaint(answer: object) -> tuple[str, str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from cli.answer import start_answer
+from cli.cluster.children import has_cpu_kernels
 from cli.cluster.cluster import Cluster, choose_sizes, run_cluster
 from cli.cluster.settings import UpSettings
 from cli.console import Console
@@ -100,6 +101,9 @@ def size_burst(named: UpSettings, chosen: UpSettings, folder: Path) -> tuple[UpS
     layer_bytes = max(total - sizes.vocab_size * sizes.hidden_size * item_bytes, num_layers)
     kv_bytes = min(layer_bytes // 2, MAX_KV_TOKENS * sizes.kv_token_bytes(dtype))
     workspace = sizes.workspace_bytes(dtype, 2 * ROWS, ROWS)
+    if chosen.device == "cpu" and not has_cpu_kernels():  # torch's attention gathers a layer's KV of all rows
+        context = chosen.max_model_len or sizes.max_positions
+        workspace += ROWS * context * sizes.kv_token_bytes(dtype) // num_layers
     page_bytes = 2 ** int(math.log2(min(max(layer_bytes // num_layers // 64, 2**14), 2**21)))
     memory = named.memory or total + workspace + kv_bytes
     return chosen.model_copy(update={"memory": memory}), worker_env(page_bytes)

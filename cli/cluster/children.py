@@ -24,6 +24,12 @@ CODE_ROOT = Path(__file__).parents[2]
 """Where the services' packages lie: beside this one."""
 
 
+def has_cpu_kernels() -> bool:
+    """Return whether workers on the CPU compute by compiled kernels, and not by torch's operators."""
+    is_wanted = os.environ.get("SLUICE_WORKER_KERNELS") != "torch"
+    return is_wanted and any((CODE_ROOT / "services" / "worker" / "native" / "lib").glob("*.so"))
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
     """Everything the children are told."""

@@ -85,6 +85,13 @@ def test_a_chunk_of_several_tokens_counts_as_many_as_our_server_says() -> None:
     assert (result.num_output, result.is_counted) == (4, False)
 
 
+def test_tokens_without_text_arrive_with_the_end_where_the_server_counts_those_with_text() -> None:
+    """As after an end token that is ignored."""
+    usage = {**USAGE, "sluice": {"qoe": 1.0}}
+    result = read(events(delta("a"), delta("b")), events(ROLE), events(FINISH, usage, "[DONE]"))
+    assert result.deliveries == [(0.0, 1), (0.0, 1), (2.0, 4)]
+
+
 @pytest.mark.parametrize("count", [10**18, -1, True, 1.5, "6", None])
 def test_an_impossible_count_of_the_server_is_not_believed(count: object) -> None:
     usage = {"choices": [], "usage": {"prompt_tokens": count, "completion_tokens": count}}

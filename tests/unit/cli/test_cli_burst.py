@@ -26,18 +26,26 @@ def report(name: str, num_blocks: int, num_stages: int = 1, stage: int = 0) -> W
     return WorkerReport.model_validate({"worker_id": name, "sequence_number": 1, "phase": WorkerPhase.READY, **fields})
 
 
-def test_memory_is_the_parameters_a_workspace_and_little_kv() -> None:
-    """The model that ships takes 8.4 MiB, of which its layers are 6.8, and a token's KV 2 560 bytes."""
+def test_memory_is_the_parameters_a_workspace_and_little_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model that ships takes 8.4 MiB, of which its layers are 6.8, and a token's KV 2 560 bytes in 5 layers.
+
+    Without compiled kernels a layer's KV of all 32 rows is gathered, 512 tokens each.
+    """
+    monkeypatch.setattr(burst, "has_cpu_kernels", lambda: False)
+    gathers = size_burst(NAMED, CHOSEN, shipped_folder())[0].memory
+    monkeypatch.setattr(burst, "has_cpu_kernels", lambda: True)
     sized, env = size_burst(NAMED, CHOSEN, shipped_folder())
     assert sized.memory is not None
     assert 8.4 + 4 + 6.8 / 2 < sized.memory / 2**20 < 8.4 + 8 + 6.8 / 2
+    assert gathers == sized.memory + 32 * 512 * 2560 // 5
     assert (sized.dtype, sized.workers) == ("float32", 2)
     assert env["SLUICE_WORKER_PAGE_BYTES"] == str(2**14)
     named = NAMED.model_copy(update={"memory": 2**26})
     assert size_burst(named, CHOSEN, shipped_folder())[0].memory == 2**26
 
 
-def test_the_kv_of_a_large_model_is_bounded_in_tokens(tmp_path: Path) -> None:
+def test_the_kv_of_a_large_model_is_bounded_in_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(burst, "has_cpu_kernels", lambda: True)
     config = {"num_hidden_layers": 24, "hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 1000, "dtype": "float32"}))
     with (tmp_path / "model.safetensors").open("wb") as file:
