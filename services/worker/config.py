@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from shared.addresses import normal_host
 from shared.process.config import Host, ModelNames, ServiceSettings, Size
-from shared.process.config_fields import Chosen
+from shared.process.config_fields import Auto
 from shared.systems import DEFAULT_SYSTEM
 
 _OPENMP_SPINS: Final = "500"
@@ -69,9 +69,9 @@ class WorkerSettings(ServiceSettings):
     """Cost profile of the modelled executor: a shipped name, or a path to a TOML file."""
     device: str = "cpu"
     """`cpu`, `cuda` or `cuda:<index>`."""
-    dtype: Annotated[Dtype, Chosen()] = Dtype.FLOAT32
+    dtype: Annotated[Dtype, Auto()] = Dtype.FLOAT32
     """Type of parameters and KV; bfloat16 halves both. Not named: by the model and what is free (`shared.sizing`)."""
-    memory: Annotated[Size, Chosen()] = 1024**3
+    memory: Annotated[Size, Auto()] = 1024**3
     """Hard budget for parameters, KV and workspace, in bytes; what the first and last leave becomes KV. Not named: by
     the model and what is free, where the workers of this host share what it has."""
     host_memory: Annotated[Size, Field(ge=0)] | None = None

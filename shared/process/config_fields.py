@@ -29,7 +29,7 @@ class SizeType:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class Auto:
     """Marks a field that the program chooses by what it finds where nobody names it: then it is not among those set."""
 
 
@@ -39,7 +39,7 @@ class FieldType:
 
     base: Any
     metadata: tuple[Any, ...]
-    """Constraints and markers (annotated_types, `SizeType`, `Chosen`)."""
+    """Constraints and markers (annotated_types, `SizeType`, `Auto`)."""
 
     @property
     def is_bool(self) -> bool:
@@ -59,7 +59,7 @@ class FieldType:
     @property
     def is_chosen(self) -> bool:
         """Whether the program chooses it where nobody names it."""
-        return any(isinstance(item, Chosen) for item in self.metadata)
+        return any(isinstance(item, Auto) for item in self.metadata)
 
     @property
     def choices(self) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ NOT_TYPED: Final = (
     (r"docs/results/.*: .*", "hours, another machine, or traces that do not ship"),
     (r".*: make .*", "installs, or runs the tests, or measures"),
     (
-        r".*: (SLUICE_\S+ )*docker[- ]compose .*|.*: nats-server --signal reload",
+        r".*: (SLUICE_\S+ )*docker[- ]compose.*|.*: nats-server --signal reload",
         "a container engine: tests/compose; a pid file",
     ),
     (r"docs/operations\.md: sudo .*", "root, and systemd: tests/integration/test_systemd_unit.py"),
