@@ -56,7 +56,8 @@ async def show_answer(answer: AsyncAnswer, out: TextIO, column: int = 0) -> None
         raise CommandError(f"no answer: {error}", "See `sluice status`", UNREACHABLE) from error
     except APIStatusError as error:
         is_long = error.code == "context_length_exceeded"
-        hint = "Send less; in a conversation /clear begins anew" if is_long else "See `sluice status`"
+        look = "See `sluice status`" if error.status >= 500 else ""
+        hint = "Send less; in a conversation /clear begins anew" if is_long else look
         raise CommandError(f"the server refused: {error}", hint, FAILED, topic_of(error.code or "")) from error
     except SluiceClientError as error:
         raise CommandError(f"the answer broke off: {error}", "See `sluice status`", FAILED) from error

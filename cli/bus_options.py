@@ -10,6 +10,9 @@ from typing import Any
 
 import click
 
+CLUSTER_HELP = (
+    "One that runs here, by name, id or port; or its name on a shared broker. [the one here, else default]"
+)
 BROKER_HELP = "Broker. [NATS_URL, else that of the cluster that runs here, else nats://127.0.0.1:4222]"
 
 _json_option = click.option("--json", "as_json", is_flag=True, help="One line of JSON.")
@@ -59,7 +62,7 @@ The roles' users may not make buckets: services wait until they are there. `slui
 @click.command(epilog=TAP_EPILOG)
 @click.argument("subject", default="")
 @click.option("--nats-url", metavar="URL", default=None, help=BROKER_HELP)
-@click.option("--cluster", metavar="NAME", default=None, help="Name of the cluster on a shared broker. [default]")
+@click.option("--cluster", metavar="NAME", default=None, help=CLUSTER_HELP)
 @click.option("--count", metavar="N", type=click.IntRange(min=0), default=0, help="End after N messages. [no end]")
 @click.option("--tokens", "with_tokens", is_flag=True, help="Show the ids of prompts and answers.")
 @click.option("--decode", is_flag=True, help="Show one payload from stdin, and end.")
@@ -100,7 +103,7 @@ def nats_config(*, out: str, clusters: tuple[str, ...], servers: tuple[str, ...]
 
 @click.command("nats-setup", epilog=NATS_SETUP_EPILOG)
 @click.option("--nats-url", metavar="URL", default=None, help="Broker. [NATS_URL, else nats://127.0.0.1:4222]")
-@click.option("--cluster", metavar="NAME", default=None, help="Name of the cluster on a shared broker. [default]")
+@click.option("--cluster", metavar="NAME", default=None, help="Name of the cluster on the broker. [default]")
 @click.option("--keep", is_flag=True, help="Stay, and make them again if the broker loses its disk.")
 @_json_option
 def nats_setup(*, keep: bool, as_json: bool, **flags: Any) -> int:
@@ -131,7 +134,7 @@ def _ids(_context: click.Context, _parameter: click.Parameter, names: tuple[str,
     show_default=True,
     help="Seconds that each may take to end, and to be back; what was begun goes on all the same.",
 )
-@click.option("--cluster", metavar="NAME", default=None, help="Name of the cluster on a shared broker. [default]")
+@click.option("--cluster", metavar="NAME", default=None, help=CLUSTER_HELP)
 @click.option("--nats-url", metavar="URL", default=None, help=BROKER_HELP)
 @_json_option
 def drain(*, workers: tuple[str, ...], limit_s: float, as_json: bool, **flags: Any) -> int:

@@ -192,8 +192,13 @@ def _model(text: str) -> Finding:
 def _sizes(text: str) -> CheckpointSizes:
     from cli.hub import MODEL_ID, find_cached, parse_source, peek
     from cli.model import find_model
+    from cli.model_table import sizes_of_common
     from shared.model_sizes import read_sizes, sizes_of
+    from sim.catalog.facts import models
 
+    common = models().get(text)
+    if common is not None and not Path(text).exists():
+        return replace(sizes_of_common(text, common), family=text)
     is_id = MODEL_ID.match(text) and not Path(text).exists()
     source = parse_source(text) if is_id else None
     if source is None or find_cached(source) is not None:

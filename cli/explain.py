@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from difflib import get_close_matches
 from typing import Final
 
@@ -25,6 +26,7 @@ def explain(*, code: str | None, as_json: bool) -> int:
     from shared.troubleshooting import sections
 
     known = sections()
+    code = code and code.lower()
     if code is not None and code not in known:
         near = get_close_matches(code, known, cutoff=0.5)
         hint = f"Did you mean {' or '.join(near)}? " if near else ""
@@ -33,5 +35,13 @@ def explain(*, code: str | None, as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps(chosen))
     else:
-        click.echo("\n".join(known) if code is None else known[code], nl=code is None)
+        click.echo("\n".join(known) if code is None else _without_links(known[code]), nl=code is None)
     return DONE
+
+
+def _without_links(text: str) -> str:
+    """Return Markdown as it is read in a terminal: a link is its words and where it leads."""
+    text = re.sub(r"\[(.+?)\]\(#.*?\)", r"\1", text)
+    text = re.sub(r"\[(\S+)\]\(\1\)", r"docs/\1", text)
+    text = re.sub(r"\(\[(.+?)\]\((\S+?)\)\)", r"(\1: docs/\2)", text)
+    return re.sub(r"\[(.+?)\]\((\S+?)\)", r"\1 (docs/\2)", text)

@@ -12,6 +12,7 @@ import aiohttp
 from cli.exit_codes import REFUSED, UNREACHABLE, CommandError
 from shared.browsers import Foreign
 from shared.troubleshooting import sections
+from sluice_client.transport import describe
 
 MAX_ANSWER_BYTES = 8 * 1024**2
 MAX_VIEW_BYTES = 256 * 1024**2
@@ -104,6 +105,6 @@ async def ask(
         ):
             return HttpAnswer(response.status, await read_body(response, max_bytes))
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        reason = "no answer in time" if isinstance(error, asyncio.TimeoutError) else type(error).__name__
+        reason = "no answer in time" if isinstance(error, asyncio.TimeoutError) else describe(error)
         hint = "Start a cluster with `sluice up`, or name another with --url"
         raise CommandError(f"nothing answers at {url} ({reason})", hint, UNREACHABLE, "nothing_answers") from error

@@ -95,7 +95,7 @@ def revoke(*, key: str, path: Path) -> int:
     """Take a key back: its lines are removed from the file, which a running dispatcher reads again within two seconds.
 
     It is named by itself, or by the beginning of its SHA-256 as `sluice keys list` shows it. What a tenant has as its
-    limits stays.
+    limits stays. A file's only key stays, too: make another one first.
     """
     before = _read(path)
     found = _keys_of(before, path)

@@ -58,7 +58,7 @@ def fit_of(sizes: CheckpointSizes) -> ModelFit:
 def run_sizes(*, as_json: bool) -> str:
     """Return what to print: the models of the catalogue, the smallest first."""
     fits = sorted(
-        (fit_of(_sizes_of(name, model)) for name, model in models().items()), key=lambda fit: fit.parameter_bytes
+        (fit_of(sizes_of_common(name, model)) for name, model in models().items()), key=lambda fit: fit.parameter_bytes
     )
     if as_json:
         return json.dumps([asdict(fit) for fit in fits])
@@ -75,7 +75,8 @@ def _row(fit: ModelFit) -> tuple[str, ...]:
     return (fit.name, *gib, kv, str(fit.context), least, *counts, speed)
 
 
-def _sizes_of(name: str, model: CatalogModel) -> CheckpointSizes:
+def sizes_of_common(name: str, model: CatalogModel) -> CheckpointSizes:
+    """Return what a model of the catalogue is counted by."""
     return CheckpointSizes(
         name=name,
         num_parameters=model.num_parameters,

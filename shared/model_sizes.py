@@ -39,7 +39,7 @@ class CheckpointSizes:
     max_positions: int = 0
     """Longest sequence that it was made for."""
     family: str | None = None
-    """In `shared.model_families`; None: another one."""
+    """In `shared.model_families`, or a common model's own name; None: another one."""
 
     @property
     def is_known(self) -> bool:

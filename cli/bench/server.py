@@ -13,6 +13,7 @@ from cli.bench.answers import count_of, parse_answer
 from cli.bench.prompts import PromptMaker, TokenScale, scale_of
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
 from cli.http import check_url, read_body, refusal_hint, topic_of
+from sluice_client.transport import describe
 
 CHECK_LIMIT = aiohttp.ClientTimeout(total=10)
 MAX_OWNER = 40
@@ -83,7 +84,7 @@ async def _models(session: aiohttp.ClientSession, base_url: str) -> dict[str, di
             status, body = response.status, await response.read()
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         hint = "Start a cluster with `sluice up`, or name another with --url"
-        said = f"nothing answers at {base_url} ({type(error).__name__})"
+        said = f"nothing answers at {base_url} ({describe(error)})"
         raise CommandError(said, hint, UNREACHABLE, "nothing_answers") from error
     if status in (401, 403):
         said = body.decode(errors="replace")[:200]

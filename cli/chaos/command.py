@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from cli.chaos.targets import BROKER, Target, current_pid, find_broker, find_service
+from cli.cluster.broker import named_broker
 from cli.cluster.settings import UpSettings
 from cli.console import Console
 from cli.exit_codes import FAILED, REFUSED, CommandError
 from cli.processes import is_running
 from shared.transport.bus import Bus
-from shared.transport.nats_bus import NatsBus
 from shared.transport.nats_server import accepts_connections
 
 LOOK_S: Final = 0.1
@@ -82,11 +82,8 @@ async def _found(settings: UpSettings, name: str) -> AsyncIterator[tuple[Target,
     if name == BROKER:
         yield await asyncio.to_thread(find_broker, settings.nats_url), None
         return
-    bus = await NatsBus.connect(settings.nats_url, name="sluice-chaos")
-    try:
+    async with named_broker(settings).connect("chaos") as bus:
         yield await find_service(bus, settings.cluster, name), bus
-    finally:
-        await bus.close()
 
 
 def _signal(target: Target, number: signal.Signals) -> None:

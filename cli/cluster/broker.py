@@ -20,7 +20,7 @@ from urllib.parse import quote
 from cli.cluster import checks
 from cli.cluster.settings import UpSettings
 from cli.cluster.supervisor import ChildSpec, Supervisor
-from cli.exit_codes import CommandError
+from cli.exit_codes import UNREACHABLE, CommandError
 from cli.http import ask
 from shared.errors import StartupError
 from shared.process.tasks import TaskOwner
@@ -28,7 +28,7 @@ from shared.reading import parse_json
 from shared.subjects import Subjects
 from shared.transport.buckets import keep_buckets, make_buckets
 from shared.transport.bus import BusError
-from shared.transport.nats_bus import NatsBus, without_credentials
+from shared.transport.nats_bus import NatsBus, NoBrokerError, without_credentials
 from shared.transport.nats_config import new_password, new_passwords
 from shared.transport.nats_roles import BrokerRole, inbox_prefix
 from shared.transport.nats_server import accepts_connections, find_binary, server_command
@@ -57,6 +57,8 @@ class BrokerAccess:
     """User and password for this process, at a broker that is not ours."""
     is_in_url: bool = False
     """Whether `login` was taken from the URL; otherwise children find theirs where this process did."""
+    is_guess: bool = False
+    """Whether nobody has named it, and no cluster runs here."""
 
     @property
     def operator(self) -> tuple[str, str] | None:
@@ -73,8 +75,18 @@ class BrokerAccess:
 
     @asynccontextmanager
     async def connect(self, tool: str, on_fatal: Callable[[BusError], None] | None = None) -> AsyncIterator[NatsBus]:
-        """Connect one of the tools of `sluice` as the operator, for as long as the block lasts."""
-        bus = await NatsBus.connect(self.url, name=f"sluice-{tool}", credentials=self.operator, on_fatal=on_fatal)
+        """Connect one of the tools of `sluice` as the operator, for as long as the block lasts.
+
+        Raises:
+            NoBrokerError, CommandError: there is none; the latter, if nobody has named one.
+        """
+        try:
+            bus = await NatsBus.connect(self.url, name=f"sluice-{tool}", credentials=self.operator, on_fatal=on_fatal)
+        except NoBrokerError as error:
+            if not self.is_guess:
+                raise
+            hint = "Start one with `sluice up`, or name another's broker with --nats-url"
+            raise CommandError("no cluster runs here", hint, UNREACHABLE, "nothing_answers") from error
         try:
             yield bus
         finally:
@@ -99,7 +111,7 @@ def named_broker(settings: UpSettings) -> BrokerAccess:
     """
     login = settings.nats_login()
     if login is None or settings.nats_credentials() is not None:
-        return BrokerAccess(settings.nats_url, login=login)
+        return BrokerAccess(settings.nats_url, login=login, is_guess=settings.has_own_broker)
     return BrokerAccess(without_credentials(settings.nats_url), login=login, is_in_url=True)
 
 

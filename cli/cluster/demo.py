@@ -46,6 +46,8 @@ async def run_demo(settings: UpSettings, console: Console, prompt: str, pacing: 
             console.line("the cluster stays up; talk to it with the chat command above from another terminal")
             console.line("Ctrl-C stops it")
             await stop.wait()
+        else:
+            console.line("the cluster ends now, since no terminal is here to stop it from; `sluice up -d` keeps one")
         return 0
 
     return await run_cluster(settings, console, show)

@@ -139,9 +139,9 @@ def load_bus_settings(flags: Mapping[str, Any]) -> UpSettings:
     if not settings.has_own_broker:
         return settings
     name = settings.cluster if "cluster" in settings.model_fields_set else None
-    if name is not None and not any(run.cluster == name for run in find_runs()):
+    if name is not None and not any(run.is_meant_by(name) for run in find_runs()):
         return settings
-    run = find_run(name, "--nats-url or --cluster")
+    run = find_run(name, "--cluster and its id, or --nats-url")
     return settings if run is None else settings.model_copy(update={"nats_url": run.nats_url, "cluster": run.cluster})
 
 

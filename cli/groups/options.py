@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import click
 
-from cli.bus_options import BROKER_HELP
+from cli.bus_options import BROKER_HELP, CLUSTER_HELP
 
 MAX_LIMIT_S: Final = 600.0
 _DROP_EPILOG: Final = """\b
@@ -49,9 +49,7 @@ _limit_option = click.option(
 def _bus_options(command: Any) -> Any:
     for option in (
         click.option("--json", "as_json", is_flag=True, help="The planner's answer as one line of JSON."),
-        click.option(
-            "--cluster", metavar="NAME", default=None, help="Name of the cluster on a shared broker. [default]"
-        ),
+        click.option("--cluster", metavar="NAME", default=None, help=CLUSTER_HELP),
         click.option("--nats-url", metavar="URL", default=None, help=BROKER_HELP),
     ):
         command = option(command)

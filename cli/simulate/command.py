@@ -84,7 +84,7 @@ def run_plan(system: str, flags: Mapping[str, Any]) -> int:
     found = _plan(experiment, system, console)
     if experiment.json_file is not None:
         _write(experiment.json_file, to_json(rounded(_plan_tree(experiment, system, found))))
-    click.echo(_plan_text(experiment, found))
+    click.echo(_plan_text(experiment, system, found))
     if found.num_instances is None:
         raise CommandError(
             f"{experiment.max_instances} instances do not suffice",
@@ -213,12 +213,15 @@ def _plan_tree(experiment: Experiment, system: str, found: InstancePlan) -> dict
     }
 
 
-def _plan_text(experiment: Experiment, found: InstancePlan) -> str:
+def _plan_text(experiment: Experiment, system: str, found: InstancePlan) -> str:
     slo = experiment.scenario.slo
     assert slo is not None
     wish = f"{100 * experiment.target_share:g} % with TTFT ≤ {slo.ttft_s:g} s and TPOT ≤ {slo.tpot_s:g} s"
     rows = [f"{count:>9}  {100 * share:6.2f} %" for count, share in sorted(found.shares.items())]
-    lines = [f"wanted: {wish}", "", "instances   in time", *rows, ""]
+    tree = describe(experiment)
+    cards = f"an instance is {tree['tp']} × {tree['gpu']}"
+    load = f"{tree['name']}: {tree['workload']}; {tree['model']} on {system}, {cards}"
+    lines = [load, f"wanted: {wish}", "", "instances   in time", *rows, ""]
     if found.num_instances is None:
         lines.append(f"not enough with {_instances(max(found.shares))}")
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -265,7 +266,9 @@ def unreachable(url: str, error: BaseException) -> Failure:
 
 
 def describe(error: BaseException) -> str:
-    """An error's own words, or its name."""
+    """The system's words for an error, else its own, or its name."""
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno) if error.errno > 0 else error.strerror or type(error).__name__
     return str(error) or type(error).__name__
 
 

@@ -86,7 +86,7 @@ def test_reading_takes_as_long_as_the_speed_says(server: Server) -> None:
 
 @pytest.mark.parametrize(
     ("message", "line"),
-    [("break", "sluice: the answer broke off: "), ("refuse", "sluice: the server refused: 400: The context is full.")],
+    [("break", "sluice: the answer broke off: "), ("refuse", "sluice: the server refused: 400: The context is full")],
 )
 def test_an_answer_that_fails_is_one_line_and_exit_code_1(server: Server, message: str, line: str) -> None:
     result = server.sluice("chat", text=f"{message}\nnever sent\n")

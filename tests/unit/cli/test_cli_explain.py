@@ -16,7 +16,13 @@ from tests.unit.cli.conftest import Refusal
 
 def test_a_section_is_printed_and_without_a_name_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["explain", "queue_full"]) == 0
-    assert capsys.readouterr().out == sections()["queue_full"]
+    shown, page = capsys.readouterr().out, sections()["queue_full"]
+    assert "[how](operations.md#chats-and-batches-together)" in page
+    assert shown == page.replace(
+        "([how](operations.md#chats-and-batches-together))", "(how: docs/operations.md#chats-and-batches-together)"
+    )
+    assert run_command(["explain", "Queue_Full"]) == 0
+    assert capsys.readouterr().out == shown
     assert run_command(["explain"]) == 0
     assert capsys.readouterr().out.split() == list(sections())
     assert run_command(["explain", "--json"]) == 0

@@ -19,10 +19,13 @@ from unittest.mock import Mock
 
 import pytest
 
+from cli.cluster.broker import BrokerAccess, named_broker
 from cli.cluster.settings import load_bus_settings
 from cli.exit_codes import REFUSED, UNREACHABLE, CommandError
 from cli.processes import started
 from cli.run_file import DEFAULT_URL, Run, RunFile, api_url, find_run, find_runs, runs_folder
+from shared.transport.nats_bus import NoBrokerError
+from tests.support.ports import free_port
 
 NATS_URL = "nats://operator:secret@127.0.0.1:4000"
 
@@ -89,11 +92,23 @@ def test_a_broker_that_is_not_named_is_that_of_the_cluster_that_runs_here(monkey
         assert load_bus_settings({"nats_url": "nats://b:1"}).nats_url == "nats://b:1"
         assert load_bus_settings({"cluster": "other"}).nats_url == "nats://127.0.0.1:4222"
         with told(run_at(8001, "b", nats_url="nats://b:2")):
-            assert load_bus_settings({"cluster": "b"}).nats_url == "nats://b:2"
+            for name in ("b", "8001"):
+                named = load_bus_settings({"cluster": name})
+                assert (named.nats_url, named.cluster) == ("nats://b:2", "b")
             with pytest.raises(CommandError, match="2 clusters run here"):
                 load_bus_settings({})
         monkeypatch.setenv("NATS_URL", "nats://c:3")
         assert load_bus_settings({}).nats_url == "nats://c:3"
+
+
+async def test_without_a_cluster_and_a_name_it_is_the_cluster_that_is_missing_not_a_broker() -> None:
+    nobody = f"nats://127.0.0.1:{free_port()}"
+    for is_guess, kind, said in ((True, CommandError, "no cluster runs here"), (False, NoBrokerError, nobody)):
+        with pytest.raises(kind, match=said):
+            async with BrokerAccess(nobody, is_guess=is_guess).connect("test"):
+                raise AssertionError
+    assert named_broker(load_bus_settings({})).is_guess
+    assert not named_broker(load_bus_settings({"nats_url": nobody})).is_guess
 
 
 def test_a_file_of_a_process_that_is_gone_is_removed_and_what_is_no_such_file_is_left(folder: Path) -> None:
