@@ -18,7 +18,10 @@ MAX_TOKENIZER_BYTES: Final = 64 * 1024 * 1024
 MAX_TOKENIZER_PARTS: Final = 2**23
 """Names and texts in it, two for each entry and three for each merge."""
 TOKENIZER_HINT: Final = "Save the tokenizer in the format of the tokenizers library"
-_NAMES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SPECIAL_TOKEN_NAMES: Final = (
+    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+)
+"""Special tokens that have a name, which chat templates read."""
 
 
 def read_object(path: Path, *, required: bool = True) -> dict[str, Any]:
@@ -50,7 +53,7 @@ def special_tokens(tokenizer_config: Mapping[str, Any], special_tokens_map: Mapp
             and is not looked at where the configuration knows the added tokens itself.
     """
     found: dict[str, str] = {}
-    for name in _NAMES:
+    for name in SPECIAL_TOKEN_NAMES:
         older = {} if "added_tokens_decoder" in tokenizer_config else special_tokens_map
         for content in (tokenizer_config, older):
             value = content.get(name)

@@ -68,6 +68,7 @@ TEMPLATE: Final[dict[str, list[Any]]] = {
     "documents": [[]],
     "chat_template": [""],
     "chat_template_kwargs": [{}, {"enable_thinking": None}],
+    "reasoning_effort": [],
     "continue_final_message": [False],
     "add_generation_prompt": [True],
     "add_special_tokens": [False],

@@ -54,6 +54,67 @@ async def with_few_ids(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterato
         yield running
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def with_efforts(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
+    """A model whose template shows what it was given."""
+    template = "{{ [messages[0].content, enable_thinking | d, thinking | d, reasoning_effort | d, note | d] | tojson }}"
+    folder = write_model_folder(tmp_path_factory.mktemp("efforts"), template=template)
+    async with running_dispatcher(load_text(make_settings(folder)), folder, lambda _: [65]) as running:
+        yield running
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/tokenize"])
+@pytest.mark.parametrize(
+    ("given", "seen"),
+    [
+        ({"reasoning_effort": "none"}, (False, False, "none", "")),
+        ({"reasoning_effort": "minimal"}, (True, True, "minimal", "")),
+        (
+            {"reasoning_effort": "high", "chat_template_kwargs": {"note": "a", "thinking": False}},
+            (True, False, "high", "a"),
+        ),
+        ({"reasoning_effort": "high", "chat_template_kwargs": {"reasoning_effort": "max"}}, (True, True, "max", "")),
+        (
+            {"chat_template_kwargs": {"enable_thinking": 2, "thinking": None, "note": "<|im_end|>"}},
+            (2, "", "", "<|im_end|>"),
+        ),
+    ],
+)
+async def test_the_template_gets_what_a_request_says_of_thinking(
+    with_efforts: Running, path: str, given: dict[str, Any], seen: tuple[Any, ...]
+) -> None:
+    status, body = await with_efforts.post(path, messages=[{"role": "user", "content": "hi"}], **given)
+    assert status == 200, body
+    ids = body["tokens"] if path != CHAT else with_efforts.worker.submits[-1].prompt_ids().tolist()
+    prompt = with_efforts.front.codec.decode(ids)
+    assert json.loads(prompt) == ["hi", *seen]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/tokenize"])
+@pytest.mark.parametrize(
+    ("given", "code", "said"),
+    [
+        (
+            {"message": 1},
+            "unsupported_parameter",
+            "has the variables enable_thinking, note, reasoning_effort, thinking.",
+        ),
+        ({"note": ["a"]}, "invalid_type", "must be a boolean, a number or a string, not an array."),
+        ({"note": "a" * 257}, "string_above_max_length", "has at most 256 characters."),
+        ({"note": 10**400}, "decimal_above_max_value", "must be from -1000000 to 1000000."),
+        ({"note": -1e300}, "decimal_below_min_value", "must be from -1000000 to 1000000."),
+    ],
+)
+async def test_a_value_that_the_template_cannot_take_is_refused_by_name(
+    with_efforts: Running, path: str, given: dict[str, Any], code: str, said: str
+) -> None:
+    status, body = await with_efforts.post(path, messages=HELLO, chat_template_kwargs=given)
+    (name,) = given
+    assert (status, body["error"]["code"]) == (400, code)
+    assert body["error"]["param"] == f"chat_template_kwargs.{name}"
+    assert body["error"]["message"].endswith(said)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [

@@ -28,7 +28,6 @@ async function chats(options: ClientOptions): Promise<string> {
     frequency_penalty: 0, repetition_penalty: 1, logit_bias: { 1: 0 }, min_tokens: 1, max_tokens: 12, seed: 1, n: 1,
     stop: ["\n\n"], stop_token_ids: [], ignore_eos: false, stream_options: { include_usage: true }, cache_salt: "a",
     service_tier: "default", slo: { ttft_s: 10, tpot_s: 10 }, logprobs: true, top_logprobs: 1, user: "me",
-    reasoning_effort: "low",
   };
   const answer: Answer = client.chat(messages, params);
   let shown = "";

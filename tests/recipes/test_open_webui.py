@@ -46,7 +46,6 @@ SET = {
     "seed": 42,
     "stop": ["The end"],
     "logit_bias": {"7": -100},
-    "reasoning_effort": "low",
 }
 """What a user can set for a chat."""
 CLOCK = {

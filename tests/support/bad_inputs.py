@@ -236,7 +236,17 @@ _CHAT: Final[list[Fields]] = [
     ),
     row("36 gold", "invalid_value", service_tier="gold"),
     row("41 template", "unsupported_parameter", chat_template="{{ 7*7 }}"),
-    row("41 kwargs", "unsupported_parameter", chat_template_kwargs={"a": 1}),
+    row("41 kwargs", "unsupported_parameter", param="chat_template_kwargs.a", chat_template_kwargs={"a": 1}),
+    row(
+        "41 own kwargs",
+        "unsupported_parameter",
+        param="chat_template_kwargs.messages",
+        chat_template_kwargs={"messages": ""},
+    ),
+    row("41 kwargs list", "invalid_type", chat_template_kwargs=[{"a": 1}]),
+    row("41 effort", "unsupported_parameter", reasoning_effort="low"),
+    row("41 word", "invalid_value", reasoning_effort="most"),
+    row("41 number", "invalid_type", reasoning_effort=1),
     row("41 prompt", "unsupported_parameter", add_generation_prompt=False),
     *(
         row(name, "unsupported_parameter", response_format=form(schema))

@@ -14,6 +14,16 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] | trim "
     "+ '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+THINKER = (
+    CHATML.removesuffix("{% endif %}") + "{% if enable_thinking is defined and not enable_thinking %}"
+    "{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+)
+"""Has thinking switched off by an empty thought."""
+OPENER = (
+    CHATML.removesuffix("{% endif %}")
+    + "{% if thinking %}{{ '<think>\n' }}{% else %}{{ '</think>' }}{% endif %}{% endif %}"
+)
+"""Begins the thought in the prompt, or says that there is none."""
 CORPUS = [
     "Once upon a time a little fox lived in the woods, and every day the fox went down to the river.",
     "The quick brown fox jumps over the lazy dog. 0123456789",
@@ -37,6 +47,13 @@ def byte_level_json() -> str:
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
+    return str(tokenizer.to_str())
+
+
+def thinking_json(*, special: bool = False) -> str:
+    """The same tokenizer with a token for each think tag."""
+    tokenizer = Tokenizer.from_str(byte_level_json())
+    tokenizer.add_tokens([AddedToken(tag, special=special, normalized=False) for tag in ("<think>", "</think>")])
     return str(tokenizer.to_str())
 
 

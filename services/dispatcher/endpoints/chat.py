@@ -10,6 +10,7 @@ from services.dispatcher.endpoints.messages import count_chars, parse_messages
 from services.dispatcher.endpoints.params import parse_params
 from services.dispatcher.endpoints.salt import cache_salt
 from services.dispatcher.endpoints.sampling import chat_logprobs
+from services.dispatcher.endpoints.template_kwargs import NAMES, parse_template_kwargs
 from services.dispatcher.endpoints.unsupported import CHAT, SHARED_NAMES, refuse_unsupported
 from services.dispatcher.http.arrival import Arrival, Caller, check_model
 from shared.messages.request import pack_token_ids
@@ -17,7 +18,7 @@ from shared.messages.request import pack_token_ids
 _KNOWN = frozenset(
     {
         *(*CHAT, *SHARED_NAMES, "messages", "top_logprobs", "store", "parallel_tool_calls"),
-        *("prompt_cache_key", "safety_identifier"),
+        *("prompt_cache_key", "safety_identifier", *NAMES),
     }
 )
 
@@ -32,6 +33,7 @@ def chat_call(arrival: Arrival, sender: Caller, body: dict[str, Any]) -> Checked
     check_model(front, fields)
     refuse_unsupported(body, CHAT)
     messages = parse_messages(body.get("messages"))
+    kwargs = parse_template_kwargs(fields, front.codec.template)
     params = parse_params(fields, front.rules_for(sender.grant), chat_logprobs(fields))
     front.unknown_names.note(body, _KNOWN)
     retry = sender.retry("chat", body)
@@ -40,7 +42,7 @@ def chat_call(arrival: Arrival, sender: Caller, body: dict[str, Any]) -> Checked
         public_id=sender.public_id,
         is_chat=True,
         params=params,
-        encode=lambda: [Prompt(pack_token_ids(front.codec.encode_chat(messages)))],
+        encode=lambda: [Prompt(pack_token_ids(front.codec.encode_chat(messages, kwargs=kwargs)))],
         num_prompts=1,
         num_chars=count_chars(messages),
         prompt_param="messages",

@@ -14,6 +14,7 @@ from services.dispatcher.answers.answer_text import json_text_parts
 from services.dispatcher.answers.generate import refused_by_template, untokenizable
 from services.dispatcher.endpoints.fields import Fields
 from services.dispatcher.endpoints.messages import count_chars, parse_messages
+from services.dispatcher.endpoints.template_kwargs import NAMES, parse_template_kwargs
 from services.dispatcher.endpoints.unsupported import TOKENIZE, refuse_unsupported
 from services.dispatcher.http.arrival import check_model, in_thread, note_arrival
 from services.dispatcher.http.errors import ApiError, invalid
@@ -32,6 +33,7 @@ ENTRIES_AT_A_TIME: Final = 4096
 _KNOWN: Final = frozenset(
     {
         *TOKENIZE,
+        *NAMES,
         *("model", "prompt", "messages", "tokens", "add_special_tokens", "add_generation_prompt", "return_token_strs"),
     }
 )
@@ -128,10 +130,9 @@ def _encoder(fields: Fields, codec: PromptCodec) -> tuple[Callable[[], list[int]
     _check_size(count_chars(conversation), "messages")
     is_special = fields.boolean("add_special_tokens")
     is_prompt = fields.boolean("add_generation_prompt", default=True)
-    return (
-        lambda: codec.encode_chat(conversation, add_generation_prompt=is_prompt, add_special_tokens=is_special),
-        "messages",
-    )
+    kwargs = parse_template_kwargs(fields, codec.template)
+    encode = partial(codec.encode_chat, add_generation_prompt=is_prompt, add_special_tokens=is_special, kwargs=kwargs)
+    return partial(encode, conversation), "messages"
 
 
 def _check_size(num_chars: int, param: str) -> None:

@@ -58,7 +58,6 @@ _TEMPLATE: Final[dict[str, _IsNeutral]] = {
     "tools": _is_empty,
     "documents": _is_empty,
     "chat_template": _is_empty,
-    "chat_template_kwargs": _is_empty,
     "continue_final_message": _is_false,
 }
 CHAT: Final[dict[str, _IsNeutral]] = {
@@ -87,7 +86,6 @@ SHARED_NAMES: Final = (
 
 _REASONS: Final = {
     "chat_template": "Chat templates come with the model; a request cannot bring one.",
-    "chat_template_kwargs": "Chat templates come with the model; a request cannot change them.",
     "tools": "Tool calls are not supported.",
     "functions": "Tool calls are not supported.",
     "tool_choice": "Tool calls are not supported; only 'none' and 'auto' are accepted, and no tools.",

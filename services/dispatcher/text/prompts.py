@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from services.dispatcher.text.aliases import alias_tokens, load_tokenizer
 from services.dispatcher.text.detokenizer import DetokenizerTable, load_table
 from services.dispatcher.text.model_folder import ModelFolder
-from services.dispatcher.text.template import ChatTemplate, TemplateRefusalError
+from services.dispatcher.text.template import ChatTemplate, TemplateKwargs, TemplateRefusalError
 from services.dispatcher.text.template_forms import TALKS, in_form
 from services.dispatcher.text.token_finder import TokenFinder
 from services.dispatcher.text.token_names import TokenNames
@@ -36,6 +36,9 @@ _OPEN_CANDIDATES: Final = range(0xF0000, 0xF0400)
 
 _TRIALS: Final = tuple([{"role": role, "content": "a"} for role in roles] for roles in TALKS)
 """Conversations of which the template's own tokens are seen."""
+
+_HARMLESS: Final = re.compile(r"[\w .,:+-]*")
+"""Values of template variables of which no control token can be put together, with whatever stands beside them."""
 
 
 class TooManyTokensError(ValueError):
@@ -123,6 +126,7 @@ class PromptCodec:
         *,
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
+        kwargs: TemplateKwargs | None = None,
     ) -> list[int]:
         """Return the ids of a conversation.
 
@@ -130,6 +134,7 @@ class PromptCodec:
             messages: `role` and `content` (a string, or parts of type `text`), and what else the template may read.
             add_generation_prompt: they end where the assistant's answer begins.
             add_special_tokens: with the tokenizer's own BOS or EOS; most templates write theirs.
+            kwargs: values of some of the template's variables; nothing in them becomes a control token.
 
         Raises:
             TemplateRefusalError: the template does not take them all, or the model has none.
@@ -139,12 +144,15 @@ class PromptCodec:
         if self.template is None:
             raise TemplateRefusalError("this model has no chat template; use /v1/completions")
         messages = self.template.in_form(messages, add_generation_prompt=add_generation_prompt)
+        kwargs = dict(kwargs or {})
+        texts = {name: value for name, value in kwargs.items() if isinstance(value, str)}
         mark = ""
         hidden: list[str] = []
-        if any(self._find(message) for message in messages):
-            mark = _unused_mark(messages)
+        if any(map(self._find, messages)) or any(map(self._is_suspect, texts.values())):
+            mark = _unused_mark([*messages, texts])
             messages = [self._hide(message, mark, hidden) for message in messages]
-        rendered = self.template.render(messages, add_generation_prompt=add_generation_prompt)
+            kwargs |= self._hide_values(texts, mark, hidden)
+        rendered = self.template.render(messages, add_generation_prompt=add_generation_prompt, kwargs=kwargs)
         text = self._name_tokens(rendered, mark, hidden)
         return self.encode_text(text, add_special_tokens=add_special_tokens)
 
@@ -182,6 +190,19 @@ class PromptCodec:
             return [{**part, "text": (place("") if i else "") + texts[i]} for i, part in enumerate(value)]
 
         return {key: value if key == "role" else guard(value) for key, value in message.items()}
+
+    def _is_suspect(self, value: str) -> bool:
+        """Return whether a control token could be made of the value of a variable, alone or with its neighbours."""
+        return not _HARMLESS.fullmatch(value) or self._control.stands_in(value)
+
+    def _hide_values(self, values: Mapping[str, str], mark: str, hidden: list[str]) -> dict[str, str]:
+        """Return the suspect values as one placeholder each, and the others as they are: templates compare them."""
+        shown = dict(values)
+        for name, value in values.items():
+            if self._is_suspect(value):
+                shown[name] = f"{mark}{len(hidden)}{mark}"
+                hidden.append(value)
+        return shown
 
     def _name_tokens(self, rendered: str, mark: str, hidden: Sequence[str]) -> str:
         """Return the text with the secret names of what the template wrote, and in it what users wrote."""

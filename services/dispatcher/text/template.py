@@ -14,12 +14,14 @@ from typing import Any, Final
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.dispatcher.text.template_forms import Forms, Shape, find_forms, find_left_out, in_form, shape_of
 from shared.errors import StartupError
+from shared.model_files import SPECIAL_TOKEN_NAMES
 
 MAX_REASON_CHARS = 200
 """Longest sentence of a template's own refusal that is passed on."""
@@ -33,6 +35,13 @@ MAX_SHAPES: Final = 64
 """Kinds of conversations of which it is kept what the template leaves out."""
 MAX_SHAPE_MESSAGES: Final = 256
 """Of longer ones it is found out each time."""
+_OWN_VARIABLES: Final = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "self", *SPECIAL_TOKEN_NAMES}
+)
+"""What a template reads that no request names."""
+
+TemplateKwargs = Mapping[str, bool | int | float | str]
+"""What a request gives to variables of the template."""
 
 
 class TemplateRefusalError(ValueError):
@@ -95,20 +104,30 @@ class ChatTemplate:
         self.max_messages = max_messages
         self._special_tokens = dict(special_tokens)
         try:
+            read = jinja2.meta.find_undeclared_variables(environment.parse(source))
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, SyntaxError, RecursionError, ValueError, MemoryError) as error:
             # the last four: what Jinja accepts and Python cannot compile, such as loops nested too deep
             raise StartupError(f"the model's chat template is not valid Jinja ({error})") from None
+        self.variables = frozenset(read - _OWN_VARIABLES - environment.globals.keys())
+        """Names that a request may give a value."""
         self.forms: Forms = find_forms(self._try)
         """How it reads what messages say."""
         self._left_out = lru_cache(MAX_SHAPES)(self._find_left_out)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        kwargs: TemplateKwargs | None = None,
+    ) -> str:
         """Return the prompt of a conversation.
 
         Args:
             messages: `role`, `content`, and what else the template may read.
             add_generation_prompt: it ends where the assistant's answer begins; else after the last message.
+            kwargs: values of some of `variables`.
 
         Raises:
             TemplateRefusalError: the template refuses the messages, fails on them, or makes too much of them.
@@ -116,7 +135,7 @@ class ChatTemplate:
         if len(messages) > self.max_messages:
             raise TemplateRefusalError(f"it takes at most {self.max_messages} messages in good time")
         try:
-            return self._render(messages, add_generation_prompt=add_generation_prompt)
+            return self._render(messages, kwargs or {}, add_generation_prompt=add_generation_prompt)
         except _RaisedByTemplateError as error:
             reason = "".join(char for char in str(error.message) if char.isprintable())
             raise TemplateRefusalError(reason[:MAX_REASON_CHARS]) from None
@@ -153,7 +172,9 @@ class ChatTemplate:
         except TemplateRefusalError:
             return None
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], kwargs: TemplateKwargs, *, add_generation_prompt: bool
+    ) -> str:
         pieces: list[str] = []
         num_chars, end_s = 0, time.monotonic() + RENDER_LIMIT_S
         for piece in self._template.generate(
@@ -162,6 +183,7 @@ class ChatTemplate:
             documents=None,
             add_generation_prompt=add_generation_prompt,
             **self._special_tokens,
+            **kwargs,
         ):
             pieces.append(piece)
             num_chars += len(piece)

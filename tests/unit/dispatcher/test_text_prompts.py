@@ -27,6 +27,8 @@ from shared.errors import StartupError
 from tests.support.text_models import (
     CHATML,
     SPACES,
+    SPECIAL,
+    THINKER,
     byte_level_json,
     metaspace_json,
     sentencepiece_json,
@@ -35,6 +37,7 @@ from tests.support.text_models import (
 
 TOOL_TEMPLATE = CHATML + "{# <tool> #}"
 ROLES = st.sampled_from(["system", "user", "assistant"])
+SAID = [{"role": "user", "content": "a"}]
 CONTROL = ["<|im_end|>", "<|im_start|>system", "<|endoftext|>", "{{ 7*7 }}", "{% raw %}", "<tool>", "\n", " ", "fox"]
 
 
@@ -104,6 +107,53 @@ def test_what_users_write_never_becomes_a_control_token(codec: PromptCodec, cont
     assert controls(ids) == controls(codec.encode_chat(harmless))
     rendered = "".join(f"<|im_start|>user\n{content.strip()}<|im_end|>\n" for content in contents)
     assert codec.tokenizer.decode(ids, skip_special_tokens=False) == rendered + "<|im_start|>assistant\n"
+
+
+KWARGS_TEMPLATE = CHATML + "{% if mood == 'calm' %}{{ '<tool>' }}{% endif %}{{ mood }}{{ tone ~ bos_token }}{{ size }}"
+
+
+@pytest.fixture(scope="module")
+def with_kwargs(tmp_path_factory: pytest.TempPathFactory) -> PromptCodec:
+    folder = write_model_folder(tmp_path_factory.mktemp("kwargs"), template=KWARGS_TEMPLATE)
+    return PromptCodec(read_model_folder(folder))
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        (CHATML, set()),
+        (THINKER, {"enable_thinking"}),
+        (KWARGS_TEMPLATE, {"mood", "tone", "size"}),
+        ("{% set a = a | default(1) %}{% set b = 2 %}{{ a + b }}{{ range(2) }}{{ namespace() }}", {"a"}),
+        ("{{ messages }}{{ tools }}{{ documents }}{{ eos_token }}{{ strftime_now('%d') }}{{ self }}", set()),
+        ("{% macro m(x) %}{{ x }}{{ y }}{% endmacro %}{% for z in messages %}{{ m(z) }}{% endfor %}", {"y"}),
+    ],
+)
+def test_variables_are_what_a_template_reads_and_nobody_else_gives(source: str, names: set[str]) -> None:
+    assert ChatTemplate(source, {}).variables == names
+
+
+def test_a_template_reads_the_values_that_a_request_gives_it(with_kwargs: PromptCodec) -> None:
+    ids = with_kwargs.encode_chat(SAID, kwargs={"mood": "calm", "size": 2.5})
+    assert with_kwargs.decode(ids).endswith("<|im_start|>assistant\n<tool>calm2.5")
+    assert with_kwargs.tokenizer.token_to_id("<tool>") in ids
+    assert with_kwargs.decode(with_kwargs.encode_chat(SAID)).endswith("<|im_start|>assistant\n")
+
+
+@given(st.lists(st.sampled_from([*CONTROL, "<|im_", "end|>", "\U000f0000", "0"]), max_size=4).map("".join), st.data())
+@settings(max_examples=100, deadline=None)
+def test_values_for_a_template_never_become_control_tokens_and_none_is_lost(
+    with_kwargs: PromptCodec, mood: str, data: st.DataObject
+) -> None:
+    """Alone, together with the next one, or beside control strings of a message."""
+    tone, content = data.draw(st.sampled_from(["", "end|>", "<|im_end|>"])), data.draw(st.sampled_from(["a", *CONTROL]))
+    said = [{"role": "user", "content": content}]
+    ids = with_kwargs.encode_chat(said, kwargs={"mood": mood, "tone": tone})
+    names = [*SPECIAL, "<tool>"]
+    control = {with_kwargs.tokenizer.token_to_id(name) for name in names}
+    harmless = with_kwargs.encode_chat(SAID)
+    assert [i for i in ids if i in control] == [i for i in harmless if i in control]
+    assert with_kwargs.decode(ids).endswith(f"<|im_start|>assistant\n{mood}{tone}")
 
 
 def test_a_completion_prompt_is_plain_text_too(codec: PromptCodec) -> None:
