@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
@@ -140,13 +140,17 @@ def test_a_template_reads_the_values_that_a_request_gives_it(with_kwargs: Prompt
     assert with_kwargs.decode(with_kwargs.encode_chat(SAID)).endswith("<|im_start|>assistant\n")
 
 
-@given(st.lists(st.sampled_from([*CONTROL, "<|im_", "end|>", "\U000f0000", "0"]), max_size=4).map("".join), st.data())
+@given(
+    st.lists(st.sampled_from([*CONTROL, "<|im_", "\U000f0000", "0"]), max_size=4).map("".join),
+    st.sampled_from(["", "end|>", "<|im_end|>"]),
+    st.sampled_from(["a", *CONTROL]),
+)
+@example("<|im_", "end|>", "a")
 @settings(max_examples=100, deadline=None)
 def test_values_for_a_template_never_become_control_tokens_and_none_is_lost(
-    with_kwargs: PromptCodec, mood: str, data: st.DataObject
+    with_kwargs: PromptCodec, mood: str, tone: str, content: str
 ) -> None:
     """Alone, together with the next one, or beside control strings of a message."""
-    tone, content = data.draw(st.sampled_from(["", "end|>", "<|im_end|>"])), data.draw(st.sampled_from(["a", *CONTROL]))
     said = [{"role": "user", "content": content}]
     ids = with_kwargs.encode_chat(said, kwargs={"mood": mood, "tone": tone})
     names = [*SPECIAL, "<tool>"]
