@@ -40,6 +40,11 @@ _CLUSTER_OPTIONS = (
     ("model", "DIR|ID", "Checkpoint folder in Hugging Face format, or an id there. [the model that ships]"),
     ("served-model-name", "NAME,…", "Names under which it is served. [the id, or the folder's name]"),
     ("generation-config", "auto|none", "Default sampling from the model's generation_config.json, or none. [auto]"),
+    (
+        "reasoning-parser",
+        "KIND",
+        "How thinking is told apart: auto, none, qwen3 or deepseek_r1. [auto: by the template]",
+    ),
     ("workers", "N", "Worker processes, each with a whole copy of the model. [up: 1, demo: 2]"),
     ("device", "cpu|cuda", "Where the workers run: cpu, cuda, cuda:<index> or auto. [auto: a card if there is one]"),
     ("dtype", "auto|float32|bfloat16", "Type of parameters and KV. [auto: bfloat16 on a card, or to fit]"),

@@ -12,7 +12,17 @@ from pydantic import BeforeValidator, Field
 from cli.run_file import find_run, find_runs
 from shared.errors import StartupError
 from shared.host import count_cores
-from shared.process.config import ApiKey, Host, HostNames, ModelNames, Origins, ServiceSettings, Size, load
+from shared.process.config import (
+    ApiKey,
+    Host,
+    HostNames,
+    ModelNames,
+    Origins,
+    ReasoningParser,
+    ServiceSettings,
+    Size,
+    load,
+)
 from shared.process.config_fields import AUTO
 from shared.systems import DEFAULT_SYSTEM
 
@@ -30,6 +40,8 @@ class UpSettings(ServiceSettings):
     """Names under which the model is served, with commas; answers carry the first. None: the id or folder's name."""
     generation_config: Literal["auto", "none"] = "auto"
     """Where sampling parameters come from that a request does not give: the model's generation_config.json, or none."""
+    reasoning_parser: ReasoningParser = "auto"
+    """How the model's thinking is told from what it says: auto (by its chat template), none, qwen3 or deepseek_r1."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     """Worker processes; each holds a whole copy of the model."""
     device: str = AUTO

@@ -27,6 +27,7 @@ from services.dispatcher.text.pool import TextPool
 from services.dispatcher.text.prompts import PromptCodec
 from services.dispatcher.text.template import MAX_MESSAGES, ChatTemplate
 from services.dispatcher.text.template_trial import find_max_messages
+from services.dispatcher.text.thinking import ThinkTags, find_think_tags
 from shared.browsers import BrowserRules
 from shared.errors import StartupError
 from shared.ids import new_incarnation
@@ -45,6 +46,8 @@ class ModelText:
     folder: ModelFolder
     codec: PromptCodec
     defaults: SamplingDefaults
+    think_tags: ThinkTags | None
+    """None: the model's thinking is not told apart."""
 
 
 def load_text(settings: DispatcherSettings) -> ModelText:
@@ -62,7 +65,7 @@ def load_text(settings: DispatcherSettings) -> ModelText:
     defaults = read_sampling_defaults(settings.model) if from_model else SamplingDefaults()
     codec = PromptCodec(folder, _load_template(folder))
     _say_unknown(codec)
-    return ModelText(folder, codec, defaults)
+    return ModelText(folder, codec, defaults, find_think_tags(settings.reasoning_parser, codec))
 
 
 def _load_template(folder: ModelFolder) -> ChatTemplate | None:
@@ -135,6 +138,7 @@ class Dispatcher:
             settings=settings,
             bus=bus,
             codec=text.codec,
+            think_tags=text.think_tags,
             pool=TextPool(
                 settings.tokenizer_threads,
                 settings.max_tokenizing,

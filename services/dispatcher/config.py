@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shared.process.config import ApiKey, Host, HostNames, ModelNames, Origins, ServiceSettings, Size
+from shared.process.config import ApiKey, Host, HostNames, ModelNames, Origins, ReasoningParser, ServiceSettings, Size
 from shared.systems import DEFAULT_SYSTEM
 
 _Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -22,6 +22,10 @@ class DispatcherSettings(ServiceSettings):
     """Names under which the model is served, with commas; answers carry the first. None: the folder's name."""
     generation_config: Literal["auto", "none"] = "auto"
     """Where sampling parameters come from that a request does not give: the model's generation_config.json, or none."""
+    reasoning_parser: ReasoningParser = "auto"
+    """How the model's thinking is told from what it says: auto (qwen3 if the chat template knows `</think>`), none (not
+    at all), qwen3 (it begins with `<think>`, of the answer or at the end of the prompt), or deepseek_r1 (every answer
+    begins with it, unless the prompt has ended it)."""
     system: str = DEFAULT_SYSTEM
     """Named set of policies (`shared.systems`)."""
     host: Host = "127.0.0.1"

@@ -47,6 +47,7 @@ __all__ = [
     "HostNames",
     "ModelNames",
     "Origins",
+    "ReasoningParser",
     "ServiceSettings",
     "Settings",
     "Size",
@@ -97,6 +98,9 @@ ModelNames = Annotated[
     Field(max_length=64),
 ]
 """Names under which one model is served, written with commas; answers carry the first."""
+
+ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1"]
+"""How a model's thinking is found in its answers; `auto`: by its chat template."""
 
 HostNames = Annotated[tuple[Annotated[str, AfterValidator(check_host_name)], ...], BeforeValidator(_split_names)]
 """Names of this host, written with commas."""

@@ -1,4 +1,4 @@
-"""The text of one answer while its tokens come: detokenised, cut at a stop string, and counted."""
+"""The text of one answer while its tokens come: detokenised, cut at a stop string, split, counted."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Final
 
 from services.dispatcher.session.stop_strings import StopMatcher
 from services.dispatcher.text.detokenizer import Detokenizer
+from services.dispatcher.text.thinking import Stage, ThinkSplitter, ThinkTags
 from shared.types import FinishReason
 
 MAX_LOGPROB_TOKENS: Final = 32
@@ -29,7 +30,10 @@ class AnswerText:
         with_tokens: say which tokens are in the text (`take_shown`).
     """
 
-    __slots__ = ("_detokenizer", "_ledger", "_min_tokens", "_shown_stop_ids", "_stops", "num_tokens", "was_cut")
+    __slots__ = (
+        *("_detokenizer", "_is_one_by_one", "_ledger", "_min_tokens", "_shown_stop_ids", "_splitter", "_stops"),
+        *("_thoughts", "num_tokens", "was_cut"),
+    )
 
     def __init__(
         self,
@@ -41,28 +45,58 @@ class AnswerText:
         with_tokens: bool = False,
     ) -> None:
         self._detokenizer = detokenizer
-        self._stops = StopMatcher(stops) if stops or with_tokens else None
+        self._stops = StopMatcher(stops)
+        self._is_one_by_one = bool(stops) or with_tokens
         self._shown_stop_ids = frozenset(shown_stop_ids)
         self._min_tokens = min_tokens
         self._ledger = _TokenLedger() if with_tokens else None
+        self._splitter: ThinkSplitter | None = None
+        self._thoughts: list[str] = []
         self.num_tokens = 0
         """Tokens of the answer so far, for the bill: up to the one that completed a stop string."""
         self.was_cut = False
         """A stop string has ended the text."""
 
+    def split_thinking(self, tags: ThinkTags, stage: Stage) -> None:
+        """Tell the model's thinking apart from now on; called before the first token.
+
+        Args:
+            tags: of the model.
+            stage: where the answer begins (`ThinkTags.stage_after`).
+        """
+        self._splitter = ThinkSplitter(tags, stage)
+
     def push(self, token_ids: Sequence[int], finish: FinishReason) -> str:
-        """Return the text that becomes visible; "" if it is not decided yet, or the text has been cut."""
+        """Return the text that becomes visible; "" if it is not decided yet, or the text has been cut.
+
+        What the model thinks is not in it (`take_thoughts`); stop strings end both.
+        """
         visible = token_ids
         if finish is FinishReason.STOP and token_ids and token_ids[-1] not in self._shown_stop_ids:
             visible = token_ids[:-1]
-        if self._stops is None:
+        if not self._is_one_by_one and (self._splitter is None or self._splitter.stage is Stage.SPEAKING):
             self.num_tokens += len(token_ids)
             text = self._detokenizer.push(visible) if visible else ""
             return text + self._detokenizer.flush() if finish else text
-        text = self._push_one_by_one(self._stops, visible, len(token_ids) - len(visible), finish)
-        if self._ledger is not None:
-            self._ledger.show(len(text), is_end=bool(finish) and not self.was_cut)
+        return self._push_one_by_one(visible, len(token_ids) - len(visible), finish)
+
+    def take_thoughts(self) -> str:
+        """Return what has become visible of the thinking since the last call."""
+        if not self._thoughts:
+            return ""
+        text = "".join(self._thoughts)
+        self._thoughts.clear()
         return text
+
+    @property
+    def tells_thinking(self) -> bool:
+        """Whether the model's thinking is told apart."""
+        return self._splitter is not None
+
+    @property
+    def num_thinking_tokens(self) -> int:
+        """Tokens of the thinking so far, tags included; part of `num_tokens`."""
+        return 0 if self._splitter is None else self._splitter.num_tokens
 
     def take_shown(self) -> list[tuple[int, int]]:
         """Return the tokens whose text has become visible since the last call: (index in the answer, offset).
@@ -78,24 +112,45 @@ class AnswerText:
         """Tokens not yet due for `take_shown`: fewer than `MAX_LOGPROB_TOKENS`, or a stop string may have begun."""
         return self._ledger.num_waiting if self._ledger is not None else 0
 
-    def _push_one_by_one(
-        self, stops: StopMatcher, token_ids: Sequence[int], num_hidden: int, finish: FinishReason
-    ) -> str:
+    def _push_one_by_one(self, token_ids: Sequence[int], num_hidden: int, finish: FinishReason) -> str:
+        """One by one: the bill ends with the token that completes a stop string, the thinking with its tag."""
         texts: list[str] = []
-        for token_id in token_ids:  # one by one: the bill ends with the token that completes a stop string
+        num_shown = 0
+        for token_id in token_ids:
             if self.was_cut:
-                return "".join(texts)
+                break
             self.num_tokens += 1
             text = self._detokenizer.push((token_id,))
             if self._ledger is not None:
                 self._ledger.add(len(text))
-            text, self.was_cut = stops.push(text, may_end=self.num_tokens > self._min_tokens)
-            texts.append(text)
+            if self._splitter is not None:
+                self._splitter.note(token_id, len(text))
+            text, self.was_cut = self._stops.push(text, may_end=self.num_tokens > self._min_tokens)
+            num_shown += len(text)
+            texts.append(self._split(text))
         if finish and not self.was_cut:
             self.num_tokens += num_hidden
-            text, self.was_cut = stops.push(self._detokenizer.flush(), may_end=self.num_tokens > self._min_tokens)
-            texts.append(text if self.was_cut else text + stops.flush())
+            flushed = self._detokenizer.flush()
+            text, self.was_cut = self._stops.push(flushed, may_end=self.num_tokens > self._min_tokens)
+            text = text if self.was_cut else text + self._stops.flush()
+            num_shown += len(text)
+            texts.append(self._split(text))
+        if self._splitter is not None and (finish or self.was_cut):
+            thought, text = self._splitter.flush()
+            self._thoughts.append(thought)
+            texts.append(text)
+        if self._ledger is not None:
+            self._ledger.show(num_shown, is_end=bool(finish) and not self.was_cut)
         return "".join(texts)
+
+    def _split(self, text: str) -> str:
+        """Return what is said of the text; what is thought is kept."""
+        if self._splitter is None:
+            return text
+        thought, said = self._splitter.push(text)
+        if thought:
+            self._thoughts.append(thought)
+        return said
 
 
 class _TokenLedger:

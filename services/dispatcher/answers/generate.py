@@ -153,8 +153,7 @@ async def _admit(front: Front, live: Live, permit: Permit) -> None:
             quota.charge(front, call, permit, _most_tokens(prompts, requests))
             sessions = front.sessions.open(requests)
             for choice, session in zip(choices, sessions, strict=True):
-                choice.session = session
-                choice.echo = prompts[choice.index // call.params.num_choices].echo
+                choice.begin(session, prompts[choice.index // call.params.num_choices], front.think_tags)
             await front.sessions.place(sessions[0])
             choices[0].placed.set()
     except TextPoolFullError:

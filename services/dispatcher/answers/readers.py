@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from services.dispatcher.answers.answer_text import MAX_LOGPROB_TOKENS, json_text
 from services.dispatcher.answers.logprobs import KeptLogprobs, LogprobWriter
-from services.dispatcher.answers.shapes import FINISH_NAMES, NO_LOGPROBS, AnswerShape, ChoiceShape
+from services.dispatcher.answers.shapes import FINISH_NAMES, NO_LOGPROBS, AnswerShape, ChoiceShape, WholeText
 from services.dispatcher.endpoints.call import Choice
 from services.dispatcher.http.sse import EventWriter
 from services.dispatcher.session.request import Reader
@@ -56,9 +56,8 @@ class Streamer:
         """Take the next tokens (the session's `Reader`)."""
         if self._logprobs is not None:
             self._write_with_logprobs(self._logprobs, token_ids, finish, now_s)
-        elif text := self._push(token_ids, finish):
-            self._send(self._shape.chunk(json_text(text), self._num_pending), now_s)
-            self._num_pending = 0
+        else:
+            self._write(self._push(token_ids, finish), now_s)
         return not self._text.was_cut
 
     def _push(self, token_ids: Sequence[int], finish: FinishReason) -> str:
@@ -67,6 +66,14 @@ class Streamer:
         text = self._text.push(token_ids, finish)
         self._num_pending += self._text.num_tokens - num_before
         return text
+
+    def _write(self, text: str, now_s: float, logprobs: bytes | None = None) -> None:
+        """Write an event, if there is anything to say."""
+        thought = self._text.take_thoughts()
+        if text or thought or logprobs is not None:
+            shown = json_text(thought) if thought else b""
+            self._send(self._shape.chunk(json_text(text), self._num_pending, logprobs, shown), now_s)
+            self._num_pending = 0
 
     def _send(self, data: bytes, now_s: float) -> None:
         self._stream.write(data, now_s)
@@ -81,10 +88,7 @@ class Streamer:
             part, token_ids = token_ids[:size], token_ids[size:]
             text = self._push(part, FinishReason.NONE if token_ids else finish)
             shown = self._text.take_shown()
-            if text or shown:
-                logprobs = writer.join(self._choice, shown)
-                self._send(self._shape.chunk(json_text(text), self._num_pending, logprobs), now_s)
-                self._num_pending = 0
+            self._write(text, now_s, writer.join(self._choice, shown) if text or shown else None)
             is_over = not token_ids or self._text.was_cut
 
     async def pause(self) -> None:
@@ -104,17 +108,19 @@ class Collector:
         logprobs: None if nobody asked for them.
     """
 
-    __slots__ = ("_choice", "_kept", "_logprobs", "_texts")
+    __slots__ = ("_choice", "_kept", "_logprobs", "_texts", "_thoughts")
 
     def __init__(self, choice: Choice, logprobs: LogprobWriter | None) -> None:
         self._choice = choice
         self._texts = [choice.echo]
+        self._thoughts: list[str] = []
         self._logprobs = logprobs
         self._kept = KeptLogprobs()
 
     def on_tokens(self, token_ids: Sequence[int], finish: FinishReason, now_s: float) -> bool:
         """Take the next tokens (the session's `Reader`)."""
         self._texts.append(self._choice.text.push(token_ids, finish))
+        self._thoughts.append(self._choice.text.take_thoughts())
         if self._logprobs is not None:
             self._kept.add(self._choice, self._choice.text.take_shown())
         return not self._choice.text.was_cut
@@ -136,4 +142,5 @@ class Collector:
         choice = self._choice
         reason = FINISH_NAMES[choice.opened.finish] if error is None else None
         logprobs = self._logprobs.parts(self._kept) if self._logprobs is not None else iter((NO_LOGPROBS,))
-        return shape.whole_choice(choice.index, "".join(self._texts), reason, logprobs, error)
+        said = WholeText("".join(self._texts), "".join(self._thoughts) if choice.text.tells_thinking else None)
+        return shape.whole_choice(choice.index, said, reason, logprobs, error)

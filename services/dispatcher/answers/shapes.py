@@ -18,8 +18,12 @@ FINISH_NAMES: Final = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 FINGERPRINT: Final = "sluice"
 DONE: Final = b"data: [DONE]\n\n"
 NO_LOGPROBS: Final = b"null"
+_EMPTY: Final = b'""'
 _LOGPROBS: Final = b'"logprobs":%b'
+_CONTENT: Final = b'"content":'
 _MARK: Final = "\ue000 this is replaced \ue000"
+_THOUGHTS: Final = ("reasoning", "reasoning_content")
+"""Names of what a model thinks: clients read either."""
 _UNFINISHED: Final = {"logprobs": None, "finish_reason": None}
 
 
@@ -31,6 +35,8 @@ class Usage:
     num_output_tokens: int
     num_cached_tokens: int = 0
     """Of the prompt's: those whose KV was there already."""
+    num_thinking_tokens: int = 0
+    """Of the outputs."""
 
     def as_json(self) -> dict[str, Any]:
         """Return OpenAI's object."""
@@ -39,7 +45,7 @@ class Usage:
             "completion_tokens": self.num_output_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": self.num_thinking_tokens},
         }
 
 
@@ -50,7 +56,17 @@ def usage_of(choices: Sequence[Choice]) -> Usage:
         num_prompt_tokens=sum(session.request.num_prompt_tokens for session in firsts),
         num_output_tokens=sum(choice.text.num_tokens for choice in choices),
         num_cached_tokens=sum(session.cached_tokens or 0 for session in firsts),
+        num_thinking_tokens=sum(choice.text.num_thinking_tokens for choice in choices),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class WholeText:
+    """What a choice says that is not streamed."""
+
+    said: str
+    thought: str | None
+    """None if thinking is not told apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,25 +127,29 @@ class AnswerShape:
     def whole_choice(
         self,
         index: int,
-        text: str,
+        text: WholeText,
         finish_reason: str | None,
         logprobs: Iterator[bytes],
         error: dict[str, Any] | None,
     ) -> Iterator[bytes]:
         """Return one choice of such a body, piece by piece; `logprobs` is JSON."""
         choice: dict[str, Any] = {"index": index, "logprobs": _MARK, "finish_reason": finish_reason}
+        said = iter((b"null",)) if text.thought and not text.said else json_text_parts(text.said)
+        values = [logprobs, said]
         if self.is_chat:
             choice["message"] = {"role": "assistant", "content": _MARK, "refusal": None}
+            if text.thought is not None:
+                choice["message"] |= dict.fromkeys(_THOUGHTS, _MARK if text.thought else None)
+                values += [json_text_parts(text.thought) for _ in _THOUGHTS if text.thought]
         else:
             choice["text"] = _MARK
         if error is not None:
             choice["error"] = error
-        head, middle, tail = _json(choice).split(_json(_MARK))
+        head, *between = _json(choice).split(_json(_MARK))
         yield head
-        yield from logprobs
-        yield middle
-        yield from json_text_parts(text)
-        yield tail
+        for value, after in zip(values, between, strict=True):
+            yield from value
+            yield after
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +165,8 @@ class ChoiceShape:
     index: int
     head: bytes = field(init=False)
     """Of an event with text: everything before the JSON string."""
+    head_of_delta: bytes = field(init=False)
+    """Of a chat's event: everything before the first member of `delta`."""
     tail: bytes = field(init=False)
     """Everything after it, when the event holds one token."""
     tail_with_count: bytes = field(init=False)
@@ -153,6 +175,7 @@ class ChoiceShape:
     def __post_init__(self) -> None:
         head, tail = self.shape.event([self._choice(_MARK)], {}).split(_json(_MARK))
         object.__setattr__(self, "head", head)
+        object.__setattr__(self, "head_of_delta", head.removesuffix(_CONTENT))
         object.__setattr__(self, "tail", tail)
         object.__setattr__(self, "tail_with_count", tail.removesuffix(b"}\n\n") + b',"sluice":{"n":%d}}\n\n')
 
@@ -160,20 +183,27 @@ class ChoiceShape:
         shown = {"delta": {"content": text}} if self.shape.is_chat else {"text": text}
         return {"index": self.index, **shown, **_UNFINISHED}
 
-    def chunk(self, text: bytes, num_tokens: int, logprobs: bytes | None = None) -> bytes:
+    def chunk(self, text: bytes, num_tokens: int, logprobs: bytes | None = None, thought: bytes = b"") -> bytes:
         """Return the event with some text.
 
         Args:
             text: as a JSON string (`json_text`).
             num_tokens: tokens that it holds.
             logprobs: of these tokens, as JSON; None if nobody asked.
+            thought: part of the model's thinking, as a JSON string; empty if there is none. With it, a text that is
+                empty is left out.
         """
+        head = self.head
+        if thought:
+            head = self.head_of_delta
+            members = [*(b'"%b":%b' % (name.encode(), thought) for name in _THOUGHTS), _CONTENT + text]
+            text = b",".join(members[:-1] if text == _EMPTY else members)
         if num_tokens == 1 and logprobs is None:  # nearly always
-            return self.head + text + self.tail
+            return head + text + self.tail
         tail = self.tail if num_tokens == 1 else self.tail_with_count % num_tokens
         if logprobs is not None:
             tail = tail.replace(_LOGPROBS % NO_LOGPROBS, _LOGPROBS % logprobs, 1)
-        return self.head + text + tail
+        return head + text + tail
 
     def role_chunk(self) -> bytes:
         """Return the first event of a chat: whose turn it is; b"" for completions."""

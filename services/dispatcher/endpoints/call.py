@@ -14,6 +14,7 @@ from services.dispatcher.answers.idempotency import Retry
 from services.dispatcher.endpoints.params import Params
 from services.dispatcher.session.request import FailureCode, RequestFailedError
 from services.dispatcher.session.session import Session
+from services.dispatcher.text.thinking import Stage, ThinkTags
 from shared.ids import RequestId
 
 
@@ -25,6 +26,8 @@ class Prompt:
     """Token ids, as a submission carries them (`shared.messages.request.pack_token_ids`)."""
     echo: str = ""
     """Text that stands before that of each of its choices (`echo`)."""
+    stage: Stage = Stage.SPEAKING
+    """Where its answers begin, if thinking is told apart; in completions it is not."""
 
     @property
     def num_tokens(self) -> int:
@@ -159,6 +162,19 @@ class Choice:
     """Why it has no whole answer; known at its end."""
     objection: FailureCode | None = None
     """Why its reader ended it, if not by a stop string."""
+
+    def begin(self, session: Session, prompt: Prompt, tags: ThinkTags | None) -> None:
+        """The request is admitted.
+
+        Args:
+            session: the choice's.
+            prompt: its own.
+            tags: of the model; None: its thinking is not told apart.
+        """
+        self.session = session
+        self.echo = prompt.echo
+        if tags is not None:
+            self.text.split_thinking(tags, prompt.stage)
 
     @property
     def opened(self) -> Session:

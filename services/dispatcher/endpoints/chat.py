@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.dispatcher.endpoints.call import CheckedCall, Prompt
@@ -13,6 +14,8 @@ from services.dispatcher.endpoints.sampling import chat_logprobs
 from services.dispatcher.endpoints.template_kwargs import NAMES, parse_template_kwargs
 from services.dispatcher.endpoints.unsupported import CHAT, SHARED_NAMES, refuse_unsupported
 from services.dispatcher.http.arrival import Arrival, Caller, check_model
+from services.dispatcher.http.front import Front
+from services.dispatcher.text.template import TemplateKwargs
 from shared.messages.request import pack_token_ids
 
 _KNOWN = frozenset(
@@ -42,7 +45,7 @@ def chat_call(arrival: Arrival, sender: Caller, body: dict[str, Any]) -> Checked
         public_id=sender.public_id,
         is_chat=True,
         params=params,
-        encode=lambda: [Prompt(pack_token_ids(front.codec.encode_chat(messages, kwargs=kwargs)))],
+        encode=lambda: [_encode(front, messages, kwargs)],
         num_prompts=1,
         num_chars=count_chars(messages),
         prompt_param="messages",
@@ -54,3 +57,10 @@ def chat_call(arrival: Arrival, sender: Caller, body: dict[str, Any]) -> Checked
         retry=retry,
         seen=sender.seen(params, 1, retry),
     )
+
+
+def _encode(front: Front, messages: Sequence[Mapping[str, Any]], kwargs: TemplateKwargs) -> Prompt:
+    ids = front.codec.encode_chat(messages, kwargs=kwargs)
+    if front.think_tags is None:
+        return Prompt(pack_token_ids(ids))
+    return Prompt(pack_token_ids(ids), stage=front.think_tags.stage_after(ids))

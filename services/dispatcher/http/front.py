@@ -19,6 +19,7 @@ from services.dispatcher.metrics import DispatcherMetrics
 from services.dispatcher.session.sessions import Sessions
 from services.dispatcher.text.pool import TextPool
 from services.dispatcher.text.prompts import PromptCodec
+from services.dispatcher.text.thinking import ThinkTags
 from shared.browsers import BrowserRules
 from shared.messages.request import MAX_PROMPT_TOKENS
 from shared.process.log import get_logger
@@ -51,6 +52,8 @@ class Front:
     settings: DispatcherSettings
     bus: Bus
     codec: PromptCodec
+    think_tags: ThinkTags | None
+    """None: the model's thinking is not told apart."""
     pool: TextPool
     bodies: TextPool
     """Of one thread, which reads long bodies: while it does, the event loop has its turns between two long calls."""

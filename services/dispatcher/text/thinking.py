@@ -1,0 +1,205 @@
+"""What a model thinks, told apart from what it says: `<think>` … `</think>` at the beginning of an answer.
+
+An answer may begin with an opening tag, or inside the thinking: then the chat template has opened it in the prompt.
+Only the first thought is one; later tags are text. The tags, and the empty lines around them, belong to neither part.
+What the parts hold after some text depends on that text alone, not on how it was cut into pieces.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Final
+
+from services.dispatcher.text.prompts import PromptCodec
+from shared.process.config import ReasoningParser
+
+OPENING: Final = "<think>"
+CLOSING: Final = "</think>"
+_LINE_ENDS: Final = "\r\n"
+_BLANKS: Final = " \t\r\n"
+_MAX_BLANK_TOKENS: Final = 16
+"""Behind a tag that ends a prompt."""
+
+
+class Stage(Enum):
+    """Where in an answer its next character stands."""
+
+    UNDECIDED = auto()
+    """At the beginning: with an opening tag it thinks, else it speaks."""
+    OPENED = auto()
+    """At the beginning, and it thinks, for its prompt has opened the tag; it may repeat it."""
+    BEGUN = auto()
+    """Behind the opening tag, if not for ends of lines."""
+    THINKING = auto()
+    CLOSED = auto()
+    """Behind the closing tag, if not for ends of lines."""
+    SPEAKING = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkTags:
+    """How a model marks its thinking."""
+
+    opening_id: int | None
+    """Token that is the opening tag; None: the tags are found in the text, across tokens."""
+    closing_id: int | None
+    """None together with the other one."""
+    at_start: Stage
+    """Where an answer begins if its prompt does not end with a tag."""
+    bytes_of: Callable[[int], bytes]
+    """Text of a token; special ones have their names."""
+
+    def stage_after(self, prompt_ids: Sequence[int]) -> Stage:
+        """Return where the answer to a prompt begins: its template may have opened the thinking, or closed it."""
+        tail = list(prompt_ids[-_MAX_BLANK_TOKENS:])
+        while tail and not self.bytes_of(tail[-1]).strip():
+            tail.pop()
+        end = "".join(self.bytes_of(token_id).decode("utf-8", "replace") for token_id in tail).rstrip()
+        if self.closing_id is not None and tail and tail[-1] not in {self.opening_id, self.closing_id}:
+            return self.at_start  # a user may have written it
+        if end.endswith(OPENING):
+            return Stage.OPENED
+        return Stage.SPEAKING if end.endswith(CLOSING) else self.at_start
+
+
+def find_think_tags(parser: ReasoningParser, codec: PromptCodec) -> ThinkTags | None:
+    """Return how the model marks its thinking; None if it is not told apart."""
+    if parser == "auto":
+        source = "" if codec.template is None else codec.template.source
+        parser = "qwen3" if CLOSING in source else "none"
+    if parser == "none":
+        return None
+    added = {token.content: token_id for token_id, token in codec.tokenizer.get_added_tokens_decoder().items()}
+    has_tokens = OPENING in added and CLOSING in added
+    return ThinkTags(
+        opening_id=added[OPENING] if has_tokens else None,
+        closing_id=added[CLOSING] if has_tokens else None,
+        at_start=Stage.OPENED if parser == "deepseek_r1" else Stage.UNDECIDED,
+        bytes_of=codec.names.bytes_of,
+    )
+
+
+class ThinkSplitter:
+    """Tells the two parts of one answer apart, while its text comes piece by piece. Pure.
+
+    Args:
+        tags: of the model.
+        stage: where the answer begins.
+    """
+
+    __slots__ = ("_at", "_held", "_marks", "_num_chars", "_tags", "num_tokens", "stage")
+
+    def __init__(self, tags: ThinkTags, stage: Stage) -> None:
+        self._tags = tags
+        self.stage = stage
+        """Of what comes next."""
+        self.num_tokens = 0
+        """Of the thinking so far, tags included."""
+        self._held = ""  # not decided yet
+        self._at = 0  # where in the text it begins
+        self._num_chars = 0  # of all tokens so far, also of those whose text did not come yet
+        self._marks: deque[tuple[str, int, int]] = deque()  # tags that are tokens: which, begin, end
+
+    def note(self, token_id: int, num_chars: int) -> None:
+        """Take the next token, which completes so many characters; `push` may get them later."""
+        if self.stage in (Stage.CLOSED, Stage.SPEAKING):
+            return
+        self.num_tokens += 1
+        self._num_chars += num_chars
+        if token_id in (self._tags.opening_id, self._tags.closing_id):
+            tag = OPENING if token_id == self._tags.opening_id else CLOSING
+            # a special token has no text
+            self._marks.append((tag, self._num_chars - min(len(tag), num_chars), self._num_chars))
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Return what is decided now: of the thinking, and of what is said.
+
+        Args:
+            text: the next piece.
+        """
+        self._held += text
+        thought = said = ""
+        if self.stage in (Stage.UNDECIDED, Stage.OPENED):
+            self._begin()
+        if self.stage in (Stage.BEGUN, Stage.THINKING):
+            thought = self._think()
+        if self.stage is Stage.CLOSED:
+            self._held = self._held.lstrip(_LINE_ENDS)
+            self.stage = Stage.SPEAKING if self._held else Stage.CLOSED
+        if self.stage is Stage.SPEAKING:
+            said, self._held = self._held, ""
+        return thought, said
+
+    def flush(self) -> tuple[str, str]:
+        """Return what was held back, as `push`; the text ends here."""
+        text, self._held = self._held, ""
+        if self.stage is Stage.UNDECIDED:
+            self._speak()
+            return "", text
+        text = text.rstrip(_LINE_ENDS)
+        return (text if self.stage is Stage.THINKING else text.lstrip(_LINE_ENDS)), ""
+
+    def _begin(self) -> None:
+        """Leave the beginning once it is clear what it is."""
+        num_blank = len(self._held) - len(self._held.lstrip(_BLANKS))
+        place = self._find(OPENING)
+        if place is not None and place[0] <= num_blank:
+            self._drop(place[1])
+            self.stage = Stage.BEGUN
+        elif not self._may_open(num_blank):
+            if self.stage is Stage.UNDECIDED:
+                self._speak()
+            else:
+                self.stage = Stage.BEGUN
+
+    def _may_open(self, num_blank: int) -> bool:
+        """Return whether an opening tag may come, or be complete later."""
+        if self._tags.opening_id is None:
+            return OPENING.startswith(self._held[num_blank:])
+        is_blank = num_blank == len(self._held) - self._num_undecided(OPENING)
+        return is_blank and self._find(CLOSING) is None
+
+    def _speak(self) -> None:
+        """There is no thinking."""
+        self.stage = Stage.SPEAKING
+        self.num_tokens = 0
+
+    def _think(self) -> str:
+        place = self._find(CLOSING)
+        end = len(self._held) - self._num_undecided(CLOSING) if place is None else place[0]
+        text = self._held[:end].rstrip(_LINE_ENDS)
+        self._drop(len(text) if place is None else place[1])
+        if self.stage is Stage.BEGUN:
+            text = text.lstrip(_LINE_ENDS)
+        if place is not None:
+            self.stage = Stage.CLOSED
+        elif text:
+            self.stage = Stage.THINKING
+        return text
+
+    def _find(self, tag: str) -> tuple[int, int] | None:
+        """Return where the tag begins and ends in what is held; None if it is not there as a whole."""
+        if self._tags.opening_id is None:
+            at = self._held.find(tag)
+            return None if at < 0 else (at, at + len(tag))
+        for name, begin, end in self._marks:
+            if name == tag and end <= self._at + len(self._held):
+                return begin - self._at, end - self._at
+        return None
+
+    def _num_undecided(self, tag: str) -> int:
+        """Return how many characters at the end of what is held may be the beginning of the tag."""
+        if self._tags.opening_id is None:
+            sizes = range(min(len(tag) - 1, len(self._held)), 0, -1)
+            return next((size for size in sizes if tag.startswith(self._held[-size:])), 0)
+        at = self._at + len(self._held)  # of a token, a stop string may hold back a part
+        return next((at - begin for name, begin, end in self._marks if name == tag and begin < at < end), 0)
+
+    def _drop(self, num_chars: int) -> None:
+        self._held = self._held[num_chars:]
+        self._at += num_chars
+        while self._marks and self._marks[0][2] <= self._at:
+            self._marks.popleft()
