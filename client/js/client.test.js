@@ -134,7 +134,7 @@ test("tool calls, reasoning and log-probabilities are collected and not displaye
   const part = (fields) => chunk({ choices: [{ index: 0, ...fields }] });
   const raw = events(
     part({ delta: { reasoning_content: "hm, " } }),
-    part({ delta: { reasoning: "yes" }, logprobs: { content: [{ token: "x" }] } }),
+    { ...part({ delta: { reasoning: "yes" }, logprobs: { content: [{ token: "x" }] } }), sluice: { n: 3 } },
     part({ delta: { tool_calls: [{ index: 0, id: "t1", function: { name: "f", arguments: "" } }] } }),
     part({ delta: { tool_calls: [{ index: 0, function: { arguments: '{"a":1}' } }] } }),
     part({ delta: {}, finish_reason: "tool_calls", logprobs: { tokens: ["y"] } }),
@@ -143,6 +143,7 @@ test("tool calls, reasoning and log-probabilities are collected and not displaye
     const answer = client.chat("hi");
     assert.equal(await answer.read(), "");
     assert.equal(answer.reasoning, "hm, yes");
+    assert.equal(answer.stats.receivedS, null);
     assert.deepEqual(answer.toolCalls, [{ id: "t1", type: "function", function: { name: "f", arguments: '{"a":1}' } }]);
     assert.deepEqual(answer.logprobs, [{ token: "x" }, { tokens: ["y"] }]);
   });

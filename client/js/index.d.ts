@@ -58,6 +58,8 @@ export interface RequestParams {
 export interface ChatParams extends RequestParams {
   logprobs?: boolean;
   top_logprobs?: number;
+  chat_template_kwargs?: Record<string, boolean | number | string | null>;
+  reasoning_effort?: "none" | "minimal" | "low" | "medium" | "high";
 }
 
 export interface CompletionParams extends RequestParams {

@@ -39,8 +39,10 @@ export class AnswerRecord {
     const extension = isObject(chunk.sluice) ? chunk.sluice : {};
     const { n: numTokens, ...stats } = extension;
     this.serverStats = { ...this.serverStats, ...stats };
+    const numThoughts = this.reasoningParts.length;
     const text = firstChoice(chunk).map((choice) => this.#takeChoice(choice)).join("");
-    const count = numTokensOf(numTokens, text);
+    const isThought = text === "" && this.reasoningParts.slice(numThoughts).some((part) => part !== "");
+    const count = isThought ? 0 : numTokensOf(numTokens, text); // nobody reads it word by word
     return text !== "" || count > 0 ? { text, numTokens: count } : null;
   }
 

@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from typing import Any, Literal, NotRequired, TypedDict
 
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high"]
 
 _OWN_ARGUMENTS = ("model", "pace", "qoe", "idempotency_key")
 _MIN_LIKENESS_RATIO = 0.7
@@ -112,6 +113,8 @@ class ChatParams(CommonParams, total=False):
 
     logprobs: bool | None
     top_logprobs: int | None
+    chat_template_kwargs: Mapping[str, bool | float | str | None] | None
+    reasoning_effort: ReasoningEffort | None
     store: bool | None
     parallel_tool_calls: bool | None
     prompt_cache_key: str | None

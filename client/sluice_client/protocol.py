@@ -50,8 +50,10 @@ class AnswerRecord:
         extension = chunk.get("sluice")
         extension = extension if isinstance(extension, dict) else {}
         self.server_stats |= {k: v for k, v in extension.items() if k != "n"}
+        num_thoughts = len(self.reasoning_parts)
         text = "".join(self._take_choice(choice) for choice in _first_choice(chunk))
-        num_tokens = _num_tokens(extension, text)
+        is_thought = not text and any(self.reasoning_parts[num_thoughts:])
+        num_tokens = 0 if is_thought else _num_tokens(extension, text)  # nobody reads it word by word
         return Piece(text, num_tokens) if text or num_tokens else None
 
     def _take_choice(self, choice: dict[str, Any]) -> str:

@@ -11,8 +11,16 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from services.dispatcher.endpoints import chat, completions, messages, params, unsupported
-from sluice_client import AsyncSluiceClient, ChatMessage, ChatParams, CompletionParams, ServiceTier, StreamOptions
+from services.dispatcher.endpoints import chat, completions, messages, params, template_kwargs, unsupported
+from sluice_client import (
+    AsyncSluiceClient,
+    ChatMessage,
+    ChatParams,
+    CompletionParams,
+    ReasoningEffort,
+    ServiceTier,
+    StreamOptions,
+)
 from tests.support.openai_server import Server, running, say
 
 OWN = {"model", "messages", "prompt", "stream", "qoe"}
@@ -31,8 +39,9 @@ def test_the_names_are_those_that_the_server_takes(typed: Any, known: set[str], 
     assert set(get_type_hints(typed)) - {"extra_body"} == known - refused.keys() - OWN
 
 
-def test_tiers_and_roles_are_those_that_the_server_takes() -> None:
+def test_tiers_efforts_and_roles_are_those_that_the_server_takes() -> None:
     assert set(get_args(ServiceTier)) == set(params.SERVICE_TIERS)
+    assert get_args(ReasoningEffort) == template_kwargs.EFFORTS
     roles = [role for kind in get_args(ChatMessage) for role in get_args(get_type_hints(kind)["role"])]
     assert sorted(roles) == sorted(messages._ROLES)
 

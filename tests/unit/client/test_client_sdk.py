@@ -122,7 +122,7 @@ async def test_tool_calls_and_reasoning_are_collected_and_not_displayed() -> Non
 
     raw = events(
         call(reasoning_content="hm, "),
-        call(reasoning_content="yes"),
+        {**call(reasoning_content="yes", reasoning="yes"), "sluice": {"n": 3}},
         call(tool_calls=[{"index": 0, "id": "t1", "type": "function", "function": {"name": "f", "arguments": ""}}]),
         call(tool_calls=[{"index": 0, "function": {"arguments": '{"a":'}}]),
         call(tool_calls=[{"index": 0, "function": {"arguments": "1}"}}]),
@@ -132,6 +132,7 @@ async def test_tool_calls_and_reasoning_are_collected_and_not_displayed() -> Non
         answer = client.chat("hi", "demo")
         assert await answer.read() == ""
         assert answer.reasoning == "hm, yes"
+        assert answer._stream.pacer._state.num_tokens == 0
         assert answer.tool_calls == [
             {"id": "t1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
         ]
