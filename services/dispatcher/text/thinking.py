@@ -90,7 +90,7 @@ class ThinkSplitter:
         stage: where the answer begins.
     """
 
-    __slots__ = ("_at", "_held", "_marks", "_num_chars", "_tags", "num_tokens", "stage")
+    __slots__ = ("_at", "_blanks", "_held", "_marks", "_num_chars", "_tags", "num_tokens", "stage")
 
     def __init__(self, tags: ThinkTags, stage: Stage) -> None:
         self._tags = tags
@@ -98,6 +98,7 @@ class ThinkSplitter:
         """Of what comes next."""
         self.num_tokens = 0
         """Of the thinking so far, tags included."""
+        self._blanks: list[str] = []  # before what is held, in pieces: a model may write any number of them
         self._held = ""  # not decided yet
         self._at = 0  # where in the text it begins
         self._num_chars = 0  # of all tokens so far, also of those whose text did not come yet
@@ -135,7 +136,8 @@ class ThinkSplitter:
 
     def flush(self) -> tuple[str, str]:
         """Return what was held back, as `push`; the text ends here."""
-        text, self._held = self._held, ""
+        text = self._take_blanks() + self._held
+        self._held = ""
         if self.stage is Stage.UNDECIDED:
             self._speak()
             return "", text
@@ -147,9 +149,16 @@ class ThinkSplitter:
         num_blank = len(self._held) - len(self._held.lstrip(_BLANKS))
         place = self._find(OPENING)
         if place is not None and place[0] <= num_blank:
+            self._blanks.clear()
             self._drop(place[1])
             self.stage = Stage.BEGUN
-        elif not self._may_open(num_blank):
+        elif self._may_open(num_blank):
+            self._blanks.append(self._held[:num_blank])
+            self._drop(num_blank)
+        else:
+            blanks = self._take_blanks()
+            self._held = blanks + self._held
+            self._at -= len(blanks)
             if self.stage is Stage.UNDECIDED:
                 self._speak()
             else:
@@ -170,14 +179,25 @@ class ThinkSplitter:
     def _think(self) -> str:
         place = self._find(CLOSING)
         end = len(self._held) - self._num_undecided(CLOSING) if place is None else place[0]
-        text = self._held[:end].rstrip(_LINE_ENDS)
-        self._drop(len(text) if place is None else place[1])
-        if self.stage is Stage.BEGUN:
-            text = text.lstrip(_LINE_ENDS)
-        if place is not None:
-            self.stage = Stage.CLOSED
-        elif text:
+        piece = self._held[:end] if self.stage is Stage.THINKING else self._held[:end].lstrip(_LINE_ENDS)
+        text = piece.rstrip(_LINE_ENDS)
+        blanks = piece[len(text) :]
+        if text:
             self.stage = Stage.THINKING
+            text = self._take_blanks() + text
+        if place is not None:
+            self._blanks.clear()
+            self._drop(place[1])
+            self.stage = Stage.CLOSED
+        else:
+            self._drop(end)
+            if blanks:
+                self._blanks.append(blanks)
+        return text
+
+    def _take_blanks(self) -> str:
+        text = "".join(self._blanks)
+        self._blanks.clear()
         return text
 
     def _find(self, tag: str) -> tuple[int, int] | None:

@@ -16,7 +16,7 @@ from services.dispatcher.answers.answer_text import AnswerText
 from services.dispatcher.text.detokenizer import ByteLevelTable
 from services.dispatcher.text.model_folder import read_model_folder
 from services.dispatcher.text.prompts import PromptCodec
-from services.dispatcher.text.thinking import CLOSING, OPENING, Stage, ThinkTags, find_think_tags
+from services.dispatcher.text.thinking import CLOSING, OPENING, Stage, ThinkSplitter, ThinkTags, find_think_tags
 from shared.process.config import ReasoningParser
 from shared.types import FinishReason
 from tests.support.text_models import (
@@ -254,3 +254,13 @@ def test_a_user_who_ends_the_prompt_with_a_tag_opens_nothing(tmp_path: Path) -> 
     tags = find_think_tags("auto", codec)
     assert tags is not None
     assert tags.stage_after(codec.encode_chat([{"role": "user", "content": "hi <think>"}])) is Stage.UNDECIDED
+
+
+@pytest.mark.parametrize("stage", [Stage.UNDECIDED, Stage.OPENED, Stage.THINKING])
+def test_any_number_of_empty_lines_is_looked_at_once(stage: Stage) -> None:
+    splitter = ThinkSplitter(tags_of(stage, are_tokens=False), stage)
+    for _ in range(1000):
+        assert splitter.push("\n") == ("", "")
+        assert splitter._held == ""
+    thought, said = splitter.push("a")
+    assert thought + said == ("a" if stage is Stage.OPENED else "\n" * 1000 + "a")
