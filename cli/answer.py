@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Sequence
-from typing import TextIO, Unpack
+from contextlib import nullcontext
+from typing import Final, TextIO, Unpack
 
+from cli.console import Console
 from cli.conversation import Pacing
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
 from cli.http import topic_of
@@ -14,6 +17,9 @@ from sluice_client.async_answer import AsyncAnswer
 from sluice_client.async_client import AsyncSluiceClient
 from sluice_client.errors import APIConnectionError, APIStatusError, SluiceClientError
 from sluice_client.params import ChatMessage, ChatParams
+
+THOUGHTS_S: Final = 0.1
+"""Between two looks at what the model thinks."""
 
 
 def start_answer(
@@ -46,9 +52,12 @@ async def show_answer(answer: AsyncAnswer, out: TextIO, column: int = 0) -> None
         CommandError: the answer broke off; what came before it was written.
     """
     wrap = WordWrap(lambda: shutil.get_terminal_size().columns, column) if out.isatty() else None
+    thoughts = None if wrap is None else _Thoughts(answer, out, wrap)
     try:
-        async with answer:
+        async with answer, thoughts or nullcontext():
             async for text in answer:
+                if thoughts is not None:
+                    await thoughts.end()
                 shown = printable(text)
                 out.write(shown if wrap is None else wrap.feed(shown))
                 out.flush()
@@ -64,6 +73,52 @@ async def show_answer(answer: AsyncAnswer, out: TextIO, column: int = 0) -> None
     finally:
         out.write("\n")
         out.flush()
+
+
+class _Thoughts:
+    """Shows in a terminal what the model thinks before it says something, as it comes: dim, and not paced.
+
+    Args:
+        answer: while it is read.
+        out: the terminal.
+        wrap: of all that is written there.
+    """
+
+    def __init__(self, answer: AsyncAnswer, out: TextIO, wrap: WordWrap) -> None:
+        self._answer = answer
+        self._out = out
+        self._wrap = wrap
+        self._style = Console(out).style
+        self._num_shown = 0
+        self._following: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> None:
+        self._following = asyncio.create_task(self._follow())
+
+    async def __aexit__(self, *_exc: object) -> None:
+        await self.end()
+
+    async def end(self) -> None:
+        """Show the rest; what is said begins in a line of its own. Calling it again changes nothing."""
+        if self._following is None:
+            return
+        self._following.cancel()
+        self._following = None
+        self._show()
+        if self._num_shown:
+            self._out.write(self._wrap.feed("\n\n"))
+
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.sleep(THOUGHTS_S)
+            self._show()
+
+    def _show(self) -> None:
+        text = self._answer.reasoning
+        if news := printable(text[self._num_shown :]):
+            self._out.write(self._style(self._wrap.feed(news), "dim"))
+            self._out.flush()
+        self._num_shown = len(text)
 
 
 def describe_answer(answer: AsyncAnswer) -> str:

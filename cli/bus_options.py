@@ -10,9 +10,7 @@ from typing import Any
 
 import click
 
-CLUSTER_HELP = (
-    "One that runs here, by name, id or port; or its name on a shared broker. [the one here, else default]"
-)
+CLUSTER_HELP = "One that runs here, by name, id or port; or its name on a shared broker. [the one here, else default]"
 BROKER_HELP = "Broker. [NATS_URL, else that of the cluster that runs here, else nats://127.0.0.1:4222]"
 
 _json_option = click.option("--json", "as_json", is_flag=True, help="One line of JSON.")
