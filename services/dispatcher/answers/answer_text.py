@@ -9,7 +9,7 @@ from typing import Final
 
 from services.dispatcher.session.stop_strings import StopMatcher
 from services.dispatcher.text.detokenizer import Detokenizer
-from services.dispatcher.text.thinking import Stage, ThinkSplitter, ThinkTags
+from services.dispatcher.text.thinking import ThinkSplitter, ThinkStage, ThinkTags
 from shared.types import FinishReason
 
 MAX_LOGPROB_TOKENS: Final = 32
@@ -57,7 +57,7 @@ class AnswerText:
         self.was_cut = False
         """A stop string has ended the text."""
 
-    def split_thinking(self, tags: ThinkTags, stage: Stage) -> None:
+    def split_thinking(self, tags: ThinkTags, stage: ThinkStage) -> None:
         """Tell the model's thinking apart from now on; called before the first token.
 
         Args:
@@ -74,7 +74,7 @@ class AnswerText:
         visible = token_ids
         if finish is FinishReason.STOP and token_ids and token_ids[-1] not in self._shown_stop_ids:
             visible = token_ids[:-1]
-        if not self._is_one_by_one and (self._splitter is None or self._splitter.stage is Stage.SPEAKING):
+        if not self._is_one_by_one and (self._splitter is None or self._splitter.stage is ThinkStage.SPEAKING):
             self.num_tokens += len(token_ids)
             text = self._detokenizer.push(visible) if visible else ""
             return text + self._detokenizer.flush() if finish else text

@@ -14,7 +14,7 @@ from services.dispatcher.answers.idempotency import Retry
 from services.dispatcher.endpoints.params import Params
 from services.dispatcher.session.request import FailureCode, RequestFailedError
 from services.dispatcher.session.session import Session
-from services.dispatcher.text.thinking import Stage, ThinkTags
+from services.dispatcher.text.thinking import ThinkStage, ThinkTags
 from shared.ids import RequestId
 
 
@@ -26,7 +26,7 @@ class Prompt:
     """Token ids, as a submission carries them (`shared.messages.request.pack_token_ids`)."""
     echo: str = ""
     """Text that stands before that of each of its choices (`echo`)."""
-    stage: Stage = Stage.SPEAKING
+    stage: ThinkStage = ThinkStage.SPEAKING
     """Where its answers begin, if thinking is told apart; in completions it is not."""
 
     @property

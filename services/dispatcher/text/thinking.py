@@ -24,7 +24,7 @@ _MAX_BLANK_TOKENS: Final = 16
 """Behind a tag that ends a prompt."""
 
 
-class Stage(Enum):
+class ThinkStage(Enum):
     """Where in an answer its next character stands."""
 
     UNDECIDED = auto()
@@ -47,12 +47,12 @@ class ThinkTags:
     """Token that is the opening tag; None: the tags are found in the text, across tokens."""
     closing_id: int | None
     """None together with the other one."""
-    at_start: Stage
+    at_start: ThinkStage
     """Where an answer begins if its prompt does not end with a tag."""
     bytes_of: Callable[[int], bytes]
     """Text of a token; special ones have their names."""
 
-    def stage_after(self, prompt_ids: Sequence[int]) -> Stage:
+    def stage_after(self, prompt_ids: Sequence[int]) -> ThinkStage:
         """Return where the answer to a prompt begins: its template may have opened the thinking, or closed it."""
         tail = list(prompt_ids[-_MAX_BLANK_TOKENS:])
         while tail and not self.bytes_of(tail[-1]).strip():
@@ -61,8 +61,8 @@ class ThinkTags:
         if self.closing_id is not None and tail and tail[-1] not in {self.opening_id, self.closing_id}:
             return self.at_start  # a user may have written it
         if end.endswith(OPENING):
-            return Stage.OPENED
-        return Stage.SPEAKING if end.endswith(CLOSING) else self.at_start
+            return ThinkStage.OPENED
+        return ThinkStage.SPEAKING if end.endswith(CLOSING) else self.at_start
 
 
 def find_think_tags(parser: ReasoningParser, codec: PromptCodec) -> ThinkTags | None:
@@ -77,7 +77,7 @@ def find_think_tags(parser: ReasoningParser, codec: PromptCodec) -> ThinkTags | 
     return ThinkTags(
         opening_id=added[OPENING] if has_tokens else None,
         closing_id=added[CLOSING] if has_tokens else None,
-        at_start=Stage.OPENED if parser == "deepseek_r1" else Stage.UNDECIDED,
+        at_start=ThinkStage.OPENED if parser == "deepseek_r1" else ThinkStage.UNDECIDED,
         bytes_of=codec.names.bytes_of,
     )
 
@@ -92,7 +92,7 @@ class ThinkSplitter:
 
     __slots__ = ("_at", "_blanks", "_held", "_marks", "_num_chars", "_tags", "num_tokens", "stage")
 
-    def __init__(self, tags: ThinkTags, stage: Stage) -> None:
+    def __init__(self, tags: ThinkTags, stage: ThinkStage) -> None:
         self._tags = tags
         self.stage = stage
         """Of what comes next."""
@@ -106,7 +106,7 @@ class ThinkSplitter:
 
     def note(self, token_id: int, num_chars: int) -> None:
         """Take the next token, which completes so many characters; `push` may get them later."""
-        if self.stage in (Stage.CLOSED, Stage.SPEAKING):
+        if self.stage in (ThinkStage.CLOSED, ThinkStage.SPEAKING):
             return
         self.num_tokens += 1
         self._num_chars += num_chars
@@ -123,14 +123,14 @@ class ThinkSplitter:
         """
         self._held += text
         thought = said = ""
-        if self.stage in (Stage.UNDECIDED, Stage.OPENED):
+        if self.stage in (ThinkStage.UNDECIDED, ThinkStage.OPENED):
             self._begin()
-        if self.stage in (Stage.BEGUN, Stage.THINKING):
+        if self.stage in (ThinkStage.BEGUN, ThinkStage.THINKING):
             thought = self._think()
-        if self.stage is Stage.CLOSED:
+        if self.stage is ThinkStage.CLOSED:
             self._held = self._held.lstrip(_LINE_ENDS)
-            self.stage = Stage.SPEAKING if self._held else Stage.CLOSED
-        if self.stage is Stage.SPEAKING:
+            self.stage = ThinkStage.SPEAKING if self._held else ThinkStage.CLOSED
+        if self.stage is ThinkStage.SPEAKING:
             said, self._held = self._held, ""
         return thought, said
 
@@ -138,11 +138,11 @@ class ThinkSplitter:
         """Return what was held back, as `push`; the text ends here."""
         text = self._take_blanks() + self._held
         self._held = ""
-        if self.stage is Stage.UNDECIDED:
+        if self.stage is ThinkStage.UNDECIDED:
             self._speak()
             return "", text
         text = text.rstrip(_LINE_ENDS)
-        return (text if self.stage is Stage.THINKING else text.lstrip(_LINE_ENDS)), ""
+        return (text if self.stage is ThinkStage.THINKING else text.lstrip(_LINE_ENDS)), ""
 
     def _begin(self) -> None:
         """Leave the beginning once it is clear what it is."""
@@ -150,8 +150,8 @@ class ThinkSplitter:
         place = self._find(OPENING)
         if place is not None and place[0] <= num_blank:
             self._blanks.clear()
-            self._drop(place[1])
-            self.stage = Stage.BEGUN
+            self._drop(place[1], OPENING)
+            self.stage = ThinkStage.BEGUN
         elif self._may_open(num_blank):
             self._blanks.append(self._held[:num_blank])
             self._drop(num_blank)
@@ -159,10 +159,10 @@ class ThinkSplitter:
             blanks = self._take_blanks()
             self._held = blanks + self._held
             self._at -= len(blanks)
-            if self.stage is Stage.UNDECIDED:
+            if self.stage is ThinkStage.UNDECIDED:
                 self._speak()
             else:
-                self.stage = Stage.BEGUN
+                self.stage = ThinkStage.BEGUN
 
     def _may_open(self, num_blank: int) -> bool:
         """Return whether an opening tag may come, or be complete later."""
@@ -173,22 +173,22 @@ class ThinkSplitter:
 
     def _speak(self) -> None:
         """There is no thinking."""
-        self.stage = Stage.SPEAKING
+        self.stage = ThinkStage.SPEAKING
         self.num_tokens = 0
 
     def _think(self) -> str:
         place = self._find(CLOSING)
         end = len(self._held) - self._num_undecided(CLOSING) if place is None else place[0]
-        piece = self._held[:end] if self.stage is Stage.THINKING else self._held[:end].lstrip(_LINE_ENDS)
+        piece = self._held[:end] if self.stage is ThinkStage.THINKING else self._held[:end].lstrip(_LINE_ENDS)
         text = piece.rstrip(_LINE_ENDS)
         blanks = piece[len(text) :]
         if text:
-            self.stage = Stage.THINKING
+            self.stage = ThinkStage.THINKING
             text = self._take_blanks() + text
         if place is not None:
             self._blanks.clear()
-            self._drop(place[1])
-            self.stage = Stage.CLOSED
+            self._drop(place[1], CLOSING)
+            self.stage = ThinkStage.CLOSED
         else:
             self._drop(end)
             if blanks:
@@ -218,8 +218,11 @@ class ThinkSplitter:
         at = self._at + len(self._held)  # of a token, a stop string may hold back a part
         return next((at - begin for name, begin, end in self._marks if name == tag and begin < at < end), 0)
 
-    def _drop(self, num_chars: int) -> None:
+    def _drop(self, num_chars: int, tag: str = "") -> None:
+        """Go on behind some characters, and behind the next tag of this name: others without text may follow there."""
         self._held = self._held[num_chars:]
         self._at += num_chars
-        while self._marks and self._marks[0][2] <= self._at:
+        while self._marks and self._marks[0][2] < self._at:
             self._marks.popleft()
+        while tag and self._marks and self._marks.popleft()[0] != tag:
+            pass

@@ -16,7 +16,7 @@ from services.dispatcher.answers.answer_text import AnswerText
 from services.dispatcher.text.detokenizer import ByteLevelTable
 from services.dispatcher.text.model_folder import read_model_folder
 from services.dispatcher.text.prompts import PromptCodec
-from services.dispatcher.text.thinking import CLOSING, OPENING, Stage, ThinkSplitter, ThinkTags, find_think_tags
+from services.dispatcher.text.thinking import CLOSING, OPENING, ThinkSplitter, ThinkStage, ThinkTags, find_think_tags
 from shared.process.config import ReasoningParser
 from shared.types import FinishReason
 from tests.support.text_models import (
@@ -35,7 +35,7 @@ EOS: Final = 258
 BYTES: Final = [bytes([value]) for value in range(256)]
 WITH_TAGS: Final = ByteLevelTable([*BYTES, OPENING.encode(), CLOSING.encode(), b""])
 SPECIAL_TAGS: Final = ByteLevelTable([*BYTES, b"", b"", b""])
-STARTS: Final = (Stage.UNDECIDED, Stage.OPENED, Stage.SPEAKING)
+STARTS: Final = (ThinkStage.UNDECIDED, ThinkStage.OPENED, ThinkStage.SPEAKING)
 WORDS: Final = st.lists(
     st.sampled_from(
         [
@@ -59,25 +59,27 @@ TOKENS: Final = st.lists(
 ).map(lambda parts: [token for part in parts for token in part])
 
 
-def tags_of(stage: Stage, *, are_tokens: bool) -> ThinkTags:
+def tags_of(stage: ThinkStage, *, are_tokens: bool) -> ThinkTags:
     return ThinkTags(OPEN if are_tokens else None, CLOSE if are_tokens else None, stage, lambda _: b"")
 
 
-def found_in(text: str, stage: Stage, opening: str = OPENING, closing: str = CLOSING) -> tuple[str, str]:
+def found_in(text: str, stage: ThinkStage, opening: str = OPENING, closing: str = CLOSING) -> tuple[str, str]:
     """Return both parts of a whole text, as a person would search for them."""
-    if stage is Stage.SPEAKING:
+    if stage is ThinkStage.SPEAKING:
         return "", text
     before = f"[ \t\r\n]*{opening}"
-    before = f"(?:{before})?" if stage is Stage.OPENED else before
+    before = f"(?:{before})?" if stage is ThinkStage.OPENED else before
     match = re.match(f"{before}(?P<thought>.*?)(?:{closing}(?P<said>.*))?\\Z", text, re.DOTALL)
     if match is None:
         return "", text
     return match["thought"].strip("\r\n"), (match["said"] or "").lstrip("\r\n")
 
 
-def rest_of(text: str, stage: Stage) -> str:
+def rest_of(text: str, stage: ThinkStage) -> str:
     """Return what comes behind the closing tag, or all if there is no thinking."""
-    begins = stage is Stage.OPENED or (stage is Stage.UNDECIDED and text.lstrip(" \t\r\n").startswith(OPENING))
+    begins = stage is ThinkStage.OPENED or (
+        stage is ThinkStage.UNDECIDED and text.lstrip(" \t\r\n").startswith(OPENING)
+    )
     return text.partition(CLOSING)[2] if begins else text
 
 
@@ -110,7 +112,7 @@ def read(
 
 
 def answer_of(
-    table: ByteLevelTable, stage: Stage | None, stops: Sequence[str] = (), *, ledger: bool = False
+    table: ByteLevelTable, stage: ThinkStage | None, stops: Sequence[str] = (), *, ledger: bool = False
 ) -> AnswerText:
     answer = AnswerText(table.start(), stops, with_tokens=ledger)
     if stage is not None:
@@ -122,13 +124,13 @@ PLAIN: Final = ByteLevelTable([*BYTES, b"", b"", b""])
 
 
 @given(WORDS, st.sampled_from(STARTS), STOPS, SIZES, st.booleans(), st.booleans())
-@example("<think>\n\nab\n</think>\n\ncd", Stage.UNDECIDED, [], [1] * 12, False, False)
-@example(" \n<think>ab\n</thi", Stage.OPENED, [], [3, 9], True, False)
-@example("<think>a</think>", Stage.UNDECIDED, ["nk>"], [1] * 12, True, False)
-@example("a<think>b", Stage.UNDECIDED, BEGUN, [], False, False)
+@example("<think>\n\nab\n</think>\n\ncd", ThinkStage.UNDECIDED, [], [1] * 12, False, False)
+@example(" \n<think>ab\n</thi", ThinkStage.OPENED, [], [3, 9], True, False)
+@example("<think>a</think>", ThinkStage.UNDECIDED, ["nk>"], [1] * 12, True, False)
+@example("a<think>b", ThinkStage.UNDECIDED, BEGUN, [], False, False)
 @settings(max_examples=400, deadline=None)
 def test_tags_across_tokens_are_found_as_in_the_whole_text(
-    text: str, stage: Stage, stops: list[str], sizes: list[int], ledger: bool, apart: bool
+    text: str, stage: ThinkStage, stops: list[str], sizes: list[int], ledger: bool, apart: bool
 ) -> None:
     """One byte is one token. Stop strings end the whole text, tags included; it ends as if nothing were told apart."""
     tokens = [*text.encode()]
@@ -142,15 +144,27 @@ def test_tags_across_tokens_are_found_as_in_the_whole_text(
         assert answer.num_thinking_tokens == len(text[: len(text) - len(rest_of(text, stage))].encode())
 
 
+def without_others(text: str, stage: ThinkStage, opening: str, closing: str) -> str:
+    """Return the text without tags that are none and have no text: empty lines are next to the others then."""
+    opens = stage is not ThinkStage.SPEAKING and text.lstrip().startswith(opening)
+    begin = text.find(opening) if opens else -1
+    end = text.find(closing, begin + 1) if opens or stage is ThinkStage.OPENED else -1
+    return "".join(char for at, char in enumerate(text) if char not in (opening, closing) or at in (begin, end))
+
+
 @given(TOKENS, st.sampled_from(STARTS), SIZES, st.booleans(), st.booleans())
+@example([OPEN, OPEN, 10, OPEN], ThinkStage.UNDECIDED, [], True, False)
+@example([10, OPEN, CLOSE, 32], ThinkStage.UNDECIDED, [], True, True)
 @settings(max_examples=400, deadline=None)
 def test_tags_that_are_tokens_are_found_by_their_ids_alone(
-    tokens: list[int], stage: Stage, sizes: list[int], special: bool, stops: bool
+    tokens: list[int], stage: ThinkStage, sizes: list[int], special: bool, stops: bool
 ) -> None:
     """What spells a tag without being one is text, and so is a second one."""
     table = SPECIAL_TAGS if special else WITH_TAGS
     marks = {OPEN: "\ue001", CLOSE: "\ue002"}
     text = b"".join(marks[token].encode() if token in marks else bytes([token]) for token in tokens).decode()
+    if special:
+        text = without_others(text, stage, marks[OPEN], marks[CLOSE])
     parts = found_in(text, stage, marks[OPEN], marks[CLOSE])
     own = ("", "") if special else (OPENING, CLOSING)
     expected = tuple(part.replace(marks[OPEN], own[0]).replace(marks[CLOSE], own[1]) for part in parts)
@@ -163,7 +177,7 @@ def test_tags_that_are_tokens_are_found_by_their_ids_alone(
 @given(TOKENS, st.sampled_from(STARTS), STOPS, SIZES, SIZES, st.sampled_from([WITH_TAGS, SPECIAL_TAGS, PLAIN]))
 @settings(max_examples=400, deadline=None)
 def test_what_is_shown_after_so_many_tokens_depends_on_them_alone(
-    tokens: list[int], stage: Stage, stops: list[str], sizes: list[int], others: list[int], table: ByteLevelTable
+    tokens: list[int], stage: ThinkStage, stops: list[str], sizes: list[int], others: list[int], table: ByteLevelTable
 ) -> None:
     one, other = answer_of(table, stage, stops), answer_of(table, stage, stops)
     first = read(one, cut(tokens, sizes), FinishReason.LENGTH)
@@ -177,20 +191,20 @@ def test_what_is_shown_after_so_many_tokens_depends_on_them_alone(
 @pytest.mark.parametrize(
     ("tokens", "stage", "count"),
     [
-        ([OPEN, 97, 97, CLOSE, 98], Stage.UNDECIDED, 4),
-        ([10, OPEN, CLOSE, 98, OPEN, 97], Stage.UNDECIDED, 3),
-        ([97, CLOSE], Stage.OPENED, 2),
-        ([OPEN, 97, 97], Stage.UNDECIDED, 3),
-        ([97, OPEN, CLOSE], Stage.UNDECIDED, 0),
-        ([97, CLOSE], Stage.SPEAKING, 0),
-        ([10, 32], Stage.UNDECIDED, 0),
-        ([CLOSE, 10, 97], Stage.OPENED, 1),
-        ([10, 32], Stage.OPENED, 2),
+        ([OPEN, 97, 97, CLOSE, 98], ThinkStage.UNDECIDED, 4),
+        ([10, OPEN, CLOSE, 98, OPEN, 97], ThinkStage.UNDECIDED, 3),
+        ([97, CLOSE], ThinkStage.OPENED, 2),
+        ([OPEN, 97, 97], ThinkStage.UNDECIDED, 3),
+        ([97, OPEN, CLOSE], ThinkStage.UNDECIDED, 0),
+        ([97, CLOSE], ThinkStage.SPEAKING, 0),
+        ([10, 32], ThinkStage.UNDECIDED, 0),
+        ([CLOSE, 10, 97], ThinkStage.OPENED, 1),
+        ([10, 32], ThinkStage.OPENED, 2),
     ],
 )
 @pytest.mark.parametrize("special", [False, True])
 def test_the_tokens_of_the_thinking_are_counted_with_its_tags(
-    tokens: list[int], stage: Stage, count: int, special: bool
+    tokens: list[int], stage: ThinkStage, count: int, special: bool
 ) -> None:
     for size in (1, 2, 9):
         answer = answer_of(SPECIAL_TAGS if special else WITH_TAGS, stage)
@@ -208,13 +222,13 @@ def codec_of(folder: Path, template: str | None, tokenizer_json: str | None = No
         ("auto", CHATML, None),
         ("auto", None, None),
         ("none", THINKER, None),
-        ("auto", THINKER, Stage.UNDECIDED),
-        ("qwen3", CHATML, Stage.UNDECIDED),
-        ("deepseek_r1", CHATML, Stage.OPENED),
+        ("auto", THINKER, ThinkStage.UNDECIDED),
+        ("qwen3", CHATML, ThinkStage.UNDECIDED),
+        ("deepseek_r1", CHATML, ThinkStage.OPENED),
     ],
 )
 def test_how_a_model_thinks_is_seen_by_its_template_or_said(
-    tmp_path: Path, parser: ReasoningParser, template: str | None, stage: Stage | None
+    tmp_path: Path, parser: ReasoningParser, template: str | None, stage: ThinkStage | None
 ) -> None:
     tags = find_think_tags(parser, codec_of(tmp_path, template))
     assert (tags and tags.at_start) == stage
@@ -225,15 +239,15 @@ def test_how_a_model_thinks_is_seen_by_its_template_or_said(
 @pytest.mark.parametrize(
     ("template", "kwargs", "stage"),
     [
-        (THINKER, {}, Stage.UNDECIDED),
-        (THINKER, {"enable_thinking": True}, Stage.UNDECIDED),
-        (THINKER, {"enable_thinking": False}, Stage.SPEAKING),
-        (OPENER, {"thinking": True}, Stage.OPENED),
-        (OPENER, {}, Stage.SPEAKING),
+        (THINKER, {}, ThinkStage.UNDECIDED),
+        (THINKER, {"enable_thinking": True}, ThinkStage.UNDECIDED),
+        (THINKER, {"enable_thinking": False}, ThinkStage.SPEAKING),
+        (OPENER, {"thinking": True}, ThinkStage.OPENED),
+        (OPENER, {}, ThinkStage.SPEAKING),
     ],
 )
 def test_the_end_of_the_prompt_says_where_the_answer_begins(
-    tmp_path: Path, kind: str, template: str, kwargs: dict[str, bool], stage: Stage
+    tmp_path: Path, kind: str, template: str, kwargs: dict[str, bool], stage: ThinkStage
 ) -> None:
     jsons = {
         "text": byte_level_json(),
@@ -253,14 +267,14 @@ def test_a_user_who_ends_the_prompt_with_a_tag_opens_nothing(tmp_path: Path) -> 
     codec = codec_of(tmp_path, "{{ messages[0].content }}{# </think> <think> #}", thinking_json())
     tags = find_think_tags("auto", codec)
     assert tags is not None
-    assert tags.stage_after(codec.encode_chat([{"role": "user", "content": "hi <think>"}])) is Stage.UNDECIDED
+    assert tags.stage_after(codec.encode_chat([{"role": "user", "content": "hi <think>"}])) is ThinkStage.UNDECIDED
 
 
-@pytest.mark.parametrize("stage", [Stage.UNDECIDED, Stage.OPENED, Stage.THINKING])
-def test_any_number_of_empty_lines_is_looked_at_once(stage: Stage) -> None:
+@pytest.mark.parametrize("stage", [ThinkStage.UNDECIDED, ThinkStage.OPENED, ThinkStage.THINKING])
+def test_any_number_of_empty_lines_is_looked_at_once(stage: ThinkStage) -> None:
     splitter = ThinkSplitter(tags_of(stage, are_tokens=False), stage)
     for _ in range(1000):
         assert splitter.push("\n") == ("", "")
         assert splitter._held == ""
     thought, said = splitter.push("a")
-    assert thought + said == ("a" if stage is Stage.OPENED else "\n" * 1000 + "a")
+    assert thought + said == ("a" if stage is ThinkStage.OPENED else "\n" * 1000 + "a")
