@@ -19,9 +19,9 @@ pytestmark = pytest.mark.timeout(240)
 VICTIM = "worker-1"
 NUM_STREAMS = 24
 LIMIT_S = 60.0
-AGAIN = re.compile(
-    rf"^\d\d:\d\d:\d\d  {VICTIM} is ready again after [\d.]+ s; (\d+) answers? went on, none was lost$", re.MULTILINE
-)
+AGAIN = re.compile(rf"^\d\d:\d\d:\d\d  {VICTIM} is ready again after [\d.]+ s; (.+)$", re.MULTILINE)
+OUTCOME = re.compile(r"(\d+) answers? went on, none was lost(?:, (\d+) still waits? for a worker)?")
+"""Who waits does on a machine that others use; all readers get their whole answers then, too."""
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +67,10 @@ async def test_a_killed_worker_is_told_of_with_the_number_of_its_answers_that_we
         assert all(await asyncio.gather(*streams)), "every reader has a whole answer"
     said = up.log.read_text()
     assert f"{VICTIM} ended by SIGKILL; it starts again in 0.2 s" in said
-    assert [int(count) for count in AGAIN.findall(said)] == [num_lost]
-    assert num_lost > 0
+    (told,) = AGAIN.findall(said)
+    outcome = OUTCOME.fullmatch(told)
+    assert outcome is not None, told
+    assert int(outcome[1]) + int(outcome[2] or 0) == num_lost > 0
 
 
 async def test_an_end_counts_the_answers_that_it_waits_for(up: Cluster) -> None:
