@@ -127,7 +127,7 @@ def test_a_long_context_is_measured_with_few_tokens_at_its_end(monkeypatch: pyte
 
 
 def test_without_a_way_to_measure_the_reserve_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Estimated at least as large as measured."""
+    """Estimated at least as large as measured, but for what else of the process took memory meanwhile."""
     measured = open_runner(SHAPE).info.reserve_bytes
     monkeypatch.setattr(opening_module, "peak_bytes", lambda _device, _action: None)
-    assert measured <= open_runner(SHAPE, memory_bytes=512 * MIB).info.reserve_bytes < 320 * MIB
+    assert measured - MIB // 8 <= open_runner(SHAPE, memory_bytes=512 * MIB).info.reserve_bytes < 320 * MIB
