@@ -42,6 +42,7 @@ DOWNLOADED: Final = r"Downloading (\S+) \(([\d.]+) ([kMG]?B)\)"
 UNITS: Final = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 """Of pip's log."""
 SETTLE_S: Final = 5.0
+"""What `sluice top` takes to start is not counted."""
 
 
 def install(into: Path) -> None:

@@ -166,8 +166,8 @@ def _model(text: str) -> Finding:
     from shared.model_sizes import CPU_BYTES_PER_S, USUAL_CONTEXT
 
     sizes = _sizes(text)
-    if sizes.family is None or not sizes.num_parameters:
-        lacks = "is of a kind that is not served" if sizes.family is None else "has no weights as safetensors"
+    if not sizes.is_served or not sizes.num_parameters:
+        lacks = "is of a kind that is not served" if not sizes.is_served else "has no weights as safetensors"
         return Finding(
             "model", Health.MISSING, f"{sizes.name} {lacks}", "`sluice ls --sizes` shows some that are served"
         )
@@ -198,7 +198,7 @@ def _sizes(text: str) -> CheckpointSizes:
 
     common = models().get(text)
     if common is not None and not Path(text).exists():
-        return replace(sizes_of_common(text, common), family=text)
+        return sizes_of_common(text, common)
     is_id = MODEL_ID.match(text) and not Path(text).exists()
     source = parse_source(text) if is_id else None
     if source is None or find_cached(source) is not None:

@@ -4,7 +4,7 @@
 1    something failed while it ran; the line says what, and where its log is
 2    refused: bad usage, a wrong setting, no URL, a taken port, a missing model …; nothing was left running
 3    nothing answers at the URL (`status`, `top`, `chat`, `bench`), or no worker is heard of (`profile`), or no planner
-     (`drop`, `restore`)
+     (`drop`, `restore`), or no cluster runs here, where it is looked for by the bus
 130  a second Ctrl-C, of commands that start no cluster the first: stopped at once, without finishing running answers
 """
 

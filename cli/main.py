@@ -85,7 +85,8 @@ Exit codes:
   0    done, or stopped as asked
   1    something failed while it ran
   2    refused: bad usage, a wrong setting, a taken port, a missing model
-  3    nothing answers at the URL (status, top, chat, bench, replay), under the id (chaos, drain, down), or no planner
+  3    nothing answers at the URL (status, top, chat, bench, replay), under the id (chaos, drain, down), or no
+       planner; or no cluster runs here
   130  stopped at once by a second Ctrl-C (bench, replay, pull, simulate, compare, plan: by the first)
 
 Settings come from flags, then SLUICE_<NAME> in the environment, then ./sluice.toml, then defaults.

@@ -85,4 +85,5 @@ def sizes_of_common(name: str, model: CatalogModel) -> CheckpointSizes:
         hidden_size=model.hidden_size,
         vocab_size=model.vocab_size,
         max_positions=model.max_positions,
+        is_served=True,
     )

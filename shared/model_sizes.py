@@ -38,8 +38,8 @@ class CheckpointSizes:
     vocab_size: int = 0
     max_positions: int = 0
     """Longest sequence that it was made for."""
-    family: str | None = None
-    """In `shared.model_families`, or a common model's own name; None: another one."""
+    is_served: bool = False
+    """Whether it is of a kind that workers know."""
 
     @property
     def is_known(self) -> bool:
@@ -90,7 +90,7 @@ def sizes_of(name: str, config: Mapping[str, Any], num_bytes: int) -> Checkpoint
         hidden_size=hidden_size,
         vocab_size=_count(whole, "vocab_size"),
         max_positions=_count(whole, "max_position_embeddings"),
-        family=family_of(config),
+        is_served=family_of(config) is not None,
     )
 
 
