@@ -54,6 +54,23 @@ class LatencyLimits(Value):
     """Longest mean time per further token, seconds."""
 
 
+class Thinking(Value):
+    """An answer that may begin with thinking, told apart by tags that are one token each.
+
+    It ends with the first closing tag; where the prompt has not opened it, it begins if the first token opens it.
+    """
+
+    opening_id: Annotated[int, Field(ge=0, lt=2**31)]
+    closing_id: Annotated[int, Field(ge=0, lt=2**31)]
+    is_open: bool = False
+    """The prompt has opened it."""
+    budget: Annotated[int | None, Field(ge=0)] = None
+    """Most tokens between the tags; behind them the closing one is forced. None: as many as come."""
+
+
+MAX_GRAMMAR_BYTES = 700_000
+"""Longest grammar that an answer can be held to: it travels in one message with what is not uploaded."""
+
 MAX_PREEMPTIONS = 65_535
 """Preemptions of one request that are counted; more count as so many."""
 
@@ -92,8 +109,24 @@ class SamplingParams(Value):
     """No EOS and no stop id before this many outputs: they cannot be drawn."""
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
     """Report the chosen token's log-probability and this many likeliest tokens; None: nothing. See `TokenLogprob`."""
+    thinking: Thinking | None = None
+    """None: nothing of the answer is thinking, or it is not told apart by tokens."""
+    grammar: Annotated[bytes, Field(max_length=MAX_GRAMMAR_BYTES)] = b""
+    """What the answer has to match, behind its thinking: a grammar as llguidance takes it (JSON or Lark), UTF-8.
+    No token that breaks it can be drawn, and the answer ends where the grammar ends. Empty: it is free. `min_tokens`,
+    `ignore_eos` and stop ids do not come with it."""
 
     @property
-    def counts_tokens(self) -> bool:
-        """Whether the choice of a token depends on which tokens came before, beyond the model's own logits."""
+    def penalises(self) -> bool:
+        """Whether tokens are more or less likely for having come before."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @property
+    def follows_tokens(self) -> bool:
+        """Whether the choice of a token depends on which tokens came before, beyond the model's own logits."""
+        return self.penalises or self.is_guided
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether tokens are excluded by those before."""
+        return bool(self.grammar) or (self.thinking is not None and self.thinking.budget is not None)

@@ -110,7 +110,7 @@ class Driver:
         )
 
     def _row_init(self, sequence: Driven) -> RowInit:
-        tokens = np.array(sequence.tokens if sequence.sampling.counts_tokens else [], dtype=np.int32)
+        tokens = np.array(sequence.tokens if sequence.sampling.follows_tokens else [], dtype=np.int32)
         return RowInit(sequence.row, sequence.sampling, sequence.num_prompt, tokens)
 
     def step(self, work: Sequence[tuple[Driven, int]], copies: CopyOps = NO_COPIES) -> None:

@@ -269,6 +269,8 @@ def _of_prompt(front: Front, call: CheckedCall, prompt: Prompt, first_index: int
     room = front.max_request_tokens - prompt.num_tokens
     wanted = params.max_tokens or call.default_max_tokens or room
     seed = front.draw_seed() if call.retry is None else call.retry.seed
+    tags = front.think_tags
+    thinking = None if tags is None else tags.thinking(prompt.stage, params.sampling.thinking_budget)
     return [
         NewRequest(
             request_id=RequestId(f"{call.request_id}-{index}") if index else call.request_id,
@@ -285,6 +287,6 @@ def _of_prompt(front: Front, call: CheckedCall, prompt: Prompt, first_index: int
             resumable=call.retry is not None,
         )
         for index, sampling in enumerate(
-            params.sampling.choices(params.num_choices, min(wanted, room), seed), start=first_index
+            params.sampling.choices(params.num_choices, min(wanted, room), seed, thinking), start=first_index
         )
     ]

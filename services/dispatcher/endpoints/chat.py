@@ -14,6 +14,7 @@ from services.dispatcher.endpoints.sampling import chat_logprobs
 from services.dispatcher.endpoints.template_kwargs import NAMES, parse_template_kwargs
 from services.dispatcher.endpoints.unsupported import CHAT, SHARED_NAMES, refuse_unsupported
 from services.dispatcher.http.arrival import Arrival, Caller, check_model
+from services.dispatcher.http.errors import unsupported
 from services.dispatcher.http.front import Front
 from services.dispatcher.text.template import TemplateKwargs
 from shared.messages.request import pack_token_ids
@@ -21,7 +22,7 @@ from shared.messages.request import pack_token_ids
 _KNOWN = frozenset(
     {
         *(*CHAT, *SHARED_NAMES, "messages", "top_logprobs", "store", "parallel_tool_calls"),
-        *("prompt_cache_key", "safety_identifier", *NAMES),
+        *("prompt_cache_key", "safety_identifier", "thinking_token_budget", *NAMES),
     }
 )
 
@@ -38,6 +39,10 @@ def chat_call(arrival: Arrival, sender: Caller, body: dict[str, Any]) -> Checked
     messages = parse_messages(body.get("messages"))
     kwargs = parse_template_kwargs(fields, front.codec.template)
     params = parse_params(fields, front.rules_for(sender.grant), chat_logprobs(fields))
+    if params.sampling.thinking_budget is not None and (
+        front.think_tags is None or front.think_tags.closing_id is None
+    ):
+        raise unsupported("thinking_token_budget", "This model has no token that ends its thinking.")
     front.unknown_names.note(body, _KNOWN)
     retry = sender.retry("chat", body)
     return CheckedCall(

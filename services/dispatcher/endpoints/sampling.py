@@ -9,7 +9,7 @@ from typing import Any, Final
 from services.dispatcher.endpoints.fields import Fields
 from services.dispatcher.http.errors import invalid
 from services.dispatcher.text.generation_config import SamplingDefaults
-from shared.types import MAX_LOGIT_BIAS, MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams
+from shared.types import MAX_LOGIT_BIAS, MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams, Thinking
 
 MAX_INT: Final = 2**31 - 1
 MAX_COMPLETION_LOGPROBS: Final = 5
@@ -25,17 +25,26 @@ class Sampling:
     """Of every choice, but for its seed and what is cut to the context: `max_tokens` and `min_tokens`."""
     seed: int | None
     """None: one is drawn, so that any worker continues alike."""
+    thinking_budget: int | None = None
+    """See `Thinking.budget`."""
 
-    def choices(self, count: int, max_tokens: int, drawn_seed: int) -> list[SamplingParams]:
+    def choices(
+        self, count: int, max_tokens: int, drawn_seed: int, thinking: Thinking | None = None
+    ) -> list[SamplingParams]:
         """Return the parameters of each choice: they differ in their seeds, which count up.
 
         Args:
             count: `n`.
             max_tokens: what the context holds after the prompt, or less.
             drawn_seed: used if the request names none.
+            thinking: of the answers to the prompt.
         """
         seed = drawn_seed if self.seed is None else self.seed
-        cut = {"max_tokens": max_tokens, "min_tokens": min(self.common.min_tokens, max_tokens)}
+        cut = {
+            "max_tokens": max_tokens,
+            "min_tokens": min(self.common.min_tokens, max_tokens),
+            "thinking": thinking,
+        }
         return [self.common.model_copy(update={**cut, "seed": _nth_seed(seed, index)}) for index in range(count)]
 
 
@@ -73,7 +82,8 @@ def parse_sampling(fields: Fields, vocab_size: int, defaults: SamplingDefaults, 
         ignore_eos=fields.boolean("ignore_eos"),
         logprobs=logprobs,
     )
-    return Sampling(common, None if fields.values.get("seed") is None else common.seed)
+    budget = fields.integer("thinking_token_budget", 0, MAX_INT)
+    return Sampling(common, None if fields.values.get("seed") is None else common.seed, budget)
 
 
 def _or(value: float | None, default: float) -> float:

@@ -73,7 +73,12 @@ CHAT: Final[dict[str, _IsNeutral]] = {
     "web_search_options": _never,  # {} asks for a search
     "echo": _is_false,
 }
-COMPLETIONS: Final[dict[str, _IsNeutral]] = {**_COMMON, "suffix": _is_empty, "prompt_embeds": _is_empty}
+COMPLETIONS: Final[dict[str, _IsNeutral]] = {
+    **_COMMON,
+    "suffix": _is_empty,
+    "prompt_embeds": _is_empty,
+    "thinking_token_budget": _never,
+}
 TOKENIZE: Final[dict[str, _IsNeutral]] = _TEMPLATE
 
 SHARED_NAMES: Final = (
@@ -85,6 +90,7 @@ SHARED_NAMES: Final = (
 """What both chat and completions know."""
 
 _REASONS: Final = {
+    "thinking_token_budget": "Completions know no thinking; chat does.",
     "chat_template": "Chat templates come with the model; a request cannot bring one.",
     "tools": "Tool calls are not supported.",
     "functions": "Tool calls are not supported.",

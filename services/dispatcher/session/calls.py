@@ -115,7 +115,7 @@ class WorkerCalls:
         """Offer the request to the worker, for no longer than it may take."""
         limit_s = min(self._submit_limit_s, submit.remaining_s)
         try:
-            if len(submit.prompt) + len(submit.generated) > MAX_INLINE_BYTES:
+            if len(submit.prompt) + len(submit.generated) + len(submit.sampling.grammar) > MAX_INLINE_BYTES:
                 submit = await self._upload(worker_id, submit)
             data = await self._bus.request(self._subjects.submit(worker_id), encode(submit), timeout_s=limit_s)
             answer = decode_union(data, _ANSWERS)

@@ -15,6 +15,7 @@ from typing import Final
 
 from services.dispatcher.text.prompts import PromptCodec
 from shared.process.config import ReasoningParser
+from shared.types import Thinking
 
 OPENING: Final = "<think>"
 CLOSING: Final = "</think>"
@@ -63,6 +64,13 @@ class ThinkTags:
         if end.endswith(OPENING):
             return ThinkStage.OPENED
         return ThinkStage.SPEAKING if end.endswith(CLOSING) else self.at_start
+
+    def thinking(self, stage: ThinkStage, budget: int | None) -> Thinking | None:
+        """Return what a worker is told of an answer that begins at a stage; None: it has nothing to look for."""
+        if self.opening_id is None or self.closing_id is None or stage is ThinkStage.SPEAKING:
+            return None
+        is_open = stage is ThinkStage.OPENED
+        return Thinking(opening_id=self.opening_id, closing_id=self.closing_id, is_open=is_open, budget=budget)
 
 
 def find_think_tags(parser: ReasoningParser, codec: PromptCodec) -> ThinkTags | None:

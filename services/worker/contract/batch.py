@@ -28,7 +28,7 @@ class RowInit:
     num_prompt: int = 0
     """Prompt tokens; outputs begin at this position."""
     tokens: I32 = field(default_factory=lambda: EMPTY_I32)
-    """All tokens known so far, prompt and outputs, if `sampling.counts_tokens`; else empty."""
+    """All tokens known so far, prompt and outputs, if `sampling.follows_tokens`; else empty."""
 
 
 @hot_dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ class _RowRules:
         self.stop_ids: I64 = np.array(sorted(i for i in stops if 0 <= i < vocab_size), dtype=np.int64)
         self.min_position = init.num_prompt + sampling.min_tokens
         self.counts: TokenCounts | None = None
-        if sampling.counts_tokens:
+        if sampling.penalises:
             listed = init.tokens[: init.num_prompt] if sampling.repetition_penalty != 1 else init.tokens[:0]
             self.counts = TokenCounts(listed)
             self.counts.add(init.tokens[init.num_prompt :])
@@ -76,7 +76,7 @@ class LogitRules:
             if has_rules(init.sampling):
                 self._rules[init.row] = _RowRules(init, self._eos_token_ids, self._vocab_size)
                 self._has_rules[init.row] = True
-                if init.sampling.counts_tokens:
+                if init.sampling.penalises:
                     self._counted[init.row] = init.tokens.size
         if self._rules:
             self._count(batch)
@@ -132,7 +132,7 @@ class LogitRules:
 
 def has_rules(sampling: SamplingParams) -> bool:
     """Return whether these parameters change logits."""
-    return bool(sampling.counts_tokens or sampling.logit_bias or sampling.min_tokens)
+    return bool(sampling.penalises or sampling.logit_bias or sampling.min_tokens)
 
 
 def _summed(bias: tuple[tuple[int, float], ...]) -> tuple[I64, F64]:

@@ -58,5 +58,5 @@ def known_tokens(table: SequenceTable, log: TokenLog, row: int, start: int, coun
 def row_init(table: SequenceTable, log: TokenLog, row: int) -> RowInit:
     """Return what the executor needs to know of a row that is new to it."""
     sampling = table.sequence(row).sampling
-    tokens = known_tokens(table, log, row, 0, int(table.num_known[row])) if sampling.counts_tokens else EMPTY_I32
+    tokens = known_tokens(table, log, row, 0, int(table.num_known[row])) if sampling.follows_tokens else EMPTY_I32
     return RowInit(row, sampling, int(table.num_prompt[row]), tokens)

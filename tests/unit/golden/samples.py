@@ -23,7 +23,7 @@ from shared.messages.report import WorkerStatus
 from shared.messages.request import Submit, pack_token_ids
 from shared.stream_extras import StreamExtra, TokenLogprob, pack_extras
 from shared.token_batch import TokenBatch
-from shared.types import FinishReason, LatencyLimits, ReaderTarget, SamplingParams
+from shared.types import FinishReason, LatencyLimits, ReaderTarget, SamplingParams, Thinking
 from shared.wire import WireError, encode, encode_json
 
 FOLDER = Path(__file__).parent
@@ -76,6 +76,8 @@ _SUBMIT = Submit(
         ignore_eos=True,
         min_tokens=12,
         logprobs=4,
+        thinking=Thinking(opening_id=151_667, closing_id=151_668, is_open=True, budget=400),
+        grammar=b'{"grammars":[{"json_schema":{"type":"object"}}]}',
     ),
     tier=Tier.FLEX,
     slo=LatencyLimits(ttft_s=0.5, tpot_s=0.125),

@@ -40,7 +40,7 @@ class Sequence:
     history: list[int] = field(default_factory=list)
 
     def init(self) -> RowInit:
-        tokens = np.array(self.tokens if self.sampling.counts_tokens else [], dtype=np.int32)
+        tokens = np.array(self.tokens if self.sampling.follows_tokens else [], dtype=np.int32)
         return RowInit(self.row, self.sampling, self.num_prompt, tokens)
 
 
