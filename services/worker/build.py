@@ -65,6 +65,8 @@ class ServedModel:
     kernels: str = "modelled"
     digest: str = ""
     """See `ProcessFacts.model_digest`."""
+    prepare_grammar: Callable[[bytes], None] | None = None
+    """See `Intake`."""
 
 
 EngineMaker = Callable[[EngineConfig, Scheduler, int, HostMemory | None, CostEstimate], Engine]
@@ -122,6 +124,7 @@ def build_worker(  # noqa: PLR0913  one argument per part that is joined here
         reporter=reporter,
         tasks=TaskOwner(on_failure),
         end=end,
+        prepare_grammar=model.prepare_grammar,
     )
     engine_executor, gate, roles = RoleExecutor(executor), StepGate(), _Roles()
     engine = _engine(settings, engine_executor, model, facts.max_model_len, make_engine)
@@ -165,6 +168,8 @@ class _Parts:
     tasks: TaskOwner
     end: Callable[[], None] | None
     """Of the process."""
+    prepare_grammar: Callable[[bytes], None] | None
+    """See `Intake`."""
 
 
 class _Roles:
@@ -212,7 +217,7 @@ def _endpoints(
         lease_s=settings.lease_s,
         orphan_s=settings.orphan_s,
     )
-    intake = Intake(engine, parts.emitter, leases, parts.now, loop.wake)
+    intake = Intake(engine, parts.emitter, leases, parts.now, loop.wake, parts.prepare_grammar)
     agent = migration = None
     if device is not None:
         keeper = RoleKeeper(

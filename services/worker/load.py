@@ -33,6 +33,7 @@ from services.worker.roles.device import GroupDevice
 from shared.addresses import host_and_port
 from shared.cost import load_profile
 from shared.errors import StartupError
+from shared.grammars import GrammarError
 from shared.ids import NOBODY, Incarnation, WorkerId
 from shared.process.log import get_logger
 from shared.systems import UnknownSystemError, find_live_system, find_system
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from services.worker.executor.model_runner import ModelInfo, ModelRunner
     from services.worker.executor.runner import LoadedModel
     from services.worker.peers.connect import Peers
+    from services.worker.sampling.grammar_cache import GrammarCache
 
 NICENESS: Final = 5
 """Of what loads for the CPU. The threads that it makes have it too, and end with it or are replaced
@@ -211,10 +213,22 @@ async def _torch(
     from services.worker.executor.thread import ThreadExecutor
     from services.worker.migration.socket_network import SocketKvNetwork
 
-    facts = replace(_facts(loaded.runner.info, fitting), digest=digest)
+    facts = replace(
+        _facts(loaded.runner.info, fitting), digest=digest, prepare_grammar=_prepare_of(loaded.opener.grammars)
+    )
     peers = await _peers(settings, incarnation, digest)
     network = None if peers is None else SocketKvNetwork(peers, lambda: loaded.cache, lambda: loaded.runner.host)
     return Loaded(ThreadExecutor(loaded.runner, loop), facts, network=network)
+
+
+def _prepare_of(grammars: GrammarCache | None) -> Callable[[bytes], None]:
+    if grammars is not None:
+        return grammars.prepare
+
+    def refuse(_grammar: bytes) -> None:
+        raise GrammarError("this worker has no tokenizer that grammars can be compiled over")
+
+    return refuse
 
 
 async def _peers(settings: WorkerSettings, incarnation: Incarnation, digest: str) -> Peers | None:
@@ -251,7 +265,7 @@ async def _in_pages(
     from services.worker.migration.socket_network import SocketKvNetwork
     from services.worker.roles.torch_device import TorchGroupDevice
 
-    facts = replace(_facts(model.info, fitting), digest=model.digest)
+    facts = replace(_facts(model.info, fitting), digest=model.digest, prepare_grammar=_prepare_of(model.grammars))
     try:
         peers = await _peers(settings, incarnation, model.digest)
     except StartupError:

@@ -69,6 +69,8 @@ class ElasticModel:
         self.layout, self.facts, self.device = memory.layout, memory.layout.facts, memory.device
         """Of the memory: arithmetic of its pages and blocks, and its sizes."""
         self._opener = loaded.opener
+        self.grammars = loaded.opener.grammars
+        """Over its vocabulary; None: no answer can be held to one."""
         self.cache: KVCache = loaded.cache
         """Keys and values of the layers that are held: to copy what is in blocks before and after a change.
 

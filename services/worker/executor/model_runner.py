@@ -27,6 +27,7 @@ from services.worker.memory.host_link import send
 from services.worker.memory.kv_cache import KVCache
 from services.worker.memory.model_memory import ModelMemory
 from services.worker.sampling.choosing import Chooser
+from services.worker.sampling.guides import RowsBrokenError
 from services.worker.sampling.own_samples import OwnSamples
 from shared.layers import LayerRange
 
@@ -208,7 +209,7 @@ class ModelRunner:
         """Begin one step; else as `run`. Decodes may begin with `OWN_SAMPLE`.
 
         Where the device computes beside the host, this returns while it does, unless the host has to look at the
-        logits: for rows with rules or log-probabilities, or with filters that may reach far.
+        logits: for rows with rules, guides or log-probabilities, or with filters that may reach far.
         """
         began_s = time.perf_counter()
         return self._applied(batch, lambda known: self._begin(known, hidden, began_s))
@@ -256,6 +257,7 @@ class ModelRunner:
         """
         self._forward = None
         self._host = None
+        self._chooser.close()
         if self._owns_memory:
             self.memory.close()
 
@@ -294,8 +296,9 @@ class ModelRunner:
 
     def _begin(self, batch: Batch, hidden: torch.Tensor | None, began_s: float) -> Launched:
         sampled: I64 = batch.sample.nonzero()[0]
-        scores = self._open().run(batch, self._tables, sampled, hidden)
         rows = batch.rows[sampled]
+        self._chooser.prepare(rows)
+        scores = self._open().run(batch, self._tables, sampled, hidden)
         position = (batch.start + batch.num_tokens)[sampled].astype(np.int64)
         choosing = self._chooser.begin(scores, rows, position)
 
@@ -339,6 +342,8 @@ def _failing(step_id: int) -> Iterator[None]:
         yield
     except (BatchFailedError, RemoteLostError):
         raise
+    except RowsBrokenError as error:
+        raise BatchFailedError(step_id, error.cause, error.rows) from error
     except Exception as error:
         raise BatchFailedError(step_id, f"{type(error).__name__}: {error}") from error
 

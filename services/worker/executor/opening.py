@@ -42,6 +42,7 @@ from services.worker.models.rope import RopeTable
 from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import ModelWeights, num_parameters
 from services.worker.sampling.choosing import Chooser
+from services.worker.sampling.grammar_cache import GrammarCache
 from services.worker.sampling.logit_rules import MAX_EDITS
 from services.worker.sampling.own_samples import OwnSamples
 from shared.errors import StartupError
@@ -60,6 +61,7 @@ class RunnerOpener:
         kernels: what computes.
         memory: in which parameters and KV lie.
         recorder: of the memory's device, if steps are to be recorded.
+        grammars: over the model's vocabulary; None: no answer can be held to one.
     """
 
     def __init__(  # noqa: PLR0913  one argument per part that is joined here
@@ -72,8 +74,10 @@ class RunnerOpener:
         memory: ModelMemory,
         *,
         recorder: GraphRecorder | None = None,
+        grammars: GrammarCache | None = None,
     ) -> None:
         self._settings = settings
+        self.grammars = grammars
         self.deterministic = settings.deterministic
         """Results do not depend on the batch."""
         self.spec = spec
@@ -144,6 +148,7 @@ class RunnerOpener:
             info.vocab_size,
             row_by_row=settings.deterministic,
             choose=None if self._kernels.fused is None else self._kernels.fused.choose,
+            grammars=self.grammars,
         )
         return ModelRunner(
             info,

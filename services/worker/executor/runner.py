@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import structlog
 import torch
@@ -28,7 +29,9 @@ from services.worker.models.digests import PartKey, model_digest
 from services.worker.models.loader import Progress, load_weights
 from services.worker.models.matching import MatchedCheckpoint
 from services.worker.models.spec import ModelSpec, read_spec
+from services.worker.sampling.grammar_cache import GrammarCache
 from shared.errors import StartupError
+from shared.grammars import open_compiler
 from shared.host import count_cores
 
 __all__ = ["LoadedModel", "ModelInfo", "ModelRunner", "Progress", "RunnerSettings", "load_model", "load_runner"]
@@ -100,7 +103,14 @@ def load_model(
             spec, tensors, dtype, memory.parameters, lambda done, what: progress(done * _LOADED, what), settings.layers
         )
         opener = RunnerOpener(
-            settings, spec, weights, look.demand, kernels, memory, recorder=_recorder(settings, device, kernels)
+            settings,
+            spec,
+            weights,
+            look.demand,
+            kernels,
+            memory,
+            recorder=_recorder(settings, device, kernels),
+            grammars=open_grammars(settings.model_dir, spec),
         )
         reserve_bytes, division = opener.divide(
             look.longest_context,
@@ -120,6 +130,15 @@ def load_model(
     _log_loaded(runner.info)
     progress(1.0, "ready")
     return LoadedModel(runner, opener, cache, tensors)
+
+
+def open_grammars(model_dir: Path, spec: ModelSpec) -> GrammarCache | None:
+    """Return what compiles grammars over a model's vocabulary; None: its tokenizer is not there, or is not taken."""
+    try:
+        return GrammarCache(open_compiler(model_dir, spec.vocab_size, spec.eos_token_ids))
+    except (StartupError, ValueError) as error:
+        structlog.get_logger().warning("no_grammars", reason=str(error)[:200])
+        return None
 
 
 def _open_memory(settings: RunnerSettings, sizes: ModelSizes, device: torch.device) -> ModelMemory:

@@ -11,6 +11,8 @@ import torch
 from services.worker.contract.arrays import I32, I64, Bool
 from services.worker.contract.batch import Batch
 from services.worker.memory.host_link import Fetching, is_beside
+from services.worker.sampling.grammar_cache import GrammarCache
+from services.worker.sampling.guides import Guides
 from services.worker.sampling.logit_rules import LogitRules, has_rules
 from services.worker.sampling.logprobs import LogprobTable
 from services.worker.sampling.sampler import Choose, SamplingTable, TokenSampler
@@ -47,6 +49,7 @@ class Chooser:
         vocab_size: of the model.
         row_by_row: what is chosen for a row does not depend, to the bit, on the others.
         choose: see `TokenSampler`.
+        grammars: see `Guides`.
     """
 
     def __init__(
@@ -57,11 +60,13 @@ class Chooser:
         *,
         row_by_row: bool,
         choose: Choose | None = None,
+        grammars: GrammarCache | None = None,
     ) -> None:
         self._is_plain: Bool = np.zeros(max_rows, dtype=np.bool_)
         self._sampling = SamplingTable(max_rows)
         self._sampler = TokenSampler(row_by_row=row_by_row, choose=choose)
         self._rules = LogitRules(max_rows, eos_token_ids, vocab_size)
+        self._guides = Guides(max_rows, eos_token_ids, vocab_size, grammars)
         self._logprobs = LogprobTable(max_rows, row_by_row=row_by_row)
 
     def take_in(self, batch: Batch) -> None:
@@ -71,6 +76,15 @@ class Chooser:
             self._sampling.put(admitted.row, admitted.sampling)
             self._logprobs.put(admitted)
         self._rules.take_in(batch)
+        self._guides.take_in(batch)
+
+    def prepare(self, rows: I32) -> None:
+        """Begin with what choosing the next token of each row [k] takes beside its scores; `begin` is called next."""
+        self._guides.prepare(rows)
+
+    def close(self) -> None:
+        """End its threads. Idempotent."""
+        self._guides.close()
 
     def begin(self, scores: Scores, rows: I32, position: I64) -> Choosing:
         """Begin to choose the next token of each row [k].
@@ -79,22 +93,28 @@ class Chooser:
             scores: of the step; may be changed.
             rows: [k]
             position: [k] of the token that is chosen.
+
+        Raises:
+            RowsBrokenError: no token can be found for some rows.
         """
         beside = is_beside(scores.largest.device)
         if self._is_plain[rows].all():
             fetching = Fetching(scores.finite, scores.largest)
             return Choosing(fetching, scores.largest if beside else None, lambda largest: (largest, {}))
-        logits, has_any_rules = scores.logits, self._rules.concern(rows)
+        logits, is_ruled = scores.logits, self._rules.concern(rows) or self._guides.concern(rows)
         put_back = self._rules.apply(logits, rows, position)
-        known = None if has_any_rules else scores.largest
+        wants_logprobs = bool(self._logprobs.asking(rows).any())
+        unmask = self._guides.apply(logits, may_undo=wants_logprobs)
+        known = None if is_ruled else scores.largest
         choice = self._sampler.begin(logits, self._sampling.take(rows), position, known)
         fetching = Fetching(scores.finite, scores.largest, *choice.columns)
-        if not self._logprobs.asking(rows).any():
-            on_device = choice.on_device() if beside and not has_any_rules else None
+        if not wants_logprobs:
+            on_device = choice.on_device() if beside and not is_ruled else None
             return Choosing(fetching, on_device, lambda _, *columns: (choice.end(*columns), {}))
 
         def end(_: I64, *columns: I64) -> tuple[I64, Said]:
             chosen = choice.end(*columns)
+            unmask()
             put_back()
             return chosen, self._logprobs.of_tokens(logits, rows, chosen)
 
@@ -103,4 +123,5 @@ class Chooser:
 
 def _is_plain(sampling: SamplingParams) -> bool:
     """Return whether the next token is always the largest logit, and nothing else is wanted."""
-    return sampling.temperature == 0 and sampling.logprobs is None and not has_rules(sampling)
+    changes_logits = has_rules(sampling) or sampling.is_guided
+    return sampling.temperature == 0 and sampling.logprobs is None and not changes_logits

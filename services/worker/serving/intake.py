@@ -1,11 +1,13 @@
 """Requests on their way into the engine: submit, cancel, replay. Checks, refuses, and wakes the step loop.
 
-No policy and no waiting here: each handler touches the engine once and answers. A cancellation may overtake its
-submission on the bus, so cancelled names are remembered for a while and refused when they arrive.
+No policy here, and no waiting but for a grammar to be compiled: each handler touches the engine once and answers. A
+cancellation may overtake its submission on the bus, so cancelled names are remembered for a while and refused when they
+arrive.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Annotated
@@ -20,6 +22,7 @@ from services.worker.serving.closing import Closing
 from services.worker.serving.emitter import Emitter
 from services.worker.serving.leases import Leases
 from services.worker.serving.uploads import Uploads
+from shared.grammars import GrammarError
 from shared.ids import StreamId
 from shared.messages.request import (
     Accepted,
@@ -41,21 +44,40 @@ from shared.wire import decode, decode_union, encode
 _QUESTIONS: TypeAdapter[Submit | Upload] = TypeAdapter(Annotated[Submit | Upload, Field(discriminator="kind")])
 MAX_REMEMBERED = 16_384
 """Requests whose newest attempt is remembered."""
+MAX_DETAIL_CHARS = 500
+"""Of what the library says of a grammar."""
 MAX_TOMBSTONES = 4096
 """Cancellations remembered for submissions that are still on their way."""
 
 
 class Intake:
-    """The engine's door. Every method runs on the event loop, between two steps of the loop's own code."""
+    """The engine's door. Every method runs on the event loop, between two steps of the loop's own code.
+
+    Args:
+        engine: what it leads to.
+        emitter: knows the worker's id.
+        leases: of the dispatchers that ask.
+        now: the worker's clock.
+        wake: the step loop.
+        prepare_grammar: takes a while for a grammar, so that its sequences need not, or raises `GrammarError`; None:
+            nothing is held to any.
+    """
 
     def __init__(
-        self, engine: Engine, emitter: Emitter, leases: Leases, now: Callable[[], float], wake: Callable[[], None]
+        self,
+        engine: Engine,
+        emitter: Emitter,
+        leases: Leases,
+        now: Callable[[], float],
+        wake: Callable[[], None],
+        prepare_grammar: Callable[[bytes], None] | None = None,
     ) -> None:
         self._engine = engine
         self._emitter = emitter
         self._leases = leases
         self._now = now
         self._wake = wake
+        self._prepare_grammar = prepare_grammar
         self.closing = Closing(now)
         self._open = False
         self._is_aside = False
@@ -105,6 +127,12 @@ class Intake:
             is_refused = self._closed not in {None, RefusalReason.CLOSING}  # what it opens with comes after
             num_bytes = 0 if is_refused else self._uploads.add(asked, self._now())
             return encode(Uploaded(request_id=asked.request_id, num_bytes=num_bytes))
+        if asked.sampling.grammar and self._prepare_grammar is not None:
+            try:
+                await asyncio.to_thread(self._prepare_grammar, asked.sampling.grammar)
+            except GrammarError as error:
+                detail = error.reason[:MAX_DETAIL_CHARS]
+                return encode(Refused(request_id=asked.request_id, reason=RefusalReason.INVALID, detail=detail))
         if asked.reopens:
             self.closing.reopen()
         return encode(self._admit(asked))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,32 +15,14 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from services.worker.contract.arrays import EMPTY_I32
-from services.worker.contract.batch import Batch, RowInit
 from services.worker.sampling import logit_rules
 from services.worker.sampling.logit_rules import LogitRules
 from services.worker.sampling.token_counts import TokenCounts
 from shared.types import SamplingParams
+from tests.support.row_batches import Sequence, advance, batch_of
 
 VOCAB = 60
 EOS = (1, 3)
-
-
-@dataclass
-class Sequence:
-    """One sequence as the test knows it."""
-
-    row: int
-    sampling: SamplingParams
-    num_prompt: int
-    tokens: list[int]
-    computed: int = 0
-    new: bool = True
-    history: list[int] = field(default_factory=list)
-
-    def init(self) -> RowInit:
-        tokens = np.array(self.tokens if self.sampling.follows_tokens else [], dtype=np.int32)
-        return RowInit(self.row, self.sampling, self.num_prompt, tokens)
 
 
 def oracle(logits: np.ndarray[Any, np.dtype[np.float32]], sequence: Sequence) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -78,21 +59,6 @@ def random_sampling(rng: random.Random) -> SamplingParams:
     return SamplingParams(max_tokens=99, **values)
 
 
-def batch_of(work: list[tuple[Sequence, int]], drops: list[int]) -> Batch:
-    counts = [count for _, count in work]
-    inputs = [token for s, count in work for token in s.tokens[s.computed : s.computed + count]]
-    return Batch(
-        step_id=0,
-        rows=np.array([s.row for s, _ in work], dtype=np.int32),
-        num_tokens=np.array(counts, dtype=np.int32),
-        start=np.array([s.computed for s, _ in work], dtype=np.int32),
-        tokens=np.array(inputs, dtype=np.int32),
-        sample=np.array([s.computed + count == len(s.tokens) for s, count in work]),
-        admits=tuple(s.init() for s, _ in work if s.new),
-        drops=np.array(drops, dtype=np.int32) if drops else EMPTY_I32,
-    )
-
-
 def check_step(rules: LogitRules, work: list[tuple[Sequence, int]], rng: random.Random) -> None:
     """Choose tokens as a step does, compare the logits with the oracle's, and put them back."""
     ended = [s for s, count in work if s.computed + count == len(s.tokens)]
@@ -106,15 +72,6 @@ def check_step(rules: LogitRules, work: list[tuple[Sequence, int]], rng: random.
         assert np.allclose(logits[i].numpy(), oracle(before[i].numpy(), sequence), rtol=1e-6, atol=1e-5)
     put_back()
     assert torch.equal(logits, before)
-
-
-def advance(work: list[tuple[Sequence, int]], token: int) -> None:
-    """The executor knows the rows now; with a token, the step went well, and this is what they say next."""
-    for sequence, count in work:
-        sequence.new = False
-        sequence.computed += count if token else 0
-        if sequence.computed == len(sequence.tokens):
-            sequence.tokens.append(token)
 
 
 @pytest.mark.parametrize("seed", range(12))

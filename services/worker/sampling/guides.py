@@ -1,0 +1,348 @@
+"""Holds answers to their grammars and budgets of thinking: which tokens each guided row may draw next.
+
+    thinking ──budget used up──► closing tag, forced ──► grammar ──► end
+        └────────closing tag────────────────────────────────┘
+
+A guide follows from the tokens that its row was admitted with and from those that it computed later, by position
+(`logit_rules.py` does likewise): a step that failed, a row that is computed again and a sequence that goes on at
+another worker follow each token once. What may be drawn depends on the tokens before alone, so it is found out in a
+thread beside the forward pass that computes the logits. Masks come from llguidance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Final
+
+import numpy as np
+import torch
+from llguidance import LLExecutor, LLMatcher
+from numpy.typing import NDArray
+
+from services.worker.contract.arrays import I32, Bool
+from services.worker.contract.batch import Batch, RowInit
+from services.worker.memory.host_link import send
+from services.worker.sampling.grammar_cache import GrammarCache
+from shared.grammars import GrammarError
+from shared.types import SamplingParams
+
+MASK_THREADS: Final = 2
+"""That make masks of several rows at a time, beside the forward pass."""
+_WORD_BITS: Final = 32
+_EVERYTHING: Final = 2**31 - 1
+
+Words = NDArray[np.uint32]
+"""[..., num_words] one bit per token, the lowest first: 1 may be drawn."""
+
+
+class RowsBrokenError(Exception):
+    """Guides of some rows failed; the other rows are as before.
+
+    Args:
+        cause: of the first one.
+        rows: of the engine's table.
+    """
+
+    def __init__(self, cause: str, rows: tuple[int, ...]) -> None:
+        super().__init__(cause)
+        self.cause = cause
+        self.rows = rows
+
+
+class _Stage(Enum):
+    UNDECIDED = auto()
+    """Nothing was drawn yet: it thinks if it opens the tag."""
+    THINKING = auto()
+    SPEAKING = auto()
+
+
+class RowGuide:
+    """What one row may draw next.
+
+    Args:
+        sampling: its parameters, which are guided.
+        end_ids: that end a sequence.
+        matcher: of its grammar, at the beginning; None: it has none.
+    """
+
+    def __init__(self, sampling: SamplingParams, end_ids: Sequence[int], matcher: LLMatcher | None) -> None:
+        thinking = sampling.thinking
+        self._thinking = thinking
+        self._end_ids = end_ids
+        self._matcher = matcher
+        self._num_thoughts = 0
+        self._stage = _Stage.SPEAKING
+        if thinking is not None:
+            self._stage = _Stage.THINKING if thinking.is_open else _Stage.UNDECIDED
+
+    def follow(self, token_id: int) -> None:
+        """The row goes on with this token.
+
+        Raises:
+            GrammarError: its grammar does not.
+        """
+        thinking = self._thinking
+        if self._stage is _Stage.SPEAKING or thinking is None:
+            self._match(token_id)
+        elif self._stage is _Stage.UNDECIDED:
+            self._stage = _Stage.THINKING if token_id == thinking.opening_id else _Stage.SPEAKING
+            if self._stage is _Stage.SPEAKING:
+                self._match(token_id)
+        elif token_id == thinking.closing_id:
+            self._stage = _Stage.SPEAKING
+        else:
+            self._num_thoughts += 1
+
+    @property
+    def asks_matcher(self) -> LLMatcher | None:
+        """What says which tokens may be drawn next, before `adjust` has its say; None: all may."""
+        return None if self._stage is _Stage.THINKING else self._matcher
+
+    def adjust(self, words: Words) -> bool:
+        """Change what the matcher says by what the thinking asks for.
+
+        Args:
+            words: [num_words] of this row, all ones where there is no matcher to ask.
+
+        Returns:
+            Whether anything is excluded.
+        """
+        thinking = self._thinking
+        if thinking is None or self._stage is _Stage.SPEAKING:
+            return self._matcher is not None
+        if self._stage is _Stage.UNDECIDED:
+            _set_bit(words, thinking.opening_id)
+            return self._matcher is not None
+        if thinking.budget is not None and self._num_thoughts >= thinking.budget:
+            words[:] = 0
+            _set_bit(words, thinking.closing_id)
+            return True
+        if self._matcher is None:
+            return False
+        for token_id in self._end_ids:  # what it is held to is still to come
+            words[token_id // _WORD_BITS] &= ~_bit(token_id)
+        return True
+
+    def _match(self, token_id: int) -> None:
+        if self._matcher is not None and not self._matcher.consume_token(token_id):
+            raise GrammarError(self._matcher.get_error() or f"token {token_id} breaks the grammar")
+
+
+@dataclass(slots=True)
+class _Row:
+    """A guided row of the table."""
+
+    sampling: SamplingParams
+    guide: RowGuide | None
+    """None until its first mask is wanted: making it may take a while."""
+    unfollowed: list[int]
+    """Output tokens that the guide has yet to follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Masks:
+    """What some rows may not draw.
+
+    Attributes:
+        places: [k] theirs among the rows that were asked for.
+        words: [k, num_words]
+        broken: rows whose guides failed.
+        cause: of the first one.
+    """
+
+    places: list[int]
+    words: Words
+    broken: tuple[int, ...] = ()
+    cause: str = ""
+
+
+class Guides:
+    """The guides of all rows of the engine's table.
+
+    Args:
+        max_rows: rows of that table.
+        end_ids: ids that end a sequence.
+        vocab_size: of the model.
+        grammars: compiles; None: there is no tokenizer, and a row with a grammar fails.
+    """
+
+    def __init__(
+        self, max_rows: int, end_ids: Sequence[int], vocab_size: int, grammars: GrammarCache | None = None
+    ) -> None:
+        self._end_ids = tuple(end_ids)
+        self._grammars = grammars
+        self._num_words = -(-vocab_size // _WORD_BITS) if grammars is None else grammars.num_mask_words
+        self._rows: dict[int, _Row] = {}
+        self._is_guided: Bool = np.zeros(max_rows, dtype=np.bool_)
+        self._followed: I32 = np.full(max_rows, _EVERYTHING, dtype=np.int32)
+        """Positions whose tokens the guides have, or are given next."""
+        self._asked: Future[_Masks] | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._makers: LLExecutor | None = None
+
+    def take_in(self, batch: Batch) -> None:
+        """Follow a batch: rows that go and come, and the tokens that it computes. Repeating a batch changes nothing."""
+        if self._asked is not None:  # of a step that failed
+            self._asked.exception()
+            self._asked = None
+        for row in batch.drops.tolist() if self._rows else ():
+            self._forget(row)
+        for init in batch.admits:
+            self._forget(init.row)
+            if init.sampling.is_guided:
+                self._admit(init)
+        if self._rows:
+            self._follow(batch)
+
+    def concern(self, rows: I32) -> bool:
+        """Return whether any of the rows [n] is guided."""
+        return bool(self._rows) and bool(self._is_guided[rows].any())
+
+    def prepare(self, rows: I32) -> None:
+        """Begin to find out what these rows [n] may draw, in another thread; `apply` waits for it."""
+        if not self.concern(rows):
+            return
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="guides")
+        asked = [(place, int(rows[place])) for place in np.flatnonzero(self._is_guided[rows]).tolist()]
+        self._asked = self._thread.submit(self._find_masks, asked)
+
+    def apply(self, logits: torch.Tensor, *, may_undo: bool) -> Callable[[], None]:
+        """Exclude what the rows of `prepare` may not draw, in place.
+
+        Args:
+            logits: [n, vocab_size] float32, of these rows.
+            may_undo: the returned function will be called.
+
+        Returns:
+            A function that puts the logits back as they were, to the bit.
+
+        Raises:
+            RowsBrokenError: guides failed.
+        """
+        asked, self._asked = self._asked, None
+        masks = None if asked is None else asked.result()
+        if masks is not None and masks.broken:
+            raise RowsBrokenError(masks.cause, masks.broken)
+        if masks is None or not masks.places:
+            return lambda: None
+        places = send(np.array(masks.places), logits.device)
+        before = logits[places] if may_undo else None
+        _exclude(logits, masks.places, masks.words)
+
+        def undo() -> None:
+            assert before is not None
+            logits.index_copy_(0, places, before)
+
+        return undo
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+    def _admit(self, init: RowInit) -> None:
+        self._rows[init.row] = _Row(init.sampling, None, init.tokens[init.num_prompt :].tolist())
+        self._is_guided[init.row] = True
+        self._followed[init.row] = init.tokens.size
+
+    def _forget(self, row: int) -> None:
+        if self._rows.pop(row, None) is not None:
+            self._is_guided[row] = False
+            self._followed[row] = _EVERYTHING
+
+    def _follow(self, batch: Batch) -> None:
+        """Take note of the tokens at positions that are new to their rows."""
+        end = batch.start + batch.num_tokens
+        first = np.cumsum(batch.num_tokens) - batch.num_tokens
+        for i in np.flatnonzero(end > self._followed[batch.rows]).tolist():
+            row, start = int(batch.rows[i]), int(batch.start[i])
+            assert start <= self._followed[row], f"row {row} skips tokens that are to be followed"
+            new = batch.tokens[first[i] + self._followed[row] - start : first[i] + batch.num_tokens[i]]
+            self._rows[row].unfollowed += new.tolist()
+            self._followed[row] = end[i]
+
+    def _find_masks(self, asked: list[tuple[int, int]]) -> _Masks:
+        """Let the guides follow their rows, and return what these may not draw.
+
+        Args:
+            asked: place among the rows that were asked for, row of the table.
+        """
+        words: Words = np.full((len(asked), self._num_words), 0xFFFFFFFF, dtype=np.uint32)
+        guides: list[RowGuide] = []
+        broken: list[int] = []
+        cause = ""
+        for _, row in asked:
+            try:
+                guides.append(self._guide_of(row))
+            except GrammarError as error:
+                cause = cause or error.reason
+                broken.append(row)
+        if broken:
+            return _Masks([], words, tuple(broken), cause)
+        matchers = [(matcher, i) for i, guide in enumerate(guides) if (matcher := guide.asks_matcher) is not None]
+        self._make_masks(matchers, words)
+        broken = [asked[i][1] for matcher, i in matchers if matcher.is_error()]
+        if broken:
+            cause = next(matcher.get_error() for matcher, _ in matchers if matcher.is_error())
+            return _Masks([], words, tuple(broken), cause)
+        kept = [i for i, guide in enumerate(guides) if guide.adjust(words[i])]
+        return _Masks([asked[i][0] for i in kept], words if len(kept) == len(words) else words[kept])
+
+    def _guide_of(self, row: int) -> RowGuide:
+        """Return the guide of a row, which has followed all that is known of it.
+
+        Raises:
+            GrammarError: the grammar does not compile, or the tokens break it.
+        """
+        found = self._rows[row]
+        if found.guide is None:
+            matcher = None
+            if found.sampling.grammar:
+                if self._grammars is None:
+                    raise GrammarError("the model's folder has no tokenizer that grammars can be compiled over")
+                matcher = self._grammars.matcher(found.sampling.grammar)
+            found.guide = RowGuide(found.sampling, self._end_ids, matcher)
+        for token_id in found.unfollowed:
+            found.guide.follow(token_id)
+        found.unfollowed.clear()
+        return found.guide
+
+    def _make_masks(self, matchers: list[tuple[LLMatcher, int]], words: Words) -> None:
+        """Write what the matchers allow into the rows of `words` that go with them."""
+        num_bytes = 4 * self._num_words
+        if len(matchers) == 1:
+            ((matcher, i),) = matchers
+            matcher.unsafe_compute_mask_ptr(words[i].ctypes.data, num_bytes)
+        elif matchers:
+            if self._makers is None:
+                self._makers = LLExecutor(MASK_THREADS)
+            self._makers.unsafe_compute_mask_ptr(matchers, words.ctypes.data, num_bytes, len(words))
+
+
+def _exclude(logits: torch.Tensor, places: list[int], words: Words) -> None:
+    """Set to minus infinity what the rows at these places may not draw; what alone may be is finite."""
+    if logits.device.type == "cpu":
+        allowed = np.unpackbits(words.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
+        excluded = torch.from_numpy(allowed).logical_not()
+    else:
+        packed = send(words.view(np.int32), logits.device).unsqueeze(-1)
+        bits = packed >> torch.arange(_WORD_BITS, device=logits.device, dtype=torch.int32) & 1
+        excluded = (bits == 0).flatten(1)[:, : logits.shape[1]]
+    if len(places) == len(logits):
+        logits.masked_fill_(excluded, -torch.inf)
+        return
+    for place, of_row in zip(places, excluded, strict=True):
+        logits[place].masked_fill_(of_row, -torch.inf)
+
+
+def _bit(token_id: int) -> np.uint32:
+    return np.uint32(1 << token_id % _WORD_BITS)
+
+
+def _set_bit(words: Words, token_id: int) -> None:
+    words[token_id // _WORD_BITS] |= _bit(token_id)
