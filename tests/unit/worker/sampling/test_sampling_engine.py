@@ -14,8 +14,8 @@ from services.worker.engine.invariants import check_engine
 from services.worker.executor.model_runner import ModelRunner
 from services.worker.sequences.config import AddRefusal, NewSequence
 from shared.stream_extras import TokenLogprob
-from shared.types import SamplingParams
-from tests.support.checkpoints import CheckpointShape
+from shared.types import SamplingParams, Thinking
+from tests.support.checkpoints import CheckpointShape, build_tokenizer
 from tests.support.engine_builders import make_engine, new_sequence
 from tests.support.runners import open_runner
 
@@ -28,6 +28,12 @@ RULES: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "frequency_penalty": 0.9, "presence_penalty": -0.4, "logprobs": 2},
     {"temperature": 1.4, "top_p": 0.9, "min_p": 0.01, "logit_bias": ((7, 3.0),), "logprobs": 0},
     {"temperature": 0.8, "top_k": 40, "repetition_penalty": 0.8, "frequency_penalty": 0.3},
+    {"temperature": 1.0, "grammar": b'start: /[a-z]{61,90}/', "logprobs": 1},
+    {
+        "temperature": 1.3,
+        "thinking": Thinking(opening_id=300, closing_id=301, is_open=True, budget=9),
+        "grammar": b'start: "{" /[0-9 ]{12}/ "}"',
+    },
     {"temperature": 1.2},
 )
 
@@ -100,20 +106,30 @@ def alone(runner: ModelRunner) -> Run:
 
 def test_rules_change_the_texts(runner: ModelRunner, alone: Run) -> None:
     """Shows that the tests below can tell: without its rules each text is another."""
-    for new in sequences()[:4]:
+    for new in sequences()[:-1]:
         plain = Run(runner, 64)
         seed, temperature = new.sampling.seed, new.sampling.temperature
         plain.add(replace(new, sampling=SamplingParams(max_tokens=LENGTH, seed=seed, temperature=temperature)))
         plain.go()
         assert plain.texts[new.stream] != alone.texts[new.stream]
-    assert [len(said) for said in alone.logprobs.values()] == [0, LENGTH, LENGTH, 0, 0]
+    assert [len(said) for said in alone.logprobs.values()] == [0, LENGTH, LENGTH, 0, LENGTH, 0, 0]
+
+
+def test_log_probabilities_are_of_what_the_model_would_say_without_a_grammar(alone: Run) -> None:
+    ((stream, _),) = [(new.stream, 0) for new in sequences() if new.sampling.grammar and new.sampling.logprobs]
+    said = alone.logprobs[stream]
+    likeliest = [each.top[0] for each in said]
+    tokenizer = build_tokenizer(SHAPE.vocab_size)
+    assert tokenizer.decode(alone.texts[stream]).islower()
+    assert not tokenizer.decode([token for token, _ in likeliest]).islower(), "those that are excluded are told too"
+    assert all(each.logprob <= value for each, (_, value) in zip(said, likeliest, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_texts_and_log_probabilities_survive_preemption_and_failed_steps(
     runner: ModelRunner, alone: Run, seed: int
 ) -> None:
-    """14 blocks of 16 hold 224 tokens; the five sequences grow to 140 prompt and 150 output tokens."""
+    """14 blocks of 16 hold 224 tokens; the seven sequences grow to 259 prompt and 210 output tokens."""
     run = Run(runner, 14, random.Random(seed))
     for new in sequences():
         run.add(new)
