@@ -297,7 +297,7 @@ class ModelRunner:
     def _begin(self, batch: Batch, hidden: torch.Tensor | None, began_s: float) -> Launched:
         sampled: I64 = batch.sample.nonzero()[0]
         rows = batch.rows[sampled]
-        self._chooser.prepare(rows)
+        self._chooser.prepare(rows, on_host=self._device.type == "cpu")
         scores = self._open().run(batch, self._tables, sampled, hidden)
         position = (batch.start + batch.num_tokens)[sampled].astype(np.int64)
         choosing = self._chooser.begin(scores, rows, position)

@@ -78,9 +78,14 @@ class Chooser:
         self._rules.take_in(batch)
         self._guides.take_in(batch)
 
-    def prepare(self, rows: I32) -> None:
-        """Begin with what choosing the next token of each row [k] takes beside its scores; `begin` is called next."""
-        self._guides.prepare(rows)
+    def prepare(self, rows: I32, *, on_host: bool) -> None:
+        """Begin with what choosing the next token of each row [k] takes beside its scores; `begin` is called next.
+
+        Args:
+            rows: [k]
+            on_host: the scores will be in main memory.
+        """
+        self._guides.prepare(rows, on_host=on_host)
 
     def close(self) -> None:
         """End its threads. Idempotent."""

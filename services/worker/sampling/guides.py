@@ -22,7 +22,7 @@ import torch
 from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 
-from services.worker.contract.arrays import I32, Bool
+from services.worker.contract.arrays import F32, I32, I64, Bool
 from services.worker.contract.batch import Batch, RowInit
 from services.worker.memory.host_link import send
 from services.worker.sampling.grammar_cache import GrammarCache
@@ -31,6 +31,8 @@ from shared.types import SamplingParams
 
 MASK_THREADS: Final = 2
 """That make masks of several rows at a time, beside the forward pass."""
+FEW_IDS: Final = 8192
+"""Of so many, the logits are looked up one by one; of more, all are gone through."""
 _WORD_BITS: Final = 32
 _EVERYTHING: Final = 2**31 - 1
 
@@ -143,18 +145,57 @@ class _Row:
 
 
 @dataclass(frozen=True, slots=True)
+class _HostMask:
+    """What one row may draw, such that the rest is quickly excluded in main memory.
+
+    Attributes:
+        kept: ids that may be drawn, if they are few.
+        dropped: ids that may not, if they are few.
+        is_dropped: [vocab_size] whether one may not, else.
+    """
+
+    kept: I64 | None = None
+    dropped: I64 | None = None
+    is_dropped: Bool | None = None
+
+    @classmethod
+    def of(cls, words: Words, vocab_size: int) -> _HostMask:
+        """Return what the words [num_words] of one row say."""
+        is_kept = np.unpackbits(words.view(np.uint8), count=vocab_size, bitorder="little").view(np.bool_)
+        num_kept = np.count_nonzero(is_kept)
+        if num_kept <= FEW_IDS:
+            return cls(kept=is_kept.nonzero()[0])
+        if num_kept >= vocab_size - FEW_IDS:
+            return cls(dropped=(~is_kept).nonzero()[0])
+        return cls(is_dropped=~is_kept)
+
+    def exclude(self, logits: F32) -> None:
+        """Set to minus infinity what may not be drawn of one row [vocab_size]."""
+        if self.kept is not None:
+            values = logits[self.kept]
+            logits.fill(-np.inf)
+            logits[self.kept] = values
+        elif self.dropped is not None:
+            logits[self.dropped] = -np.inf
+        else:
+            np.copyto(logits, -np.inf, where=self.is_dropped)
+
+
+@dataclass(frozen=True, slots=True)
 class _Masks:
-    """What some rows may not draw.
+    """What some rows may draw.
 
     Attributes:
         places: [k] theirs among the rows that were asked for.
         words: [k, num_words]
+        on_host: [k] the same for logits in main memory; empty for those on a device.
         broken: rows whose guides failed.
         cause: of the first one.
     """
 
     places: list[int]
     words: Words
+    on_host: list[_HostMask]
     broken: tuple[int, ...] = ()
     cause: str = ""
 
@@ -174,6 +215,7 @@ class Guides:
     ) -> None:
         self._end_ids = tuple(end_ids)
         self._grammars = grammars
+        self._vocab_size = vocab_size
         self._num_words = -(-vocab_size // _WORD_BITS) if grammars is None else grammars.num_mask_words
         self._rows: dict[int, _Row] = {}
         self._is_guided: Bool = np.zeros(max_rows, dtype=np.bool_)
@@ -201,14 +243,19 @@ class Guides:
         """Return whether any of the rows [n] is guided."""
         return bool(self._rows) and bool(self._is_guided[rows].any())
 
-    def prepare(self, rows: I32) -> None:
-        """Begin to find out what these rows [n] may draw, in another thread; `apply` waits for it."""
+    def prepare(self, rows: I32, *, on_host: bool = True) -> None:
+        """Begin to find out what these rows [n] may draw, in another thread; `apply` waits for it.
+
+        Args:
+            rows: [n]
+            on_host: their logits will be in main memory.
+        """
         if not self.concern(rows):
             return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="guides")
         asked = [(place, int(rows[place])) for place in np.flatnonzero(self._is_guided[rows]).tolist()]
-        self._asked = self._thread.submit(self._find_masks, asked)
+        self._asked = self._thread.submit(self._find_masks, asked, on_host)
 
     def apply(self, logits: torch.Tensor, *, may_undo: bool) -> Callable[[], None]:
         """Exclude what the rows of `prepare` may not draw, in place.
@@ -231,7 +278,12 @@ class Guides:
             return lambda: None
         places = send(np.array(masks.places), logits.device)
         before = logits[places] if may_undo else None
-        _exclude(logits, masks.places, masks.words)
+        if masks.on_host:
+            rows: F32 = logits.numpy()
+            for place, mask in zip(masks.places, masks.on_host, strict=True):
+                mask.exclude(rows[place])
+        else:
+            _exclude_on_device(logits, places, masks.words)
 
         def undo() -> None:
             assert before is not None
@@ -266,11 +318,12 @@ class Guides:
             self._rows[row].unfollowed += new.tolist()
             self._followed[row] = end[i]
 
-    def _find_masks(self, asked: list[tuple[int, int]]) -> _Masks:
-        """Let the guides follow their rows, and return what these may not draw.
+    def _find_masks(self, asked: list[tuple[int, int]], on_host: bool) -> _Masks:  # noqa: FBT001  called by a pool
+        """Let the guides follow their rows, and return what these may draw.
 
         Args:
             asked: place among the rows that were asked for, row of the table.
+            on_host: see `prepare`.
         """
         words: Words = np.full((len(asked), self._num_words), 0xFFFFFFFF, dtype=np.uint32)
         guides: list[RowGuide] = []
@@ -283,15 +336,16 @@ class Guides:
                 cause = cause or error.reason
                 broken.append(row)
         if broken:
-            return _Masks([], words, tuple(broken), cause)
+            return _Masks([], words, [], tuple(broken), cause)
         matchers = [(matcher, i) for i, guide in enumerate(guides) if (matcher := guide.asks_matcher) is not None]
         self._make_masks(matchers, words)
         broken = [asked[i][1] for matcher, i in matchers if matcher.is_error()]
         if broken:
             cause = next(matcher.get_error() for matcher, _ in matchers if matcher.is_error())
-            return _Masks([], words, tuple(broken), cause)
+            return _Masks([], words, [], tuple(broken), cause)
         kept = [i for i, guide in enumerate(guides) if guide.adjust(words[i])]
-        return _Masks([asked[i][0] for i in kept], words if len(kept) == len(words) else words[kept])
+        masks = [_HostMask.of(words[i], self._vocab_size) for i in kept] if on_host else []
+        return _Masks([asked[i][0] for i in kept], words[kept], masks)
 
     def _guide_of(self, row: int) -> RowGuide:
         """Return the guide of a row, which has followed all that is known of it.
@@ -324,20 +378,12 @@ class Guides:
             self._makers.unsafe_compute_mask_ptr(matchers, words.ctypes.data, num_bytes, len(words))
 
 
-def _exclude(logits: torch.Tensor, places: list[int], words: Words) -> None:
-    """Set to minus infinity what the rows at these places may not draw; what alone may be is finite."""
-    if logits.device.type == "cpu":
-        allowed = np.unpackbits(words.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
-        excluded = torch.from_numpy(allowed).logical_not()
-    else:
-        packed = send(words.view(np.int32), logits.device).unsqueeze(-1)
-        bits = packed >> torch.arange(_WORD_BITS, device=logits.device, dtype=torch.int32) & 1
-        excluded = (bits == 0).flatten(1)[:, : logits.shape[1]]
-    if len(places) == len(logits):
-        logits.masked_fill_(excluded, -torch.inf)
-        return
-    for place, of_row in zip(places, excluded, strict=True):
-        logits[place].masked_fill_(of_row, -torch.inf)
+def _exclude_on_device(logits: torch.Tensor, places: torch.Tensor, words: Words) -> None:
+    """Set to minus infinity what the rows at these places [k] may not draw, by their words [k, num_words]."""
+    packed = send(words.view(np.int32), logits.device).unsqueeze(-1)
+    bits = packed >> torch.arange(_WORD_BITS, device=logits.device, dtype=torch.int32) & 1
+    excluded = (bits == 0).flatten(1)[:, : logits.shape[1]]
+    logits.index_copy_(0, places, logits[places].masked_fill_(excluded, -torch.inf))
 
 
 def _bit(token_id: int) -> np.uint32:

@@ -28,7 +28,7 @@ RULES: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "frequency_penalty": 0.9, "presence_penalty": -0.4, "logprobs": 2},
     {"temperature": 1.4, "top_p": 0.9, "min_p": 0.01, "logit_bias": ((7, 3.0),), "logprobs": 0},
     {"temperature": 0.8, "top_k": 40, "repetition_penalty": 0.8, "frequency_penalty": 0.3},
-    {"temperature": 1.0, "grammar": b'start: /[a-z]{61,90}/', "logprobs": 1},
+    {"temperature": 1.0, "grammar": b"start: /[a-z]{61,90}/", "logprobs": 1},
     {
         "temperature": 1.3,
         "thinking": Thinking(opening_id=300, closing_id=301, is_open=True, budget=9),
