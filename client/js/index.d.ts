@@ -60,6 +60,7 @@ export interface ChatParams extends RequestParams {
   top_logprobs?: number;
   chat_template_kwargs?: Record<string, boolean | number | string | null>;
   reasoning_effort?: "none" | "minimal" | "low" | "medium" | "high";
+  thinking_token_budget?: number;
 }
 
 export interface CompletionParams extends RequestParams {

@@ -115,6 +115,7 @@ class ChatParams(CommonParams, total=False):
     top_logprobs: int | None
     chat_template_kwargs: Mapping[str, bool | float | str | None] | None
     reasoning_effort: ReasoningEffort | None
+    thinking_token_budget: int | None
     store: bool | None
     parallel_tool_calls: bool | None
     prompt_cache_key: str | None

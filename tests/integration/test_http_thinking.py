@@ -15,7 +15,7 @@ import pytest_asyncio
 from services.dispatcher.build import load_text
 from shared.messages.report import WorkerPhase
 from shared.messages.request import Submit
-from shared.types import FinishReason
+from shared.types import FinishReason, Thinking
 from sluice_client import AsyncSluiceClient
 from tests.support.dispatchers import COMPLETIONS, HELLO, Running, index_of, make_settings, running_dispatcher
 from tests.support.fake_worker import FakeWorker, make_status
@@ -142,6 +142,37 @@ async def test_an_answer_that_ends_while_it_thinks_says_nothing(served: Running,
         assert usage["completion_tokens_details"]["reasoning_tokens"] == max_tokens
         assert (THOUGHT + "\n</think>").startswith(thought.rstrip("\ufffd"))
     assert thought == THOUGHT
+
+
+@pytest.mark.parametrize("budget", [0, 1, 512, None])
+async def test_workers_are_told_of_the_tags_and_the_budget(served: Running, budget: int | None) -> None:
+    asked: dict[str, Any] = {} if budget is None else {"thinking_token_budget": budget}
+    status, body = await served.post(n=2, **asked)
+    tags = served.front.think_tags
+    assert tags is not None
+    if tags.opening_id is None or tags.closing_id is None:
+        assert (status == 200) == (budget is None)
+        assert budget is None or body["error"]["param"] == "thinking_token_budget"
+        assert served.worker.submits[-1].sampling.thinking is None
+        return
+    assert status == 200
+    assert [submit.sampling.thinking for submit in served.worker.submits[-2:]] == [
+        Thinking(opening_id=tags.opening_id, closing_id=tags.closing_id, is_open=False, budget=budget)
+    ] * 2
+    status, body = await served.post(chat_template_kwargs={"enable_thinking": False}, **asked)
+    assert status == 200
+    assert served.worker.submits[-1].sampling.thinking is None, "the prompt has closed the thinking"
+    status, body = await served.post(COMPLETIONS, **asked)
+    assert (status, body.get("error", {}).get("param")) == (
+        (200, None) if budget is None else (400, "thinking_token_budget")
+    )
+
+
+@pytest.mark.parametrize("budget", [-1, 1.5, "8", True])
+async def test_a_budget_is_a_number_of_tokens(served: Running, budget: Any) -> None:
+    status, body = await served.post(thinking_token_budget=budget)
+    assert status == 400
+    assert body["error"]["param"] == "thinking_token_budget"
 
 
 async def test_completions_are_not_looked_at(served: Running) -> None:
