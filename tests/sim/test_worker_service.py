@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from services.worker.serving import admin, intake
 from services.worker.serving.reporter import MIN_SHORTAGE_GAP_S
+from shared.grammars import GrammarError
 from shared.ids import RequestId, WorkerId
 from shared.messages.fetch import Close
 from shared.messages.report import WorkerPhase
@@ -251,6 +253,36 @@ async def test_refusals_say_why() -> None:
         assert (await lone.refused(make([32_000], 5))).reason is RefusalReason.INVALID
         await lone.worker.service.drain(1.0)
         assert (await lone.refused(make([300], 5))).reason is RefusalReason.DRAINING
+
+
+async def test_a_grammar_is_made_ready_before_its_sequence_comes_and_refused_if_it_cannot_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[bytes] = []
+
+    def prepare(grammar: bytes) -> None:
+        made.append(grammar)
+        if grammar == b"none":
+            raise GrammarError("it is none")
+
+    async def at_once(call: Callable[[bytes], None], grammar: bytes) -> None:
+        """The virtual clock knows no threads."""
+        call(grammar)
+
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
+    async with one_worker() as lone:
+        lone.worker.service.intake._prepare_grammar = prepare
+
+        def with_grammar(grammar: bytes) -> Submit:
+            submit = lone.dispatcher.make([300], 5)
+            return submit.model_copy(update={"sampling": submit.sampling.model_copy(update={"grammar": grammar})})
+
+        refused = await lone.refused(with_grammar(b"none"))
+        stream = await lone.accepted(with_grammar(b"some"))
+        assert (refused.reason, refused.detail) == (RefusalReason.INVALID, "it is none")
+        await stream.ended.wait()
+        await lone.submitted([300], 5)
+        assert made == [b"none", b"some"]
 
 
 async def test_beyond_one_batch_who_has_no_token_yet_is_refused_as_full() -> None:

@@ -20,15 +20,16 @@ from services.worker.executor.model_runner import ModelRunner
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.sequences.config import NewSequence
 from services.worker.sequences.events import StepEvents
-from shared.types import FinishReason
+from shared.types import FinishReason, Thinking
 from tests.support.checkpoints import CheckpointShape
 from tests.support.engine_builders import make_engine, new_sequence
 from tests.support.runner_driver import Driver
 from tests.support.runners import open_runner
 
 SHAPE = CheckpointShape(seed=5)
-KINDS = ("greedy", "drawn", "filtered", "bias", "counted", "logprobs", "stops")
+KINDS = ("greedy", "drawn", "filtered", "bias", "counted", "logprobs", "stops", "guided", "budget")
 """What requests may ask for."""
+_THINKING = Thinking(opening_id=300, closing_id=301, is_open=True, budget=4)
 Answers = dict[int, tuple[list[int], FinishReason, list[float]]]
 """By stream: tokens, why they ended, and the log-probabilities that were asked for."""
 
@@ -42,6 +43,8 @@ def sampling_of(kind: str, seed: int) -> dict[str, Any]:
         "counted": {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.5},
         "logprobs": {"temperature": 0.0, "logprobs": 1},
         "stops": {"temperature": 0.9, "seed": seed, "stop_token_ids": tuple(range(3, 60))},
+        "guided": {"temperature": 0.9, "seed": seed, "top_p": 0.8, "grammar": b"start: /[a-z]{40,60}/"},
+        "budget": {"temperature": 0.9, "seed": seed, "thinking": _THINKING, "grammar": b"start: /[0-9]{20,}/"},
     }
     return choices[kind]
 
@@ -57,6 +60,7 @@ def requests(kinds: tuple[str, ...], num_each: int) -> list[NewSequence]:
 def engine_for(runner: ModelRunner, *, overlaps: bool) -> Engine:
     return make_engine(
         num_blocks=runner.capacity.num_blocks,
+        max_sequences=24,
         max_batch_tokens=96,
         max_model_len=runner.info.max_model_len,
         vocab_size=SHAPE.vocab_size,
@@ -73,7 +77,7 @@ async def answers(waves: Sequence[Sequence[NewSequence]], *, overlap: bool, **ch
         overlap: steps are launched before those before them have ended.
         changes: of the runner's settings.
     """
-    runner = open_runner(SHAPE, deterministic=True, overlap=overlap, max_rows=16, **changes)
+    runner = open_runner(SHAPE, deterministic=True, overlap=overlap, max_rows=24, **changes)
     executor = ThreadExecutor(runner, asyncio.get_running_loop())
     assert (executor.depth, executor.num_lanes) == (1 + overlap, 1)
     num_ahead = 0
