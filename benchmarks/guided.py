@@ -2,6 +2,7 @@
 
     python -m benchmarks.guided masks [--rows 1,64,256] [--tokens 120]
     python -m benchmarks.guided steps --folder DIR [--rows 64] [--steps 12] [--rounds 5]
+    python -m benchmarks.guided served --folder DIR --vllm-python PYTHON [--batches 1,32] [--rounds 3]
 
 `masks`: how long grammars take to compile, and how long a step waits for its masks if nothing hides them: what is
 before the forward pass and beside it (follow a token per row, make the masks), and what is behind (exclude). Rows go
@@ -9,11 +10,15 @@ through answers that their schemas allow, each of another schema, in the longest
 
 `steps`: the time of a decode step of a model in which none, one, or all rows are guided, by turns in one run, and the
 ratios to none. DIR is made by `python -m benchmarks.peers_model qwen2-0.5b DIR`; the tokenizer is this one's.
+
+`served`: output tokens per second of guided answers over HTTP, and the ratio to free ones, by this server and by vLLM
+with its default backend, by turns in one run; `small` of `peers_model` is in DIR, and its own tokenizer.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import random
 import string
@@ -30,6 +35,10 @@ from llguidance import LLMatcher
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.harness import machine, print_table
+from benchmarks.peers import draw_prompts
+from benchmarks.peers_engines import Setting
+from benchmarks.peers_load import wait_idle
+from benchmarks.peers_servers import SluiceServer, VllmServer
 from services.worker.contract.arrays import EMPTY_I32
 from services.worker.contract.batch import Batch, RowInit
 from services.worker.contract.executor import BatchFailedError
@@ -51,6 +60,20 @@ VOCAB: Final = 151_936
 END_ID: Final = NUM_PIECES
 NUM_SCHEMAS: Final = 64
 PROMPT: Final = 32
+NUM_SERVED: Final = 192
+"""Output tokens of each answer."""
+LONG_TEXT: Final = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "kind": {"enum": ["fox", "hare", "mole"]},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 3},
+        "text": {"type": "string"},
+    },
+    "required": ["name", "kind", "tags", "text"],
+    "additionalProperties": False,
+}
+"""What is said in its text has no end by itself."""
 GUIDED: Final = (0, 1, None)
 """Rows of a step that are guided; None: all."""
 
@@ -299,6 +322,50 @@ def measure_steps(folder: Path, num_rows: int, num_steps: int, num_rounds: int) 
     print_table(f"Step of {num_rows} decodes", ["guided", "ms", "ratio"], lines)
 
 
+async def measure_served(folder: Path, vllm_python: str, batches: list[int], num_rounds: int) -> None:
+    """Print what the two servers give."""
+    engines: list[SluiceServer | VllmServer] = [SluiceServer(folder), VllmServer(vllm_python, folder)]
+    setting = Setting(
+        checkpoint=folder / "small",
+        dtype="float32",
+        threads=2,
+        max_len=PROMPT + NUM_SERVED + 256,
+        memory="2GiB",
+        kv_gib=2,
+        num_output=NUM_SERVED,
+    )
+    ways: dict[str, dict[str, Any]] = {"free": {}, "guided": {"structured_outputs": {"json": LONG_TEXT}}}
+    found: dict[tuple[str, int, str], list[float]] = {}
+    rng = np.random.default_rng(1)
+    try:
+        for engine in engines:
+            await engine.start(setting)
+        for turn in range(num_rounds + 1):  # the first one warms up
+            for batch in batches:
+                prompts = draw_prompts(rng, batch, PROMPT)
+                for engine in engines[:: 1 - 2 * (turn % 2)]:
+                    for way, engine.more in ways.items():
+                        await wait_idle()
+                        figures = await engine.run(prompts)
+                        print(f"round {turn}: {engine.name}, {batch} at once, {way}: {figures.tokens_per_s:.0f}/s")
+                        if turn:
+                            found.setdefault((engine.name, batch, way), []).append(figures.tokens_per_s)
+    finally:
+        for engine in engines:
+            await engine.stop()
+    lines = [
+        [
+            engine.name,
+            str(batch),
+            *(f"{np.median(found[engine.name, batch, way]):.0f}" for way in ways),
+            f"{np.median(np.divide(found[engine.name, batch, 'guided'], found[engine.name, batch, 'free'])):.2f}",
+        ]
+        for engine in engines
+        for batch in batches
+    ]
+    print_table("Output tokens per second", ["server", "at once", *ways, "guided / free"], lines)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -311,10 +378,18 @@ def main() -> None:
     steps.add_argument("--rows", type=int, default=64)
     steps.add_argument("--steps", type=int, default=12)
     steps.add_argument("--rounds", type=int, default=5)
+    served = kinds.add_parser("served")
+    served.add_argument("--folder", type=Path, required=True)
+    served.add_argument("--vllm-python", required=True)
+    served.add_argument("--batches", default="1,32")
+    served.add_argument("--rounds", type=int, default=3)
     chosen = parser.parse_args()
     print(machine())
     if chosen.kind == "masks":
         measure_masks([int(count) for count in chosen.rows.split(",")], chosen.tokens)
+    elif chosen.kind == "served":
+        batches = [int(count) for count in chosen.batches.split(",")]
+        asyncio.run(measure_served(chosen.folder, chosen.vllm_python, batches, chosen.rounds))
     else:
         measure_steps(chosen.folder, chosen.rows, chosen.steps, chosen.rounds)
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -27,6 +28,8 @@ class HttpEngine(EngineProcess):
         super().__init__()
         self._log = log_dir / f"{self.name}.log"
         self.url = ""
+        self.more: dict[str, Any] = {}
+        """Further fields of every request."""
         self._model = ""
         self._num_output = 0
 
@@ -65,6 +68,7 @@ class HttpEngine(EngineProcess):
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **self.more,
         }
         return json.dumps(fields).encode()
 
