@@ -22,6 +22,7 @@ from services.dispatcher.limits.tenants import Tenants
 from services.dispatcher.metrics import DispatcherMetrics
 from services.dispatcher.service import DispatcherService
 from services.dispatcher.text.generation_config import SamplingDefaults, read_sampling_defaults
+from services.dispatcher.text.grammar_trials import GrammarTrials
 from services.dispatcher.text.model_folder import ModelFolder, read_model_folder
 from services.dispatcher.text.pool import TextPool
 from services.dispatcher.text.prompts import PromptCodec
@@ -109,6 +110,11 @@ def _browser_rules(settings: DispatcherSettings) -> BrowserRules:
     return BrowserRules(names, settings.allow_origin)
 
 
+def _trials(settings: DispatcherSettings, text: ModelText) -> GrammarTrials:
+    end = text.codec.tokenizer.token_to_id(text.folder.special_tokens.get("eos_token", ""))
+    return GrammarTrials(settings.model, text.codec.vocab_size, end or 0)
+
+
 class Dispatcher:
     """A whole dispatcher: the service on the bus, and HTTP in front of it.
 
@@ -148,6 +154,7 @@ class Dispatcher:
             bodies=TextPool(
                 1, settings.max_tokenizing, max_flex=settings.max_queued_flex, flex_memory=settings.flex_memory
             ),
+            trials=_trials(settings, text),
             sessions=self.service.sessions,
             streams=EventStreams(settings.keep_alive_s, ReaderLimits(settings.write_limit_s, settings.max_unsent), now),
             sockets=Sockets(settings.write_limit_s, lambda: self.service.sessions.draining, now),
@@ -176,6 +183,7 @@ class Dispatcher:
         await self.service.start()
         self._tasks.start(self.front.streams.sweep_forever(), name="streams")
         self._tasks.start(self.front.access.reload_forever(), name="keys")
+        self._tasks.start(self.front.trials.run_forever(), name="grammar_trials")
         self._tasks.start(self.front.sockets.sweep_forever(), name="sockets")
         return port
 

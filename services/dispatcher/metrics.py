@@ -118,6 +118,8 @@ class DispatcherMetrics:
         self._shed = counter("sluice:shed", "Refused requests", (*model, "reason", "tier"))
         self._denied = counter("sluice:denied", "Requests without a key that may ask this", (*model, "reason"))
         self._limited = counter("sluice:limited", "Requests over their tenant's limits", (*model, "tenant", "limit"))
+        about = "Requests for answers of a form, by what came of it"
+        self._guided = counter("sluice:guided_requests", about, (*model, "result"))
         slow = counter("sluice:slow_readers_cut", "Connections that were cut because nobody read", model)
         self._slow_readers = Growing(slow)
         self._connections = self.metrics.gauge("sluice:connections_open", "Open connections of clients", model)
@@ -163,6 +165,10 @@ class DispatcherMetrics:
     def limited(self, tenant: str, limit: str) -> None:
         """Count a request that is over one of its tenant's limits."""
         self._limited.inc(model_name=self._model, tenant=tenant, limit=limit)
+
+    def guided(self, result: str) -> None:
+        """Count a request for an answer of a form: `accepted`, `coerced`, or the code of its refusal."""
+        self._guided.inc(model_name=self._model, result=result)
 
     def ended(self, record: RequestRecord) -> None:
         """Count a request that has ended, admitted or not."""

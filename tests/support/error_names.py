@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Final
 
+from services.dispatcher.endpoints.guided import GuideCode
 from services.dispatcher.http.errors import RATE_LIMITED
 from services.dispatcher.session.request import FailureCode
 from shared.browsers import Foreign
@@ -25,7 +26,7 @@ _CLASSES: Final = (ROOT / "shared" / "errors.py", ROOT / "cli" / "exit_codes.py"
 
 def codes() -> set[str]:
     """Return every `code` of the API."""
-    found = {code.value for code in (*FailureCode, *Foreign)}
+    found = {code.value for code in (*FailureCode, *Foreign, *GuideCode)}
     for module in _modules("services/dispatcher"):
         found |= set(module.texts_at(_CODE_AT))
     return found

@@ -13,11 +13,12 @@ from services.dispatcher.answers.answer_text import AnswerText
 from services.dispatcher.answers.answers import collect_answer, stream_answer
 from services.dispatcher.answers.live import Live, Start
 from services.dispatcher.endpoints.call import CheckedCall, Choice, Prompt
+from services.dispatcher.endpoints.guide_check import ONE_OF_HEADER, check_grammar
 from services.dispatcher.http import quota
 from services.dispatcher.http.arrival import Arrival, Caller, note_arrival
 from services.dispatcher.http.cors import page_headers
 from services.dispatcher.http.doorway import address_of
-from services.dispatcher.http.errors import ApiError, failure_error, invalid
+from services.dispatcher.http.errors import ApiError, failure_error, invalid, unsupported
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.guard import grant_of
 from services.dispatcher.http.records import make_record, report_record
@@ -25,9 +26,11 @@ from services.dispatcher.http.sse import Open
 from services.dispatcher.limits.tenants import Permit
 from services.dispatcher.metrics import RequestRecord
 from services.dispatcher.session.request import FailureCode, NewRequest, RequestFailedError
+from services.dispatcher.text.grammar_trials import TrialsFullError
 from services.dispatcher.text.pool import TextPoolFullError
 from services.dispatcher.text.prompts import TooManyTokensError, UntokenizableError
 from services.dispatcher.text.template import TemplateRefusalError
+from services.dispatcher.text.thinking import ThinkStage
 from shared.ids import RequestId
 
 SLACK: Final = 4
@@ -146,9 +149,10 @@ async def _admit(front: Front, live: Live, permit: Permit) -> None:
             if not live.has_replaced:
                 _check_connection(front, call)
                 front.sessions.check_admission(len(choices), call.params.tier, call.grant.tenant.name)
+            grammar = await _hold(front, call)
             prompts = live.prompts = live.prompts or await _encode(front, call)
             _check_prompts(front, call, prompts)
-            requests = _new_requests(front, live, prompts)
+            requests = _new_requests(front, live, prompts, grammar)
             _check_logprobs(call, requests)
             quota.charge(front, call, permit, _most_tokens(prompts, requests))
             sessions = front.sessions.open(requests)
@@ -156,7 +160,7 @@ async def _admit(front: Front, live: Live, permit: Permit) -> None:
                 choice.begin(session, prompts[choice.index // call.params.num_choices], front.think_tags)
             await front.sessions.place(sessions[0])
             choices[0].placed.set()
-    except TextPoolFullError:
+    except (TextPoolFullError, TrialsFullError):
         is_flex = call.params.tier.is_best_effort
         code = FailureCode.RESOURCE_UNAVAILABLE if is_flex else FailureCode.QUEUE_FULL
     except RequestFailedError as error:
@@ -169,6 +173,17 @@ async def _admit(front: Front, live: Live, permit: Permit) -> None:
     refusal = failure_error(code)
     refusal.headers |= quota.rate_headers(front, call.grant.tenant)
     raise refusal
+
+
+async def _hold(front: Front, call: CheckedCall) -> bytes:
+    """Return the grammar that the answers are held to; empty: they are free."""
+    guide = call.params.guide
+    if guide is None:
+        return b""
+    held = await check_grammar(front, guide, call.grant.tenant.name)
+    if held.is_coerced:
+        call.headers[ONE_OF_HEADER] = "any-of"
+    return held.grammar
 
 
 def _check_connection(front: Front, call: CheckedCall) -> None:
@@ -219,8 +234,16 @@ async def _encode(front: Front, call: CheckedCall) -> list[Prompt]:
 
 
 def _check_prompts(front: Front, call: CheckedCall, prompts: Sequence[Prompt]) -> None:
-    limit = front.max_request_tokens
+    limit, guide, tags = front.max_request_tokens, call.params.guide, front.think_tags
     for prompt in prompts:
+        if (
+            guide is not None
+            and tags is not None
+            and tags.closing_id is None
+            and prompt.stage is not ThinkStage.SPEAKING
+        ):
+            message = "This model's thinking has no token at its end, so nothing says where the form would begin."
+            raise unsupported(guide.param, message)
         if not prompt.num_tokens:
             raise invalid("invalid_value", call.prompt_param, "The prompt has no tokens.")
         if prompt.num_tokens >= limit:
@@ -248,11 +271,11 @@ def _too_long(call: CheckedCall, limit: int, found: str) -> ApiError:
     return invalid(FailureCode.TOO_LONG.value, call.prompt_param, message)
 
 
-def _new_requests(front: Front, live: Live, prompts: Sequence[Prompt]) -> list[NewRequest]:
+def _new_requests(front: Front, live: Live, prompts: Sequence[Prompt], grammar: bytes) -> list[NewRequest]:
     """Return each choice's request in tokens, prompt by prompt."""
     found: list[NewRequest] = []
     for prompt in prompts:
-        found += _of_prompt(front, live.call, prompt, len(found))
+        found += _of_prompt(front, live.call, prompt, len(found), grammar)
     return [_go_on(live, request, start) for request, start in zip(found, live.starts, strict=True)]
 
 
@@ -263,7 +286,7 @@ def _go_on(live: Live, request: NewRequest, start: Start) -> NewRequest:
     return replace(request, generated=tokens, num_attempts=start.num_attempts, replaces=live.has_replaced)
 
 
-def _of_prompt(front: Front, call: CheckedCall, prompt: Prompt, first_index: int) -> list[NewRequest]:
+def _of_prompt(front: Front, call: CheckedCall, prompt: Prompt, first_index: int, grammar: bytes) -> list[NewRequest]:
     """Return the requests of one prompt; `max_tokens` is cut to what the context still holds."""
     params = call.params
     room = front.max_request_tokens - prompt.num_tokens
@@ -287,6 +310,6 @@ def _of_prompt(front: Front, call: CheckedCall, prompt: Prompt, first_index: int
             resumable=call.retry is not None,
         )
         for index, sampling in enumerate(
-            params.sampling.choices(params.num_choices, min(wanted, room), seed, thinking), start=first_index
+            params.sampling.choices(params.num_choices, min(wanted, room), seed, thinking, grammar), start=first_index
         )
     ]

@@ -7,6 +7,7 @@ from typing import Any
 
 from services.dispatcher.endpoints.call import CheckedCall, Prompt
 from services.dispatcher.endpoints.fields import Fields
+from services.dispatcher.endpoints.guide_check import read_guide
 from services.dispatcher.endpoints.messages import count_chars, parse_messages
 from services.dispatcher.endpoints.params import parse_params
 from services.dispatcher.endpoints.salt import cache_salt
@@ -38,7 +39,7 @@ def chat_call(arrival: Arrival, sender: Caller, body: dict[str, Any]) -> Checked
     refuse_unsupported(body, CHAT)
     messages = parse_messages(body.get("messages"))
     kwargs = parse_template_kwargs(fields, front.codec.template)
-    params = parse_params(fields, front.rules_for(sender.grant), chat_logprobs(fields))
+    params = parse_params(fields, front.rules_for(sender.grant), chat_logprobs(fields), read_guide(front, fields))
     if params.sampling.thinking_budget is not None and (
         front.think_tags is None or front.think_tags.closing_id is None
     ):

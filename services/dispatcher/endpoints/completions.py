@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from services.dispatcher.endpoints.call import CheckedCall, Prompt
 from services.dispatcher.endpoints.fields import Fields, check_token_ids, type_name
+from services.dispatcher.endpoints.guide_check import read_guide
 from services.dispatcher.endpoints.params import parse_params
 from services.dispatcher.endpoints.salt import cache_salt
 from services.dispatcher.endpoints.sampling import completion_logprobs
@@ -36,7 +37,7 @@ def completion_call(arrival: Arrival, sender: Caller, body: dict[str, Any]) -> C
     prompts = _prompts(body.get("prompt"), front.codec.vocab_size)
     echo = fields.boolean("echo")
     logprobs = completion_logprobs(fields)
-    params = parse_params(fields, front.rules_for(sender.grant), logprobs)
+    params = parse_params(fields, front.rules_for(sender.grant), logprobs, read_guide(front, fields))
     _check_count(len(prompts), params.num_choices, front.rules.max_choices)
     if echo and logprobs is not None:
         raise unsupported("echo", "Log-probabilities of the prompt are not supported: 'echo' excludes 'logprobs'.")

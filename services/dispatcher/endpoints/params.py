@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from services.dispatcher.endpoints.fields import Fields, type_name
+from services.dispatcher.endpoints.guided import Guide, refuse_stops
 from services.dispatcher.endpoints.salt import parse_salt
 from services.dispatcher.endpoints.sampling import MAX_INT, Sampling, parse_sampling
 from services.dispatcher.http.errors import invalid, unsupported
@@ -63,6 +64,8 @@ class Params:
     """None if the request says nothing of it."""
     salt: str
     """The request's own."""
+    guide: Guide | None = None
+    """What the answer is held to; None: it is free."""
 
     @property
     def service_tier(self) -> str:
@@ -70,30 +73,36 @@ class Params:
         return self.tier.label
 
 
-def parse_params(fields: Fields, rules: ParamRules, logprobs: int | None) -> Params:
+def parse_params(fields: Fields, rules: ParamRules, logprobs: int | None, guide: Guide | None = None) -> Params:
     """Return the shared parameters.
 
     Args:
         fields: of the request.
         rules: of this dispatcher and its model.
         logprobs: see `SamplingParams.logprobs`; the endpoints have different names for it.
+        guide: what the answer is held to; it decides where the answer ends.
 
     Raises:
         ApiError: the first one that is not allowed.
     """
     _check_labels(fields)
     stream, tier = fields.boolean("stream"), _tier(fields, rules.max_tier)
+    sampling = parse_sampling(fields, rules.vocab_size, rules.defaults, logprobs)
+    stops = _stops(fields.values.get("stop"))
+    if guide is not None and stops:
+        raise refuse_stops(guide)
     params = Params(
         stream=stream,
         include_usage=_include_usage(fields, stream=stream),
         num_choices=_num_choices(fields, rules),
         max_tokens=_max_tokens(fields),
-        sampling=parse_sampling(fields, rules.vocab_size, rules.defaults, logprobs),
-        stops=_stops(fields.values.get("stop")),
+        sampling=sampling if guide is None else sampling.ending_by_grammar(),
+        stops=stops,
         tier=tier,
         qoe=_qoe(fields, is_read=stream and not tier.is_best_effort),
         slo=_slo(fields),
         salt=parse_salt(fields),
+        guide=guide,
     )
     if params.max_tokens is not None and params.sampling.common.min_tokens > params.max_tokens:
         raise invalid("invalid_value", "min_tokens", "'min_tokens' must not be above 'max_tokens'.")

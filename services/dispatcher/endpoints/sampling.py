@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from services.dispatcher.endpoints.fields import Fields
@@ -28,8 +28,18 @@ class Sampling:
     thinking_budget: int | None = None
     """See `Thinking.budget`."""
 
+    def ending_by_grammar(self) -> Sampling:
+        """Return the same without what else says where an answer ends, or does not."""
+        own_end = {"min_tokens": 0, "ignore_eos": False, "stop_token_ids": ()}
+        return replace(self, common=self.common.model_copy(update=own_end))
+
     def choices(
-        self, count: int, max_tokens: int, drawn_seed: int, thinking: Thinking | None = None
+        self,
+        count: int,
+        max_tokens: int,
+        drawn_seed: int,
+        thinking: Thinking | None = None,
+        grammar: bytes = b"",
     ) -> list[SamplingParams]:
         """Return the parameters of each choice: they differ in their seeds, which count up.
 
@@ -38,12 +48,14 @@ class Sampling:
             max_tokens: what the context holds after the prompt, or less.
             drawn_seed: used if the request names none.
             thinking: of the answers to the prompt.
+            grammar: see `SamplingParams.grammar`.
         """
         seed = drawn_seed if self.seed is None else self.seed
         cut = {
             "max_tokens": max_tokens,
             "min_tokens": min(self.common.min_tokens, max_tokens),
             "thinking": thinking,
+            "grammar": grammar,
         }
         return [self.common.model_copy(update={**cut, "seed": _nth_seed(seed, index)}) for index in range(count)]
 

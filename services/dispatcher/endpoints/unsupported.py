@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from services.dispatcher.endpoints.fields import Fields
+from services.dispatcher.endpoints.guided import GUIDES
 from services.dispatcher.http.errors import unsupported
 
 _IsNeutral = Callable[[Any], bool]
@@ -42,11 +42,6 @@ def _one_of(*neutral: Any) -> _IsNeutral:
 _COMMON: Final[dict[str, _IsNeutral]] = {
     "length_penalty": _one_of(1, 1.0),
     "use_beam_search": _is_false,
-    "guided_json": _one_of(""),  # {} is the schema of whatever is JSON
-    "guided_regex": _is_empty,
-    "guided_choice": _is_empty,
-    "guided_grammar": _is_empty,
-    "structured_outputs": _is_empty,
     "prompt_logprobs": _is_false,  # 0 asks for those of the prompt's own tokens
     "logits_processors": _is_empty,
     "include_stop_str_in_output": _is_false,
@@ -84,8 +79,9 @@ TOKENIZE: Final[dict[str, _IsNeutral]] = _TEMPLATE
 SHARED_NAMES: Final = (
     *("model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k"),
     *("min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "service_tier", "qoe", "n", "best_of", "min_tokens"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs", "response_format"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs"),
     *("cache_salt", "modalities", "user", "metadata", "slo"),
+    *GUIDES,
 )
 """What both chat and completions know."""
 
@@ -105,13 +101,6 @@ def refuse_unsupported(values: Mapping[str, Any], table: Mapping[str, _IsNeutral
         value = values.get(name)
         if value is not None and not is_neutral(value):
             raise unsupported(name, _REASONS.get(name, ""))
-    _refuse_formats(Fields(values))
-
-
-def _refuse_formats(fields: Fields) -> None:
-    form = fields.mapping("response_format")
-    if form is not None and not _is_empty(form.values) and form.text("type") != "text":
-        raise unsupported("response_format", "Only the response format 'text' is supported.")
-    modalities = fields.values.get("modalities")
+    modalities = values.get("modalities")
     if modalities is not None and modalities not in ([], ["text"]):
         raise unsupported("modalities", "Only the modality 'text' is supported.")

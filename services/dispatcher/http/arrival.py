@@ -30,6 +30,9 @@ R = TypeVar("R")
 MAX_ECHOED_CHARS: Final = 64
 MAX_SHORT_BYTES: Final = 64 * 1024
 """Of a body that is read on the event loop: what is in a longer one takes its time."""
+MAX_SHORT_FORM_BYTES: Final = 8 * 1024
+"""The same of one that may hold a schema, which is looked through."""
+_ASKS_FORM: Final = re.compile(rb'"(?:json_schema|structured_outputs|guided_[a-z]+)"')
 _ASKS_BEST_EFFORT: Final = re.compile(rb'"service_tier"\s*:\s*"flex"')
 """Of a body that has not been read. Within a string its quotes would have a backslash each."""
 
@@ -111,7 +114,7 @@ async def at_length(front: Front, data: bytes, work: Callable[[], R], *, max_tie
     Raises:
         ApiError: the work raised it; 429 if too many wait.
     """
-    if len(data) <= MAX_SHORT_BYTES:
+    if len(data) <= MAX_SHORT_FORM_BYTES or (len(data) <= MAX_SHORT_BYTES and not _ASKS_FORM.search(data)):
         return work()
     if max_tier.is_best_effort or _ASKS_BEST_EFFORT.search(data):
         return await in_thread(partial(front.bodies.run_flex, num_chars=len(data)), work, is_flex=True)

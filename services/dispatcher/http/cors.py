@@ -21,7 +21,7 @@ _MAX_AGE_S: Final = 7200
 """For which a browser remembers a preflight; Chromium's own limit."""
 _RATES: Final = (UsageLimit.REQUESTS, UsageLimit.TOKENS)
 EXPOSED: Final = (
-    *("x-request-id", "idempotency-key", "retry-after", "retry-after-ms", "x-should-retry"),
+    *("x-request-id", "x-sluice-one-of", "idempotency-key", "retry-after", "retry-after-ms", "x-should-retry"),
     *(f"x-ratelimit-{what}-{rate}" for what in ("limit", "remaining", "reset") for rate in _RATES),
     *("allow", "www-authenticate"),
 )

@@ -17,6 +17,7 @@ from services.dispatcher.http.sse import EventStreams
 from services.dispatcher.limits.tenants import Tenants
 from services.dispatcher.metrics import DispatcherMetrics
 from services.dispatcher.session.sessions import Sessions
+from services.dispatcher.text.grammar_trials import GrammarTrials
 from services.dispatcher.text.pool import TextPool
 from services.dispatcher.text.prompts import PromptCodec
 from services.dispatcher.text.thinking import ThinkTags
@@ -57,6 +58,7 @@ class Front:
     pool: TextPool
     bodies: TextPool
     """Of one thread, which reads long bodies: while it does, the event loop has its turns between two long calls."""
+    trials: GrammarTrials
     sessions: Sessions
     streams: EventStreams
     sockets: Sockets

@@ -147,10 +147,11 @@ class MessageWriter:
     def __init__(self, name: str | None) -> None:
         self._name = json.dumps(name).encode()
 
-    def start(self, request_id: str, *, is_resumable: bool) -> bytes:
-        """Return the message that comes before all others."""
-        resumable = b',"resumable":true' if is_resumable else b""
-        return b'{"type":"start","id":%b,"request_id":%b%b}' % (self._name, json.dumps(request_id).encode(), resumable)
+    def start(self, request_id: str, *, is_resumable: bool, one_of: str | None = None) -> bytes:
+        """Return the message that comes before all others; `one_of` is what the header `x-sluice-one-of` would say."""
+        more = b',"resumable":true' if is_resumable else b""
+        more += b"" if one_of is None else b',"one_of":%b' % json.dumps(one_of).encode()
+        return b'{"type":"start","id":%b,"request_id":%b%b}' % (self._name, json.dumps(request_id).encode(), more)
 
     def events(self, data: bytes) -> list[bytes]:
         """Return the messages for one or more server-sent events of ours; `[DONE]` and comments have none."""

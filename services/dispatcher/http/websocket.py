@@ -18,6 +18,7 @@ from services.dispatcher.answers.generate import generate
 from services.dispatcher.endpoints.call import CheckedCall
 from services.dispatcher.endpoints.chat import chat_call
 from services.dispatcher.endpoints.completions import completion_call
+from services.dispatcher.endpoints.guide_check import ONE_OF_HEADER
 from services.dispatcher.http.arrival import Caller, at_length, note_arrival
 from services.dispatcher.http.errors import ApiError, failure_error
 from services.dispatcher.http.front import Front
@@ -303,7 +304,8 @@ class SocketOutlet:
 
     async def open(self, headers: Mapping[str, str], *, has_ids: bool) -> Stream:
         """Say that a worker has the request; see `Open`."""
-        self._connection.send(self._writer.start(self._request_id, is_resumable=has_ids))
+        one_of = headers.get(ONE_OF_HEADER)
+        self._connection.send(self._writer.start(self._request_id, is_resumable=has_ids, one_of=one_of))
         return self
 
     def write(self, data: bytes, now_s: float) -> None:
