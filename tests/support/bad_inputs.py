@@ -249,7 +249,7 @@ _CHAT: Final[list[Fields]] = [
     row("41 number", "invalid_type", reasoning_effort=1),
     row("41 prompt", "unsupported_parameter", add_generation_prompt=False),
     *(
-        row(name, "unsupported_parameter", response_format=form(schema))
+        row(name, "invalid_json_schema", param="response_format.json_schema.schema", response_format=form(schema))
         for name, schema in (
             ("37 property", {"type": "object", "properties": {"a": {"foo": "bar"}}}),
             ("37 type", {"type": "strang"}),
@@ -257,15 +257,49 @@ _CHAT: Final[list[Fields]] = [
             ("37 dangling", {"$ref": "#/$defs/none"}),
             ("37 enum", {"enum": [str(i) for i in range(100_000)]}),
             ("37 deep", nested(150)),
-            ("38 recursive", {"$defs": {"a": {"items": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"}),
-            ("38 maximum", {"type": "integer", "maximum": 2 * 10**10}),
-            ("38 items", {"type": "array", "minItems": 10**8}),
+            ("37 circle", {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}),
+            ("37 not", {"not": {"type": "string"}}),
+            ("37 oneOf", {"oneOf": [{"type": "object"}, {"type": "object", "properties": {"a": {}}}]}),
         )
     ),
     *(
-        (f"39 {name} {pattern}", with_hello(**{name: value(pattern)}), "unsupported_parameter", name)
-        for name, value in (("guided_regex", lambda p: p), ("structured_outputs", lambda p: {"regex": p}))
-        for pattern in ("[bad", "(?=a)", "((((a{1,100}){1,100}){1,100}){1,100})", "(a|b)*a(a|b){60}")
+        (f"39 {name} {pattern}", with_hello(**{name: value(pattern)}), "invalid_regex", param)
+        for name, param, value in (
+            ("guided_regex", "guided_regex", lambda p: p),
+            ("structured_outputs", "structured_outputs.regex", lambda p: {"regex": p}),
+        )
+        for pattern in ("[bad", "(?=a)")
+    ),
+    row("37 string", "invalid_json_schema", guided_json="{"),
+    row("37 no schema", "invalid_type", guided_json=5),
+    row(
+        "37 none",
+        "missing_required_parameter",
+        param="response_format.json_schema",
+        response_format=form(None) | {"json_schema": None},
+    ),
+    row(
+        "37 empty", "missing_required_parameter", param="response_format.json_schema.schema", response_format=form(None)
+    ),
+    row("37 kind", "invalid_value", param="response_format.type", response_format={"type": "xml"}),
+    row(
+        "37 strict",
+        "invalid_type",
+        param="response_format.json_schema.strict",
+        response_format={"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}},
+    ),
+    row("39 two forms", "invalid_value", guided_json={}, guided_regex="a"),
+    row("39 stop", "invalid_value", guided_regex="a+", stop=["a"]),
+    row("39 choices", "invalid_type", guided_choice=["a", 1]),
+    row("39 no choice", "string_below_min_length", guided_choice=["a", ""]),
+    row("39 grammar", "invalid_grammar", guided_grammar='root ::= "a" | thing'),
+    row("39 lark", "invalid_grammar", guided_grammar='start: "a" | thing'),
+    row("39 long", "string_above_max_length", guided_regex="a" * 70_000),
+    row(
+        "39 tag",
+        "unsupported_parameter",
+        param="structured_outputs.structural_tag",
+        structured_outputs={"structural_tag": {"a": 1}},
     ),
     row("40 129 tools", "unsupported_parameter", tools=[tool("a")] * 129),
     row("40 name with spaces", "unsupported_parameter", tools=[tool("a b")]),
@@ -274,10 +308,8 @@ _CHAT: Final[list[Fields]] = [
     row("40 choice of none", "unsupported_parameter", tool_choice={"type": "function", "function": {"name": "b"}}),
     row("40 choice", "unsupported_parameter", tool_choice="required"),
     row("a search", "unsupported_parameter", web_search_options={}),
-    row("any JSON", "unsupported_parameter", guided_json={}),
     row("logprobs of the prompt", "unsupported_parameter", prompt_logprobs=0),
     row("special tokens", "unsupported_parameter", add_special_tokens=True),
-    row("format", "unsupported_parameter", response_format={"type": "json_object"}),
     row("44 user", "string_above_max_length", user="x" * 65),
     row("44 user object", "invalid_type", user={}),
     row("44 key", "string_above_max_length", metadata={"k" * 65: "v"}),

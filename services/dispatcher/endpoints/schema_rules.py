@@ -36,6 +36,20 @@ _DRAFTS: Final = frozenset(
 _SINGLE: Final = ("additionalItems", "additionalProperties", "items")
 _LISTS: Final = ("prefixItems", "items", "allOf", "anyOf", "oneOf")
 _MAPS: Final = ("properties", "patternProperties", "$defs", "definitions")
+_WORDS: Final = frozenset(
+    {
+        *(*_SINGLE, *_LISTS, *_MAPS, "$ref", "$id", "id", "$anchor", "$comment", "$schema", "$vocabulary"),
+        *("type", "const", "enum", "required", "minProperties", "maxProperties", "minItems", "maxItems"),
+        *("minLength", "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+        *("multipleOf", "title", "description", "default", "example", "examples", "deprecated", "readOnly"),
+        *("writeOnly", "contentEncoding", "contentMediaType", "contentSchema", "nullable", "discriminator"),
+        # refused by the library
+        *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames"),
+        *("dependencies", "dependentRequired", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties"),
+        *("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"),
+    }
+)
+"""A schema with none of these, but others, is one by mistake."""
 _NUMBERS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _MAX_SHOWN: Final = 80
 """Characters of a schema that an error repeats."""
@@ -201,6 +215,8 @@ def _check(place: _Place, node: Any) -> None:
     """Raise for what would be taken and not held; `node` is written as it is held."""
     if not isinstance(node, dict):
         return
+    if node and not _WORDS.intersection(node):
+        raise SchemaRefusedError(f"says nothing at {place}: JSON Schema has no '{_printable(next(iter(node)))}'")
     for name in ("$id", "id", "$schema"):
         if name in node and place.parent is not None:
             raise SchemaRefusedError(f"has '{name}' at {place}: only its root can have one")
