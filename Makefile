@@ -147,4 +147,4 @@ format: $(VENV)/.dev ## rewrite the code in the project's format
 	$(BIN)/ruff check --fix .
 
 clean: ## remove the environment and every cache
-	rm -rf $(VENV) $(RECIPES) services/worker/native/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info client/*.egg-info
+	rm -rf $(VENV) $(RECIPES) services/worker/native/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info client/*.egg-info .schema-suite

@@ -69,6 +69,10 @@ _FORMATS: Final = {"date": f"^{_DAY}$", "time": f"^{_TIME}$", "date-time": f"^{_
 _CONTROL: Final = r"[\x00-\x07\x0b\x0e-\x1f\x7f]|\\(?:x[01][0-9a-fA-F]|x7[fF]|u00[01][0-9a-fA-F]|u007[fF]|[av0]|c.)"
 _PIECES: Final = re.compile(rf"(?P<control>{_CONTROL})|\\.|.", re.DOTALL)
 """Of a pattern: characters, escaped or not."""
+_BLANK: Final = r"\t-\r \x{A0}\x{1680}\x{2000}-\x{200A}\x{2028}\x{2029}\x{202F}\x{205F}\x{3000}\x{FEFF}"
+_BLANKS: Final = {r"\s": f"[{_BLANK}]", r"\S": f"[^{_BLANK}]"}
+_ANY: Final = r"[^\n\r\x{2028}\x{2029}]"
+r"""What `\s`, `\S` and `.` are in ECMAScript."""
 _UNWRITTEN: Final = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
 
@@ -224,14 +228,12 @@ def _check(place: _Place, node: Any) -> None:
         raise SchemaRefusedError(f"has 'prefixItems' beside 'additionalItems' at {place}")
     _check_values(place, node)
     _check_count(place, node)
-    for pattern in (node.get("pattern"), *(node["patternProperties"] if _is_map(node, "patternProperties") else ())):
-        if isinstance(pattern, str) and _names_control(pattern):
-            raise SchemaRefusedError(f"has a pattern at {place} for control characters, which are not written")
+    if isinstance(node.get("pattern"), str):
+        node["pattern"] = _written_pattern(place, node["pattern"])
+    if isinstance(node.get("patternProperties"), dict):
+        patterns = node["patternProperties"].items()
+        node["patternProperties"] = {_written_pattern(place, pattern): inner for pattern, inner in patterns}
     _write_format(place, node)
-
-
-def _is_map(node: dict[str, Any], name: str) -> bool:
-    return isinstance(node.get(name), dict)
 
 
 def _check_values(place: _Place, node: dict[str, Any]) -> None:
@@ -266,25 +268,27 @@ def _check_count(place: _Place, node: dict[str, Any]) -> None:
         raise SchemaRefusedError(reason.format(place))
 
 
-def _names_control(pattern: str) -> bool:
-    """Return whether a pattern asks for one control character, which the library would leave out.
+def _written_pattern(place: _Place, pattern: str) -> str:
+    """Return a pattern of ECMAScript in the library's syntax, as far as they differ without saying so.
 
-    It does not in a class of several characters: there it takes the others.
+    Raises:
+        SchemaRefusedError: it asks for one control character, which the library would leave out. It does not in a
+            class of several characters: there it takes the others.
     """
+    written: list[str] = []
     in_class = only_controls = False
     for piece in _PIECES.finditer(pattern):
-        is_control = piece["control"] is not None
-        if not in_class:
-            if is_control:
-                return True
-            in_class = only_controls = piece[0] == "["
-        elif piece[0] == "]":
-            if only_controls:
-                return True
-            in_class = False
+        text, is_control = piece[0], piece["control"] is not None
+        if (is_control and not in_class) or (only_controls and text == "]"):
+            raise SchemaRefusedError(f"has a pattern at {place} for a control character, which is not written")
+        if in_class:
+            in_class = text != "]"
+            only_controls = only_controls and (is_control or text == "-")
         else:
-            only_controls = only_controls and (is_control or piece[0] == "-")
-    return False
+            in_class = only_controls = text == "["
+            text = _ANY if text == "." else text
+        written.append(_BLANKS.get(text, text))
+    return "".join(written)
 
 
 def _write_format(place: _Place, node: dict[str, Any]) -> None:
