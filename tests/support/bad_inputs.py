@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from tests.support.dispatchers import CHAT, COMPLETIONS, HELLO
+from tests.support.hostile_forms import HOSTILE, HUGE
 
 JSON: Final = {"Content-Type": "application/json"}
 MIB: Final = 1024 * 1024
@@ -374,6 +375,7 @@ ALLOWED: Final[list[tuple[str, dict[str, Any]]]] = [
     ("developer", {"messages": [{"role": "developer", "content": "be brief"}, *HELLO]}),
     ("assistant without content", {"messages": [*HELLO, {"role": "assistant", "content": None}, *HELLO]}),
     ("36 priority", with_hello(service_tier="priority")),
+    *((f"38 {name}", with_hello(**fields)) for name, (fields, code) in HOSTILE.items() if not code),
 ]
 
 _MODELS: Final = ("gpt-4", "../../etc/passwd", "a\x00b", "*", ">", "a b", "tiny.", "TINY", "", "x" * MIB)
@@ -395,6 +397,10 @@ def bad_inputs() -> list[BadInput]:
     found += [
         BadInput(name, 400, code, param, as_json(**fields), path) for name, path, fields, code, param in _TOKENIZE
     ]
+    for name, (fields, code) in HOSTILE.items():
+        if code and name not in HUGE:
+            param = "response_format.json_schema.schema" if "response_format" in fields else next(iter(fields))
+            found.append(BadInput(f"37 {name}", 400, code, param, as_json(**with_hello(**fields))))
     for model in _MODELS:
         data = json.dumps({"model": model, "messages": HELLO}).encode()
         found.append(BadInput(f"45 model {model[:20]!r}", 404, "model_not_found", "model", data))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 from collections import OrderedDict, deque
 from contextlib import suppress
@@ -28,6 +29,8 @@ MAX_KNOWN: Final = 256
 """Grammars of which it is remembered what came of them; the one that was asked for longest ago is forgotten first."""
 WALL_LIMIT_S: Final = 30.0
 """For one grammar, or the start of the child: a machine that is that busy answers nobody in time."""
+CHILD: Final = ("-m", "services.dispatcher.text.grammar_trial")
+"""What the interpreter runs."""
 _ROOT: Final = Path(__file__).parents[3]
 _VARIABLES: Final = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
 """What the child has of this process's environment, in which there are passwords."""
@@ -77,6 +80,7 @@ class GrammarTrials:
         self._pending: dict[bytes, asyncio.Future[Verdict]] = {}
         self._known: OrderedDict[bytes, Verdict] = OrderedDict()
         self._has_some = asyncio.Event()
+        self._hopeless: NoTrialsError | None = None
 
     async def verdict(self, grammar: bytes, tenant: str) -> Verdict:
         """Return what came of the grammar, in this trial or an earlier one.
@@ -89,6 +93,8 @@ class GrammarTrials:
             TrialsFullError: nothing was started.
             NoTrialsError: nothing can be tried.
         """
+        if self._hopeless is not None:
+            raise self._hopeless
         digest = sha256(grammar).digest()
         if digest in self._known:
             self._known.move_to_end(digest)
@@ -116,8 +122,8 @@ class GrammarTrials:
                 await self._settle(self._next())
         finally:
             for future in self._pending.values():
-                future.cancel()
-            self._kill()
+                future.set_exception(TrialsFullError())
+            await self._end_child()
 
     def _next(self) -> bytes:
         """Return the next tenant's next grammar; the tenant goes behind the others."""
@@ -147,7 +153,7 @@ class GrammarTrials:
                 outcome = await self._ask(grammar)
             except _ChildLostError:
                 _log.warning("grammar_trial_lost", meaning="the process that tries grammars ended; another one starts")
-                self._kill()
+                await self._end_child()
                 continue
             if outcome is None:
                 return Verdict(is_costly=True)
@@ -171,7 +177,7 @@ class GrammarTrials:
 
     async def _start(self) -> asyncio.subprocess.Process:
         child = self._child = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "services.dispatcher.text.grammar_trial", *self._arguments),
+            *(sys.executable, *CHILD, *self._arguments),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             cwd=_ROOT,
@@ -180,8 +186,10 @@ class GrammarTrials:
         )
         greeting = json.loads(await self._read(child))
         if "reason" in greeting:
-            self._kill()
-            raise NoTrialsError(greeting["reason"])
+            await self._end_child()
+            self._hopeless = NoTrialsError(greeting["reason"])
+            _log.warning("no_grammars", reason=greeting["reason"], meaning="requests for answers of a form are refused")
+            raise self._hopeless
         return child
 
     async def _read(self, child: asyncio.subprocess.Process) -> bytes:
@@ -193,11 +201,12 @@ class GrammarTrials:
         except (asyncio.IncompleteReadError, TimeoutError, OSError):
             raise _ChildLostError from None
 
-    def _kill(self) -> None:
-        if self._child is not None:
+    async def _end_child(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
             with suppress(ProcessLookupError):
-                os.killpg(self._child.pid, 9)
-            self._child = None
+                os.killpg(child.pid, signal.SIGKILL)
+            await child.communicate()
 
 
 def _look_at(future: asyncio.Future[Verdict]) -> None:
