@@ -85,7 +85,13 @@ async def test_a_form_becomes_a_grammar_that_workers_take(
 
 
 async def test_the_grammar_alone_says_where_the_answer_ends(served: Running) -> None:
-    other = {"min_tokens": 3, "ignore_eos": True, "stop_token_ids": [5], "temperature": 0.5, "logprobs": True}
+    other: dict[str, Any] = {
+        "min_tokens": 3,
+        "ignore_eos": True,
+        "stop_token_ids": [5],
+        "temperature": 0.5,
+        "logprobs": True,
+    }
     free = await told(served, max_tokens=50, **other)
     assert (free.min_tokens, free.ignore_eos, free.stop_token_ids, free.grammar) == (3, True, (5,), b"")
     held = await told(served, max_tokens=50, guided_regex="a+", **other)
