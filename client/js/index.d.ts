@@ -27,6 +27,31 @@ export interface Message {
   refusal?: string | null;
 }
 
+/** What the answer is to be: text, a JSON object, or JSON that a schema allows. */
+export type ResponseFormat =
+  | { type: "text" | "json_object" }
+  | {
+      type: "json_schema";
+      json_schema: {
+        name: string;
+        schema: Record<string, unknown>;
+        /** False: a `oneOf` whose schemas may overlap is taken as `anyOf`, and the answer says so. */
+        strict?: boolean | null;
+        description?: string | null;
+      };
+    };
+
+/** What the answer is held to, as vLLM names it; one of them. */
+export interface StructuredOutputs {
+  /** A JSON schema, or its text. */
+  json?: Record<string, unknown> | string | null;
+  json_object?: boolean | null;
+  regex?: string | null;
+  choice?: string[] | null;
+  /** Lark or GBNF. */
+  grammar?: string | null;
+}
+
 /** Fields of a request that chat and completions share. What is not here may be given by a name with a `_`. */
 export interface RequestParams {
   n?: number;
@@ -47,6 +72,8 @@ export interface RequestParams {
   stop_token_ids?: number[];
   ignore_eos?: boolean;
   stream_options?: { include_usage?: boolean };
+  response_format?: ResponseFormat;
+  structured_outputs?: StructuredOutputs;
   cache_salt?: string;
   service_tier?: "auto" | "default" | "scale" | "flex" | "priority" | "fast";
   slo?: { ttft_s?: number; tpot_s?: number };

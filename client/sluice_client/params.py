@@ -68,10 +68,42 @@ class SloLimits(TypedDict, total=False):
     tpot_s: float | None
 
 
-class ResponseFormat(TypedDict):
-    """What the answer is to be; Sluice writes text."""
+class NamedSchema(TypedDict):
+    """A JSON schema, as OpenAI has it."""
 
-    type: Literal["text"]
+    name: str
+    schema: Mapping[str, Any]
+    strict: NotRequired[bool | None]
+    """False: a `oneOf` whose schemas may overlap is taken as `anyOf`, and the answer says so."""
+    description: NotRequired[str | None]
+
+
+class PlainFormat(TypedDict):
+    """Any text, or any JSON object."""
+
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormat(TypedDict):
+    """JSON that a schema allows."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = PlainFormat | SchemaFormat
+
+
+class StructuredOutputs(TypedDict, total=False):
+    """What the answer is held to, as vLLM names it; one of them."""
+
+    json: Mapping[str, Any] | str | None
+    """A JSON schema, or its text."""
+    json_object: bool | None
+    regex: str | None
+    choice: Sequence[str] | None
+    grammar: str | None
+    """Lark or GBNF."""
 
 
 class CommonParams(TypedDict, total=False):
@@ -101,6 +133,7 @@ class CommonParams(TypedDict, total=False):
     slo: SloLimits | None
     cache_salt: str | None
     response_format: ResponseFormat | None
+    structured_outputs: StructuredOutputs | None
     modalities: Sequence[Literal["text"]] | None
     user: str | None
     metadata: Mapping[str, str] | None
