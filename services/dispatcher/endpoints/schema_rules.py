@@ -53,6 +53,10 @@ _WORDS: Final = frozenset(
 _NUMBERS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _MAX_SHOWN: Final = 80
 """Characters of a schema that an error repeats."""
+_MAX_POINTER_CHARS: Final = 1024
+"""Of a reference."""
+_MAX_MEMBERS: Final = 64
+"""Of an object, among which one is looked for that tells the schemas of a `oneOf` apart."""
 _MAX_EXACT: Final = 2**53
 """Beyond it the library rounds."""
 _DAY: Final = (
@@ -109,10 +113,13 @@ def prepare_schema(schema: Mapping[str, Any], *, coerce_one_of: bool = False) ->
     for place, node in _schemas(copy):
         _check(place, node)
         if isinstance(node, dict):
+            _leave_out_what_says_nothing(node)
+            _say_one_of_exactly(node, copy)
             known.add(id(node))
             references += [node["$ref"]] if isinstance(node.get("$ref"), str) else []
     for reference in references:
-        if not _leads_to_schema(reference, copy, known):
+        target = _target(reference, copy)
+        if not isinstance(target, bool) and id(target) not in known:
             raise SchemaRefusedError(f"has the '$ref' '{_printable(reference)}', which leads to no schema within it")
     return {**copy, "x-guidance": {**OPTIONS, "coerce_one_of": coerce_one_of}}
 
@@ -196,13 +203,13 @@ def _schemas(root: dict[str, Any]) -> Iterator[tuple[_Place, Any]]:
                 pending += [(_Place(above, key), inner) for key, inner in node[name].items()]
 
 
-def _leads_to_schema(reference: str, root: dict[str, Any], known: set[int]) -> bool:
-    """Return whether a JSON pointer leads to a schema that has been looked at."""
+def _target(reference: str, root: dict[str, Any]) -> Any:
+    """Return what a JSON pointer leads to; None: nothing that could be a schema."""
     pointer = unquote(reference)
     if pointer in ("#", "#/"):
-        return True
-    if not pointer.startswith("#/"):
-        return False
+        return root
+    if not pointer.startswith("#/") or len(pointer) > _MAX_POINTER_CHARS:
+        return None
     node: Any = root
     for step in pointer.removeprefix("#/").split("/"):
         name = step.replace("~1", "/").replace("~0", "~")
@@ -211,8 +218,8 @@ def _leads_to_schema(reference: str, root: dict[str, Any], known: set[int]) -> b
         elif isinstance(node, list) and name.isdecimal() and len(name) <= 6 and int(name) < len(node):
             node = node[int(name)]
         else:
-            return False
-    return isinstance(node, bool) or id(node) in known
+            return None
+    return node
 
 
 def _check(place: _Place, node: Any) -> None:
@@ -305,3 +312,56 @@ def _write_format(place: _Place, node: dict[str, Any]) -> None:
     else:
         return
     del node["format"]
+
+
+def _leave_out_what_says_nothing(node: dict[str, Any]) -> None:
+    """Take out what the library would refuse although it asks for nothing, as generators of schemas write it."""
+    if node.get("uniqueItems") is False:
+        del node["uniqueItems"]
+    if node.get("propertyNames") in ({}, {"type": "string"}) or node.get("propertyNames") is True:
+        del node["propertyNames"]
+
+
+def _say_one_of_exactly(node: dict[str, Any], root: dict[str, Any]) -> None:
+    """Write `oneOf` as `anyOf` where a member tells its schemas apart; the library does not look behind a `$ref`."""
+    options = node.get("oneOf")
+    if isinstance(options, list) and "anyOf" not in node and _are_told_apart(options, root):
+        members = list(node.items())
+        node.clear()
+        node.update(("anyOf" if name == "oneOf" else name, value) for name, value in members)
+
+
+def _are_told_apart(options: list[Any], root: dict[str, Any]) -> bool:
+    objects = [_object_of(option, root) for option in options]
+    if not objects or any(found is None for found in objects):
+        return False
+    members = [found for found in objects if found is not None]
+    return any(_differs(name, members) for name in members[0])
+
+
+def _object_of(option: Any, root: dict[str, Any]) -> dict[str, set[str]] | None:
+    """Return the required members of an object that are one of some texts, with these; None: it may be no object."""
+    for _ in range(MAX_SCHEMA_DEPTH):
+        if not isinstance(option, dict) or not isinstance(option.get("$ref"), str):
+            break
+        option = _target(option["$ref"], root)
+    if not isinstance(option, dict) or option.get("type") != "object":
+        return None
+    required, properties = option.get("required"), option.get("properties")
+    if not isinstance(required, list) or not isinstance(properties, dict):
+        return None
+    found: dict[str, set[str]] = {}
+    for name in required[:_MAX_MEMBERS]:
+        inner = properties.get(name) if isinstance(name, str) else None
+        if isinstance(inner, dict):
+            texts = [inner["const"]] if "const" in inner else inner.get("enum")
+            if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
+                found[name] = set(texts)
+    return found
+
+
+def _differs(name: str, members: list[dict[str, set[str]]]) -> bool:
+    """Return whether no two of the objects can have the same text under a name."""
+    sets = [found.get(name) for found in members]
+    known = [texts for texts in sets if texts is not None]
+    return len(known) == len(sets) and sum(map(len, known)) == len(set[str]().union(*known))

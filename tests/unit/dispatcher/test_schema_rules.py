@@ -154,6 +154,57 @@ def test_one_of_is_any_of_only_where_it_is_said() -> None:
     assert prepare_schema({"oneOf": []}, coerce_one_of=True)["x-guidance"]["coerce_one_of"] is True
 
 
+def kind(*names: Any, **more: Any) -> dict[str, Any]:
+    member = {"const": names[0]} if len(names) == 1 else {"enum": list(names)}
+    return {"type": "object", "properties": {"kind": member, "x": {}}, "required": ["x", "kind"], **more}
+
+
+def is_one_of(*options: Any, **more: Any) -> bool:
+    return "oneOf" in prepare_schema({"oneOf": list(options), **more})
+
+
+def test_one_of_is_any_of_where_a_member_tells_its_schemas_apart() -> None:
+    defs = {"a": kind("a"), "b": {"$ref": "#/$defs/c"}, "c": kind("b", "c")}
+    referring = {"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b", "title": "B"}
+    assert not is_one_of(*referring, **{"$defs": defs})
+    assert list(prepare_schema({"type": "object", "oneOf": [kind("a"), kind("b")], "title": "T"}))[:3] == [
+        *("type", "anyOf", "title"),
+    ]
+    schema = {"$defs": defs, "oneOf": list(referring)}
+    assert is_held_to(schema, '{"kind":"c","x":1}')
+    assert not is_held_to(schema, '{"kind":"d","x":1}')
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (kind("a"), kind("a", "b")),
+        (kind("a"), kind("b", required=["x"])),
+        (kind("a"), kind("b", type=["object", "null"])),
+        (kind(1), kind(1.0)),
+        (kind("a"), {"type": "string"}),
+        (kind("a"), kind("b"), {}),
+        (kind("a"), True),
+        (kind("a"), {"$ref": "#"}),
+        ({"type": "object", "properties": {"kind": {"const": "a"}}, "required": "kind"}, kind("b")),
+        ({"type": "object", "properties": {"a": {"const": "a"}}, "required": ["a"]}, kind("b")),
+    ],
+)
+def test_one_of_stays_where_its_schemas_may_overlap(options: tuple[Any, ...]) -> None:
+    assert is_one_of(*options)
+
+
+def test_one_of_stays_beside_any_of() -> None:
+    assert is_one_of(kind("a"), kind("b"), anyOf=[{}])
+
+
+def test_what_generators_write_and_asks_for_nothing_is_left_out() -> None:
+    record = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}}
+    assert is_held_to({**record, "uniqueItems": False}, '{"a":1}')
+    assert "propertyNames" in prepare_schema({**record, "propertyNames": {"type": "string", "minLength": 1}})
+    assert "uniqueItems" in prepare_schema({"uniqueItems": True})
+
+
 @pytest.mark.parametrize("pattern", ["[" * 60_000, "[\\x01" * 10_000, "\\" * 60_000, "[-" * 30_000, "." * 60_000])
 def test_a_long_pattern_is_looked_through_once(pattern: str) -> None:
     """Looking for each class anew would take half a minute."""
