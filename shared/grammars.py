@@ -69,11 +69,6 @@ class GrammarCompiler:
             raise GrammarError(matcher.get_error())
         return matcher
 
-    def tokens_of(self, text: str) -> list[int]:
-        """Return some ids that make up a text."""
-        ids: list[int] = self._tokenizer.tokenize_str(text)
-        return ids
-
 
 def open_compiler(model_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarCompiler:
     """Return the compiler for the model in a folder. Takes a second for a large vocabulary.

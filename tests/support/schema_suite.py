@@ -16,6 +16,8 @@ from itertools import islice, permutations, product
 from pathlib import Path
 from typing import Any, Final
 
+from shared.grammars import GrammarCompiler
+
 VERSION: Final = "4.26.0"
 FOLDER: Final = Path(__file__).parents[2] / ".schema-suite"
 MAX_TEXTS: Final = 3000
@@ -41,6 +43,12 @@ class Group:
     about: str
     schema: Any
     instances: tuple[Instance, ...]
+
+
+def tokens_of(compiler: GrammarCompiler, text: str) -> list[int]:
+    """Return some ids that make up a text."""
+    ids: list[int] = compiler._tokenizer.tokenize_str(text)
+    return ids
 
 
 def fetch() -> Path:

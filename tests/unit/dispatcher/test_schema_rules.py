@@ -28,6 +28,7 @@ from services.dispatcher.endpoints.schema_rules import (
 )
 from shared.grammars import GrammarCompiler, open_compiler
 from tests.support.bounded_schemas import BOUNDED
+from tests.support.schema_suite import tokens_of
 
 MODEL = Path(demo_model.__file__).parent / "model"
 END = 4
@@ -42,7 +43,7 @@ def compiler() -> GrammarCompiler:
 
 def is_held_to(schema: dict[str, Any], text: str) -> bool:
     """Whether a text is a whole answer."""
-    matcher, ids = compiler().compile(grammar_of_schema(schema)), compiler().tokens_of(text)
+    matcher, ids = compiler().compile(grammar_of_schema(schema)), tokens_of(compiler(), text)
     return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
 
@@ -232,7 +233,7 @@ def drawn(schema: dict[str, Any], draw: Callable[[Sequence[int]], int]) -> tuple
 def test_a_bounded_schema_ends_whatever_is_drawn(name: str) -> None:
     """Also by who loves blanks, or never ends while something else is allowed."""
     generator = random.Random(name)
-    blanks = set(compiler().tokens_of(" "))
+    blanks = set(tokens_of(compiler(), " "))
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
 
     def stubborn(allowed: Sequence[int]) -> int:

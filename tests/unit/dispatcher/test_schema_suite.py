@@ -17,7 +17,7 @@ import demo_model
 from services.dispatcher.endpoints.schema_rules import SchemaRefusedError, grammar_of_schema
 from services.dispatcher.text.grammar_trial import try_grammar
 from shared.grammars import GrammarCompiler
-from tests.support.schema_suite import Group, groups, texts_of
+from tests.support.schema_suite import Group, groups, texts_of, tokens_of
 
 END: Final = "</s>"
 VOCABULARIES: Final = ("demo", "byte-level", "sentencepiece")
@@ -109,8 +109,8 @@ def is_allowed(compiler: GrammarCompiler, grammar: bytes, ids: list[int], end: i
 
 def spellings(compiler: GrammarCompiler, text: str) -> Iterator[list[int]]:
     """Give two tokenisations of a text: by long tokens, and character by character."""
-    yield compiler.tokens_of(text)
-    yield [token_id for char in text for token_id in compiler.tokens_of(char)]
+    yield tokens_of(compiler, text)
+    yield [token_id for char in text for token_id in tokens_of(compiler, char)]
 
 
 def held(group: Group) -> bytes | None:
@@ -152,7 +152,7 @@ def test_every_valid_instance_is_allowed_and_every_invalid_one_is_stopped(
 def _end_of(compiler: GrammarCompiler) -> int:
     """Return the token that may follow a whole answer."""
     matcher = compiler.compile(grammar_of_schema({"const": 1}))
-    assert matcher.consume_tokens(compiler.tokens_of("1"))
+    assert matcher.consume_tokens(tokens_of(compiler, "1"))
     mask = matcher.compute_bitmask()
     (end,) = (index for index in range(8 * len(mask)) if mask[index // 8] >> index % 8 & 1)
     return end
