@@ -45,11 +45,14 @@ LENGTHS = (3, 150, 4, 90, 5, 6, 64, 7, 8, 77, 9, 12)
 MAX_BLOCKS = 14
 """The longest sequence needs all of them (150 + 64 tokens in blocks of 16). Three short ones that run together begin
 with one block each and end with five each, so one of them is preempted."""
+ENDLESS: dict[str, Any] = {"structured_outputs": {"regex": "[a-z ]+~{400}"}}
+"""Holds an answer to what has no end before `max_tokens`."""
 WAYS: tuple[dict[str, Any], ...] = (
     {"n": 2},
     {},
     {"presence_penalty": 0.7, "frequency_penalty": 0.7},
     {"logprobs": 3, "qoe": {"ttft_s": 0.1, "speed_tokens_per_s": 10_000}},
+    {**ENDLESS, "logprobs": 1},
 )
 """Of asking, by turns."""
 BLOCK_KV_BYTES = 8192
@@ -287,6 +290,7 @@ def test_text_is_the_same_by_way_of_the_host_and_through_groups_that_form_break_
                 temperature=1.0,
                 seed=number,
                 max_tokens=num_tokens(length),
+                **(ENDLESS if number % 3 == 2 else {}),
             )
             for number, length in enumerate(2 * LENGTHS)
         ]

@@ -69,6 +69,7 @@ def mixed_load() -> list[Ask]:
         ask("lamp", CHAT, seed=5, n=2, temperature=1.2),
         ask("dog", COMPLETIONS, seed=6, temperature=0.9, stop=["zebra crossing", "\n\n\n\n\n"], min_tokens=100),
         ask("bird", COMPLETIONS, seed=7, stream=False, **sampled),
+        ask("hen", CHAT, seed=8, temperature=0.9, structured_outputs={"regex": "[A-Za-z ,.\n]+~{400}"}, logprobs=True),
     ]
 
 
