@@ -68,8 +68,8 @@ def mixed_load() -> list[Ask]:
         ask("tree", COMPLETIONS, seed=4, logprobs=2, temperature=0.9, min_p=0.02, logit_bias={"100": 1.5}),
         ask("lamp", CHAT, seed=5, n=2, temperature=1.2),
         ask("dog", COMPLETIONS, seed=6, temperature=0.9, stop=["zebra crossing", "\n\n\n\n\n"], min_tokens=100),
-        ask("bird", COMPLETIONS, seed=7, stream=False, **sampled),
         ask("hen", CHAT, seed=8, temperature=0.9, structured_outputs={"regex": "[A-Za-z ,.\n]+~{400}"}, logprobs=True),
+        ask("bird", COMPLETIONS, seed=7, stream=False, **sampled),
     ]
 
 
