@@ -92,6 +92,7 @@ def moment(random: np.random.Generator, num_running: int, num_waiting: int) -> S
         arrival_s=NOW_S - waited_s,
         qoe_ttft_s=np.full(count, ttft_s),
         qoe_speed=np.full(count, speed),
+        qoe_gap_s=np.full(count, 1 / speed),
         qoe_last_s=np.where(num == 0, ttft_s - 1 / speed, shown_s),
         qoe_delay_sum_s=np.zeros(count),
     )

@@ -6,6 +6,7 @@ numbers into its own columns once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Annotated
 
@@ -16,6 +17,8 @@ MAX_LOGIT_BIAS = 1024
 """Most tokens with a bias in one request."""
 MAX_TOP_LOGPROBS = 20
 """Most alternatives whose log-probabilities go with a token."""
+MAX_THINKING_SPEED = 20.0
+"""Most tokens of thinking per second that are wanted: the fastest reader does not read more."""
 
 
 class Value(BaseModel):
@@ -43,6 +46,8 @@ class ReaderTarget(Value):
     """Expected time to the first token, seconds from the request's arrival."""
     speed_tokens_per_s: Annotated[float, Field(gt=0, le=10_000)] = 4.8
     """Expected speed of digestion, tokens per second."""
+    thinking_speed_tokens_per_s: Annotated[float, Field(gt=0, le=MAX_THINKING_SPEED)] = MAX_THINKING_SPEED
+    """Speed at which thinking is wanted, tokens per second: nobody reads it, and the answer waits for its end."""
 
 
 class LatencyLimits(Value):
@@ -66,6 +71,18 @@ class Thinking(Value):
     """The prompt has opened it."""
     budget: Annotated[int | None, Field(ge=0)] = None
     """Most tokens between the tags; behind them the closing one is forced. None: as many as come."""
+
+    def count(self, tokens: Sequence[int]) -> int | None:
+        """Return how many of an answer's first tokens are its thinking, tags included; None while that may go on."""
+        if not self.is_open and tokens and tokens[0] != self.opening_id:
+            return 0
+        return tokens.index(self.closing_id) + 1 if self.closing_id in tokens else None
+
+    def is_spent(self, tokens: Sequence[int]) -> bool:
+        """Return whether the closing tag comes next: an answer with these tokens thinks, and its budget is used up."""
+        if self.budget is None or self.count(tokens) is not None:
+            return False
+        return len(tokens) - (not self.is_open) == self.budget
 
 
 MAX_GRAMMAR_BYTES = 700_000

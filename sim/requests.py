@@ -17,9 +17,11 @@ from shared.api_keys import Tier
 from shared.ids import RequestId
 from shared.messages.request import pack_token_ids
 from shared.stream_extras import TokenLogprob
-from shared.types import FinishReason, ReaderTarget, SamplingParams
+from shared.types import FinishReason, ReaderTarget, SamplingParams, Thinking
 
 DAY_S = 24 * 3600.0
+OPENING_ID, CLOSING_ID = 3, 4
+"""Tags of thinking: no modelled worker draws them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class SimRequest:
     tenant: str = ""
     max_tenant_queued: int | None = None
     """See `NewRequest`."""
+    num_thinking: int = 0
+    """First tokens of the answer that are thinking; the last of them is the closing tag."""
     limit_s: float = DAY_S
     """Seconds after which the dispatcher ends it with an error."""
 
@@ -126,7 +130,11 @@ def _new_request(answer: SimAnswer, index: int) -> NewRequest:
         request_id=RequestId(f"{request.request_id}-{index}" if index else request.request_id),
         prompt=pack_token_ids(request.prompt),
         sampling=SamplingParams(
-            max_tokens=request.num_output, seed=request.seed, ignore_eos=True, logprobs=request.logprobs
+            max_tokens=request.num_output,
+            seed=request.seed,
+            ignore_eos=True,
+            logprobs=request.logprobs,
+            thinking=thinking_of(request.num_thinking),
         ),
         arrival_s=answer.arrival_s,
         limit_s=request.limit_s,
@@ -138,8 +146,16 @@ def _new_request(answer: SimAnswer, index: int) -> NewRequest:
     )
 
 
+def thinking_of(num_tokens: int) -> Thinking | None:
+    """Return the thinking of an answer whose first tokens are so many of it; the prompt has opened it."""
+    if not num_tokens:
+        return None
+    return Thinking(opening_id=OPENING_ID, closing_id=CLOSING_ID, is_open=True, budget=num_tokens - 1)
+
+
 def undisturbed_text(request: SimRequest, draw: TokenDraw) -> list[int]:
     """Return what the request's answer is when nothing ever happens to its KV."""
     prompt, nothing = request.prompt.astype(np.int32), np.zeros(0, dtype=np.int32)
-    tokens: list[int] = expected_outputs(prompt, nothing, request.num_output, request.seed, draw).tolist()
+    thinking = thinking_of(request.num_thinking)
+    tokens: list[int] = expected_outputs(prompt, nothing, request.num_output, request.seed, draw, thinking).tolist()
     return tokens if request.stop_after is None else tokens[: request.stop_after]

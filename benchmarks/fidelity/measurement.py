@@ -82,7 +82,13 @@ def _run_of(tree: dict[str, Any]) -> LiveRun:
     )
 
 
-_TYPES = {"num_prompt": np.int32, "num_output": np.int32, "tier": np.uint8, "token_begin": np.int64}
+_TYPES = {
+    "num_prompt": np.int32,
+    "num_output": np.int32,
+    "num_thinking": np.int32,
+    "tier": np.uint8,
+    "token_begin": np.int64,
+}
 """Of the columns that are not float64."""
 
 

@@ -7,11 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from pydantic import ValidationError
+
 from cli.simulate import DEFAULT_SCENARIO
 from shared.errors import StartupError
 from sim.scenarios.files import load_scenario
 from sim.scenarios.load import LoadSpec
-from sim.scenarios.parts import FixedReaders, SloSpec
+from sim.scenarios.parts import FixedReaders, SloSpec, ThinkingLoad
 from sim.scenarios.scenario import Scenario
 
 DEFAULT_SHARE: Final = 0.99
@@ -102,6 +104,7 @@ def describe(experiment: Experiment) -> dict[str, Any]:
         "max_batch_rows": scenario.max_batch_rows,
         "step_ms": {name.removesuffix("_s"): 1e3 * value for name, value in asdict(instance.cost).items()},
         "reader": None if scenario.reader is None else scenario.reader.model_dump(),
+        "thinking": None if scenario.thinking is None else scenario.thinking.model_dump(),
         "slo": None if scenario.slo is None else scenario.slo.model_dump(),
         "best_effort": None if scenario.best_effort is None else scenario.best_effort.model_dump(),
         "best_effort_share": scenario.best_effort_share,
@@ -130,10 +133,23 @@ def _scenario(flags: Mapping[str, Any]) -> Scenario:
         instances=instances if isinstance(instances, int) else None,
         slo=None if flags["slo"] is None else SloSpec(ttft_s=flags["slo"]["ttft"], tpot_s=flags["slo"]["tpot"]),
     )
-    if flags["reader"] is None:
-        return scenario
-    reader = FixedReaders(kind="fixed", ttft_s=flags["reader"]["ttft"], speed=flags["reader"]["speed"])
-    return scenario.model_copy(update={"reader": reader})
+    update: dict[str, Any] = {}
+    if flags["reader"] is not None:
+        reader = flags["reader"]
+        update["reader"] = FixedReaders(kind="fixed", ttft_s=reader["ttft"], speed=reader["speed"])
+    if flags["thinking"] is not None:
+        update["thinking"] = _thinking(flags["thinking"])
+    return scenario.model_copy(update=update)
+
+
+def _thinking(given: Mapping[str, float]) -> ThinkingLoad:
+    try:
+        return ThinkingLoad(**given)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise StartupError(
+            f"--thinking: {first['loc'][0]}: {first['msg']}", "As in --thinking share=0.5,tokens=400"
+        ) from None
 
 
 def _with_load(cluster: Scenario, load: Scenario) -> Scenario:

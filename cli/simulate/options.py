@@ -101,6 +101,9 @@ _LOAD: Final = (
     click.option("--max-batch-rows", metavar="N", type=POSITIVE_INT, help="Sequences of one step."),
     click.option("--reader", metavar="ttft=S,speed=R", callback=numbers("ttft", "speed"), help="What QoE expects."),
     click.option(
+        "--thinking", metavar="share=S,tokens=N", callback=numbers("share", "tokens"), help="Whose answers think first."
+    ),
+    click.option(
         "--seed",
         "seeds",
         metavar="N",

@@ -8,6 +8,7 @@ from itertools import product
 from typing import Final
 
 from services.dispatcher.session.sessions import Sessions
+from services.dispatcher.session.standing import num_unread
 from shared.api_keys import Tier
 from shared.ids import WorkerId
 from shared.messages.report import Liveness, WorkerPhase, WorkerReport, WorkerStatus, counts_by_tier
@@ -117,7 +118,7 @@ class ClusterMetrics:
         self._read_tiers(sessions, reports)
         self._open.set(len(sessions.table), model_name=model)
         self._queued.set(sessions.num_queued, model_name=model)
-        self._unread.set(sum(session.num_unread(now_s) for session in sessions.table), model_name=model)
+        self._unread.set(sum(num_unread(session, now_s) for session in sessions.table), model_name=model)
         self._read_bus(sessions, bus)
 
     def _read_workers(self, statuses: Sequence[WorkerStatus], num_restarts: Mapping[WorkerId, int]) -> None:

@@ -59,7 +59,10 @@ class Submit(ControlMessage):
     """The reader's schedule; None when no reader follows the stream (not streamed, JSON, tools)."""
     displayed: Annotated[tuple[NotNegative, NotNegative] | None, Field()] = None
     """What the reader has seen of `generated`: when the newest token is displayed, seconds after arrival, and the sum
-    of all delays so far; None without any, or without a reader."""
+    of all delays so far; None without any, or without a reader. Of an answer that thinks still, as if its thinking were
+    read at the speed at which it is wanted; when it has ended, of the text behind it."""
+    thought_s: NotNegative | None = None
+    """When the tag that ends the thinking came, seconds after arrival; None: it did not, or it is not known."""
     num_preemptions: Annotated[int, Field(ge=0, le=MAX_PREEMPTIONS)] = 0
     """How often it has been preempted so far, at whatever worker."""
     token_age_s: Annotated[float | None, Field(ge=0)] = None

@@ -47,6 +47,7 @@ def alone_records(workload: Workload, cost: CostModel, max_batch_tokens: int) ->
         arrivals,
         workload.num_prompt,
         counts,
+        workload.num_thinking,
         workload.qoe_ttft_s,
         workload.qoe_speed,
         workload.tier,

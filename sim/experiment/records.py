@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.api_keys import Tier
-from shared.qoe import answer_qoe, displayed, token_value, unread_tokens
+from shared.qoe import answer_qoe, displayed, text_of, token_value, unread_tokens
 from sim.workload.workload import F64, I32, U8, Bool, Workload, best_effort_of
 
 I64 = NDArray[np.int64]
@@ -31,6 +31,7 @@ _COLUMNS: Final = (
     "arrival_s",
     "num_prompt",
     "num_output",
+    "num_thinking",
     "qoe_ttft_s",
     "qoe_speed",
     "tier",
@@ -48,7 +49,9 @@ class Records:
     num_prompt: I32
     """[n] tokens."""
     num_output: I32
-    """[n] tokens that were asked for."""
+    """[n] tokens that were asked for, thinking included."""
+    num_thinking: I32
+    """[n] of them the first ones, which are thinking."""
     qoe_ttft_s: F64
     """[n] time to first token that the reader expects; NaN when no reader follows."""
     qoe_speed: F64
@@ -130,9 +133,9 @@ class Records:
     def shown_s(self) -> F64:
         """[n] arrival to the instant at which the last token is displayed; NaN without a reader or a whole answer."""
         shown = np.full(len(self), np.nan)
-        for i in np.flatnonzero(self.is_complete & (self.num_tokens > 0) & ~np.isnan(self.qoe_speed)):
-            tokens = self.token_s[self.token_begin[i] : self.token_begin[i + 1]] - self.arrival_s[i]
-            shown[i], _ = displayed(tokens, float(self.qoe_ttft_s[i]), float(self.qoe_speed[i]))
+        for i in np.flatnonzero(self.is_complete & (self.num_text > 0) & ~np.isnan(self.qoe_speed)).tolist():
+            text_s, ttft_s = self._text_of(i)
+            shown[i], _ = displayed(text_s, ttft_s, float(self.qoe_speed[i]))
         return shown
 
     @cached_property
@@ -150,13 +153,13 @@ class Records:
         """[n] tokens by what they were worth to the reader when they came; without a reader every one counts.
 
         Source: TokenFlow (arXiv 2510.02758), effective throughput. Deviations: an unread token is one that the
-        reading pacer has not displayed, and one that nobody reads counts.
+        reading pacer has not displayed, and one that nobody reads counts, as do those of the thinking.
         """
         effective = self.num_tokens.astype(np.float64)
-        for i in np.flatnonzero((self.num_tokens > 0) & ~np.isnan(self.qoe_speed)):
-            tokens = self.token_s[self.token_begin[i] : self.token_begin[i + 1]] - self.arrival_s[i]
-            unread = unread_tokens(tokens, float(self.qoe_ttft_s[i]), float(self.qoe_speed[i]))
-            effective[i] = token_value(unread, tokens.size).sum()
+        for i in np.flatnonzero((self.num_text > 0) & ~np.isnan(self.qoe_speed)).tolist():
+            text_s, ttft_s = self._text_of(i)
+            unread = unread_tokens(text_s, ttft_s, float(self.qoe_speed[i]))
+            effective[i] += token_value(unread, text_s.size).sum() - text_s.size
         return effective
 
     @cached_property
@@ -183,17 +186,34 @@ class Records:
 
     @cached_property
     def qoe(self) -> F64:
-        """[n] QoE of each answer, in [0, 1]; 0 for one that is not complete, NaN when no reader follows.
+        """[n] QoE of each answer, in [0, 1]; 0 for one that is not complete, NaN where nobody reads, or all is thought.
 
         Source: Andes (arXiv 2404.16283), section 3.1, as in `sluice_client.qoe`, whose functions are the reference.
         Deviations: an answer that is not complete counts as 0, however much of it came.
         """
         qoe = np.zeros(len(self))
-        for i in np.flatnonzero(self.is_complete & (self.num_tokens > 0)):
-            tokens = self.token_s[self.token_begin[i] : self.token_begin[i + 1]]
-            qoe[i] = answer_qoe(tokens - self.arrival_s[i], float(self.qoe_ttft_s[i]), float(self.qoe_speed[i]))
+        for i in np.flatnonzero(self.is_complete & (self.num_tokens > 0)).tolist():
+            qoe[i] = answer_qoe(
+                self._delivered_s(i), float(self.qoe_ttft_s[i]), float(self.qoe_speed[i]), int(self.num_thinking[i])
+            )
         qoe[np.isnan(self.qoe_speed)] = np.nan
         return qoe
+
+    @cached_property
+    def num_text(self) -> I64:
+        """[n] output tokens that came behind the thinking."""
+        num_text: I64 = np.maximum(self.num_tokens - self.num_thinking, 0)
+        return num_text
+
+    def _delivered_s(self, index: int) -> F64:
+        """Return when the tokens of a request came, seconds after its arrival."""
+        delivered_s: F64 = self.token_s[self.token_begin[index] : self.token_begin[index + 1]] - self.arrival_s[index]
+        return delivered_s
+
+    def _text_of(self, index: int) -> tuple[F64, float]:
+        """Return when the text of a request came, and when its reader expects its first token; some has come."""
+        ttft_s, speed = float(self.qoe_ttft_s[index]), float(self.qoe_speed[index])
+        return text_of(self._delivered_s(index), ttft_s, speed, int(self.num_thinking[index]))
 
     def _token_at(self, index: I64) -> F64:
         """Return [n]: the instants of these tokens; NaN for requests without any."""
@@ -262,6 +282,7 @@ class Recorder:
             arrivals[order],
             np.concatenate((workload.num_prompt, added_prompt.astype(np.int32)))[order],
             np.concatenate((workload.num_output, added_output.astype(np.int32)))[order],
+            np.append(workload.num_thinking, np.zeros(nobody.size, dtype=np.int32))[order],
             np.concatenate((workload.qoe_ttft_s, nobody))[order],
             np.concatenate((workload.qoe_speed, nobody))[order],
             np.append(workload.tier, np.full(nobody.size, Tier.FLEX, dtype=np.uint8))[order],

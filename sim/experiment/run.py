@@ -27,7 +27,7 @@ from sim.experiment.records import Recorder
 from sim.experiment.result import RunResult
 from sim.experiment.sampling import ClusterSampler
 from sim.experiment.setup import ExperimentCluster, build_cluster
-from sim.requests import DAY_S
+from sim.requests import DAY_S, thinking_of
 from sim.scenarios.scenario import Scenario
 from sim.virtual_time import run as run_virtually
 from sim.worker import SimWorker
@@ -220,7 +220,12 @@ class _Feeder:
         return NewRequest(
             request_id=RequestId(f"r{index}"),
             prompt=pack_token_ids(workload.prompt(index, self._worker.first_token_id, self._worker.vocab_size)),
-            sampling=SamplingParams(max_tokens=int(workload.num_output[index]), seed=index, ignore_eos=True),
+            sampling=SamplingParams(
+                max_tokens=int(workload.num_output[index]),
+                seed=index,
+                ignore_eos=True,
+                thinking=thinking_of(int(workload.num_thinking[index])),
+            ),
             arrival_s=arrival_s,
             limit_s=DAY_S,
             tier=tier,

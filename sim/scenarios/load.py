@@ -13,7 +13,7 @@ from shared.api_keys import Tier
 from shared.errors import StartupError
 from shared.types import Value
 from sim.scenarios.arrivals import RECORDED, Arrivals, TraceArrivals
-from sim.scenarios.parts import BestEffortLoad, Readers
+from sim.scenarios.parts import BestEffortLoad, Readers, ThinkingLoad
 from sim.scenarios.streams import Streams
 from sim.workload.lengths import find_lengths, fit_context
 from sim.workload.trace import Trace, dealt
@@ -38,6 +38,8 @@ class LoadSpec(Value):
     """Requests that arrive before this run, and are left out of the figures."""
     reader: Readers | None = None
     """Who reads the answers; None: nobody, and there is no QoE."""
+    thinking: ThinkingLoad | None = None
+    """Whose answers think first; None: nobody's."""
     best_effort: BestEffortLoad | None = None
     """What is always there beside the requests that arrive."""
     best_effort_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -73,11 +75,13 @@ class LoadSpec(Value):
         is_flex = streams.best_effort.random(arrival_s.size) < self.best_effort_share
         tier = np.where(is_flex, Tier.FLEX, Tier.DEFAULT).astype(np.uint8)
         ttft_s, speed = self._readers(num_prompt, tier, streams.readers)
+        num_thinking = self._thinking(self.max_request_tokens - num_prompt - num_output, tier, streams.thinking)
         return Workload(
             name=self._describe(trace),
             arrival_s=arrival_s[order],
             num_prompt=num_prompt,
-            num_output=num_output,
+            num_output=num_output + num_thinking,
+            num_thinking=num_thinking,
             qoe_ttft_s=ttft_s,
             qoe_speed=speed,
             tier=tier,
@@ -102,10 +106,23 @@ class LoadSpec(Value):
         is_read = ~best_effort_of(tier)
         return np.where(is_read, ttft_s, np.nan), np.where(is_read, speed, np.nan)
 
+    def _thinking(self, room: I32, tier: U8, random: np.random.Generator) -> I32:
+        """Return how many tokens each answer thinks first.
+
+        Args:
+            room: [n] most tokens that each may.
+            tier: [n] nobody waits for what is best effort: it does not think.
+            random: of these alone.
+        """
+        if self.thinking is None:
+            return np.zeros(room.size, dtype=np.int32)
+        return np.where(best_effort_of(tier), 0, np.minimum(self.thinking.draw(room.size, random), room))
+
     def _describe(self, trace: Trace | None) -> str:
         source = self.arrivals.kind if trace is None else trace.name
         scale = "" if self.lengths_scale == 1 else f" x{self.lengths_scale:g}"
-        return f"{source} x{self.upscale:g}, {self.lengths} lengths{scale}"
+        thinks = "" if self.thinking is None else f", {self.thinking.share:.0%} think {self.thinking.tokens:g} tokens"
+        return f"{source} x{self.upscale:g}, {self.lengths} lengths{scale}{thinks.replace('%', ' %')}"
 
 
 def _recorded_lengths(count: int, trace: Trace | None, log_type: str) -> tuple[I32, I32]:

@@ -8,6 +8,7 @@ import numpy as np
 from pydantic import Field
 
 from shared.types import Value
+from sim.workload.clipped_log_normal import fit_log_normal
 from sim.workload.lengths import find_lengths, fit_context
 from sim.workload.readers import andes_readers
 from sim.workload.workload import F64, I32, BestEffort
@@ -38,6 +39,27 @@ class AndesReaders(Value):
 
 
 Readers = Annotated[FixedReaders | AndesReaders, Field(discriminator="kind")]
+
+
+class ThinkingLoad(Value):
+    """Answers that think before they say anything."""
+
+    share: Annotated[float, Field(gt=0, le=1)]
+    """Of the requests that somebody waits for."""
+    tokens: Annotated[float, Field(ge=2)]
+    """Mean of what they think, closing tag included; it comes before the answer, which stays as long."""
+    sigma: Annotated[float, Field(gt=0)] = 0.8
+    """Deviation of the logarithm."""
+    max_ratio: Annotated[float, Field(gt=1)] = 8.0
+    """The longest, in means."""
+
+    def draw(self, count: int, random: np.random.Generator) -> I32:
+        """Return how many tokens each of so many answers thinks; 0: it does not."""
+        largest = self.tokens * self.max_ratio
+        mu, sigma = fit_log_normal(self.tokens, largest, sigma=self.sigma)
+        thinks = random.random(count) < self.share
+        num_tokens = np.minimum(np.exp(mu + sigma * random.standard_normal(count)), largest)
+        return np.where(thinks, np.maximum(np.rint(num_tokens), 2), 0).astype(np.int32)
 
 
 class SloSpec(Value):

@@ -17,7 +17,8 @@ class Streams:
     lengths: np.random.Generator = field(init=False)
     readers: np.random.Generator = field(init=False)
     best_effort: np.random.Generator = field(init=False)
+    thinking: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:
-        for number, name in enumerate(("arrivals", "spread", "lengths", "readers", "best_effort")):
+        for number, name in enumerate(("arrivals", "spread", "lengths", "readers", "best_effort", "thinking")):
             object.__setattr__(self, name, np.random.default_rng((self.seed, number)))

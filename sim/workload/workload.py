@@ -64,7 +64,9 @@ class Workload:
     num_prompt: I32
     """Prompt tokens, at least 1."""
     num_output: I32
-    """Output tokens, at least 1."""
+    """Output tokens, at least 1, thinking included."""
+    num_thinking: I32
+    """Of these the first ones, which are thinking; the last of them is the closing tag. 0: it does not think."""
     qoe_ttft_s: F64
     """Time to first token that the reader expects; NaN when no reader follows."""
     qoe_speed: F64
@@ -89,7 +91,7 @@ class Workload:
 
     def without_best_effort(self) -> Workload:
         """Return the requests that somebody waits for."""
-        names = ("arrival_s", "num_prompt", "num_output", "qoe_ttft_s", "qoe_speed", "tier")
+        names = ("arrival_s", "num_prompt", "num_output", "num_thinking", "qoe_ttft_s", "qoe_speed", "tier")
         columns = {name: getattr(self, name)[~best_effort_of(self.tier)] for name in names}
         return replace(self, best_effort=None, **columns)
 

@@ -54,7 +54,7 @@ def mixed(best_effort: BestEffort | None) -> Workload:
     return Workload(**{name: getattr(people, name) for name in COLUMNS}, slo=SLO, best_effort=best_effort)
 
 
-COLUMNS = ("name", "arrival_s", "num_prompt", "num_output", "qoe_ttft_s", "qoe_speed", "tier", "seed")
+COLUMNS = ("name", "arrival_s", "num_prompt", "num_output", "num_thinking", "qoe_ttft_s", "qoe_speed", "tier", "seed")
 
 
 def run(workload: Workload, system: str = "fcfs-chunked", num_blocks: int = 80) -> Records:

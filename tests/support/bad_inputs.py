@@ -333,6 +333,12 @@ _CHAT: Final[list[Fields]] = [
     row("slo true", "invalid_type", param="slo.ttft_s", slo={"ttft_s": True}),
     row("slo late", "decimal_above_max_value", param="slo.ttft_s", slo={"ttft_s": 3601}),
     row("qoe speed", "decimal_above_max_value", param="qoe.speed_tokens_per_s", qoe={"speed_tokens_per_s": 1e9}),
+    row(
+        "qoe thinking speed",
+        "decimal_above_max_value",
+        param="qoe.thinking_speed_tokens_per_s",
+        qoe={"thinking_speed_tokens_per_s": 21},
+    ),
     ("assistant calls", message(role="assistant", tool_calls=[{}]), "unsupported_parameter", "messages.0.tool_calls"),
 ]
 

@@ -105,7 +105,7 @@ def undisturbed(config: EngineConfig, draw: TokenDraw, new: NewSequence) -> tupl
     sampling = new.sampling
     limit = min(sampling.max_tokens, config.max_model_len - new.prompt.size)
     prompt, generated = new.prompt.astype(np.int32), new.generated.astype(np.int32)
-    text = expected_outputs(prompt, generated, limit, sampling.seed, draw).tolist()
+    text = expected_outputs(prompt, generated, limit, sampling.seed, draw, sampling.thinking).tolist()
     stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else config.eos_token_ids)}
     for count in range(max(generated.size, 1), len(text) + 1):
         if text[count - 1] in stops:

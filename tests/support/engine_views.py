@@ -134,6 +134,9 @@ def _columns(values: I32, host_tokens: I32) -> Columns:
         slo_tpot_s=np.full(len(values), np.inf),
         qoe_ttft_s=nan,
         qoe_speed=nan,
+        qoe_gap_s=nan,
+        thinks=np.zeros(len(values), dtype=np.bool_),
+        num_thought=np.zeros(len(values), dtype=np.int32),
         qoe_last_s=nan,
         qoe_delay_sum_s=nan,
     )

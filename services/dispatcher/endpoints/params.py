@@ -12,7 +12,7 @@ from services.dispatcher.endpoints.sampling import MAX_INT, Sampling, parse_samp
 from services.dispatcher.http.errors import invalid, unsupported
 from services.dispatcher.text.generation_config import SamplingDefaults
 from shared.api_keys import Tier
-from shared.types import LatencyLimits, ReaderTarget
+from shared.types import MAX_THINKING_SPEED, LatencyLimits, ReaderTarget
 
 MAX_STOPS: Final = 4
 MAX_STOP_CHARS: Final = 512
@@ -192,11 +192,13 @@ def _qoe(fields: Fields, *, is_read: bool) -> ReaderTarget | None:
         return default if is_read else None
     ttft_s = given.number("ttft_s", 0, 3600, above=True)
     speed = given.number("speed_tokens_per_s", 0, 10_000, above=True)
+    thinking_speed = given.number("thinking_speed_tokens_per_s", 0, MAX_THINKING_SPEED, above=True)
     if not is_read:
         return None
     return ReaderTarget(
         ttft_s=default.ttft_s if ttft_s is None else ttft_s,
         speed_tokens_per_s=default.speed_tokens_per_s if speed is None else speed,
+        thinking_speed_tokens_per_s=MAX_THINKING_SPEED if thinking_speed is None else thinking_speed,
     )
 
 

@@ -12,6 +12,7 @@ from services.dispatcher.http.front import Front
 from services.dispatcher.metrics import WHOLE, RequestRecord
 from services.dispatcher.session.request import FailureCode
 from services.dispatcher.session.session import Session
+from services.dispatcher.session.standing import stall_s
 from shared.process.log import get_logger
 from shared.types import LatencyLimits
 
@@ -68,7 +69,7 @@ def make_record(front: Front, call: CheckedCall, choices: Sequence[Choice]) -> R
         is_late=None if ttft_s is None or target is None else ttft_s > target.ttft_s,
         e2e_s=front.now() - call.arrival_s,
         qoe=_mean([session.qoe for session in sessions]) if finish in WHOLE else None,
-        stall_s=_mean([session.stall_s for session in sessions]) if finish in WHOLE else None,
+        stall_s=_mean([stall_s(session) for session in sessions]) if finish in WHOLE else None,
     )
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Sequence
-from math import ceil, nan
+from math import isnan
 
 import numpy as np
 
 from services.dispatcher.session.gaps import GapHistogram
 from services.dispatcher.session.history import Attempt, History
 from services.dispatcher.session.questions import Questions
+from services.dispatcher.session.reading import Reading
 from services.dispatcher.session.request import FailureCode, NewRequest, Reader
 from services.dispatcher.state import Counted
 from shared.ids import NOBODY, Incarnation, StreamId, WorkerId
@@ -35,7 +36,6 @@ class Session:
     __slots__ = (
         "__weakref__",
         "_gaps",
-        "_reading_s",
         "admitted_s",
         "attempt",
         "cached_tokens",
@@ -54,8 +54,8 @@ class Session:
         "progress_s",
         "questions",
         "reader",
+        "reading",
         "request",
-        "shown_s",
         "started_s",
         "stream",
         "token_s",
@@ -81,12 +81,7 @@ class Session:
         """Every output token, in order, from all attempts."""
         self.token_s = array("d")
         """When each of those that came to this session did, on the event loop's clock."""
-        reader = request.qoe
-        self._reading_s = nan if reader is None else 1 / reader.speed_tokens_per_s
-        self.shown_s = nan
-        """When its newest token is displayed, on the event loop's clock; NaN without a reader."""
-        if reader is not None:
-            self.shown_s = request.arrival_s + reader.ttft_s + (len(self.tokens) - 1) * self._reading_s
+        self.reading = Reading(request)
         self.num_delivered = 0
         """How many of them the reader has taken."""
         self.num_served = len(self.tokens)
@@ -135,28 +130,28 @@ class Session:
         return self.token_s[-1] if self.token_s else self.request.arrival_s
 
     @property
+    def thinks(self) -> bool:
+        """Whether it goes on with thinking, which nobody reads."""
+        return self.reading.thinks(len(self.tokens))
+
+    @property
+    def num_thought(self) -> int:
+        """How many of the tokens that came to this session are thinking: its first ones."""
+        num_here, num_known = len(self.token_s), len(self.tokens)
+        return num_here if self.thinks else max(0, self.reading.num_thought - num_known + num_here)
+
+    @property
     def qoe(self) -> float | None:
-        """The QoE of the answer if it ends with the tokens so far, in [0, 1]; None when no reader follows."""
+        """The QoE of the answer if it ends with the tokens so far, in [0, 1]; None when no reader follows.
+
+        Of an answer that is all thinking there is none.
+        """
         target = self.request.qoe
         if target is None:
             return None
-        return answer_qoe(np.asarray(self.token_s) - self.request.arrival_s, target.ttft_s, target.speed_tokens_per_s)
-
-    @property
-    def stall_s(self) -> float | None:
-        """For how long its reader had no text, from the first token on; None without a reader or any token."""
-        target, request = self.request.qoe, self.request
-        if target is None or not self.token_s:
-            return None
-        num_before = len(self.tokens) - len(self.token_s)
-        first_s = max(self.token_s[0], request.arrival_s + target.ttft_s + num_before * self._reading_s)
-        return max(0.0, self.shown_s - first_s - (len(self.token_s) - 1) * self._reading_s)
-
-    def num_unread(self, now_s: float) -> int:
-        """Return how many tokens its reader has and has not been shown, as a reading pacer shows them."""
-        if not self.shown_s > now_s or not self.token_s:
-            return 0
-        return min(ceil((self.shown_s - now_s) / self._reading_s), len(self.tokens))
+        delivered_s = np.asarray(self.token_s) - self.request.arrival_s
+        qoe = answer_qoe(delivered_s, target.ttft_s, target.speed_tokens_per_s, self.num_thought)
+        return None if isnan(qoe) else qoe
 
     def begin(self, worker_id: WorkerId, attempt: int, now_s: float) -> None:
         """From now on only this attempt at this worker counts."""
@@ -258,17 +253,18 @@ class Session:
         """
         tokens, token_s, history = self.tokens, self.token_s, self.history
         is_plain = first_index == len(tokens) and token_s and history.has_started and history.on_progress is None
-        if not is_plain or self.held or self.logprobs is not None:
+        reading = self.reading
+        if not is_plain or self.held or self.logprobs is not None or reading.thinking is not None:
             return False
         gap_s, gaps = now_s - token_s[-1], self._gaps
         if gap_s == gaps.same_s:
             gaps.num_same += 1
         else:
             gaps.add(gap_s)
-        shown_s = self.shown_s + self._reading_s
+        shown_s = reading.shown_s + reading.gap_s
         if now_s > shown_s:  # noqa: PLR1730  for every token: a call takes twice as long
             shown_s = now_s
-        self.shown_s = shown_s
+        reading.shown_s = shown_s
         tokens.append(token_id)
         token_s.append(now_s)
         self.progress_s = now_s
@@ -366,8 +362,7 @@ class Session:
             self._gaps.add(now_s - self.token_s[-1])
         if len(token_ids) > 1:
             self._gaps.add(0.0, len(token_ids) - 1)
-        shown_s = max(self.shown_s + self._reading_s, now_s)  # in this order NaN stays
-        self.shown_s = shown_s + (len(token_ids) - 1) * self._reading_s
+        self.reading.take(len(self.tokens), token_ids, now_s)
         self.progress_s = now_s
         self.tokens += token_ids
         self.token_s.extend([now_s] * len(token_ids))

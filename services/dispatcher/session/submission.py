@@ -37,6 +37,7 @@ def next_submit(
         slo=request.slo,
         qoe=request.qoe,
         displayed=_displayed(session),
+        thought_s=session.reading.thought_s,
         num_preemptions=history.num_preemptions,
         token_age_s=max(0.0, now_s - session.last_token_s) if session.token_s else None,
         age_s=age_s,
@@ -50,7 +51,10 @@ def next_submit(
 
 def _displayed(session: Session) -> tuple[float, float] | None:
     """Return what the reader has seen, as `Submit.displayed` says it."""
-    target, arrival_s = session.request.qoe, session.request.arrival_s
-    if target is None or not session.token_s:
+    target, reading = session.request.qoe, session.reading
+    if target is None:
         return None
-    return displayed(np.asarray(session.token_s) - arrival_s, target.ttft_s, target.speed_tokens_per_s)
+    tokens_s = session.token_s if session.thinks else session.token_s[session.num_thought :]
+    if not tokens_s:
+        return None
+    return displayed(np.asarray(tokens_s) - session.request.arrival_s, reading.ttft_s, 1 / reading.gap_s)

@@ -374,7 +374,7 @@ class Engine:
         table.last_token[rows] = tokens
         table.last_token_s[rows] = now_s
         if table.num_readers:
-            qoe_columns.deliver(table, rows, first_index, now_s)
+            qoe_columns.deliver(table, rows, tokens, first_index, now_s)
         self.totals.num_generated_tokens += int(rows.size)
         finish = self.registry.stops.check(rows, tokens, num_output, table.max_output[rows])
         events = StepEvents(

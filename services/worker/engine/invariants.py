@@ -61,6 +61,8 @@ def _check_counts(table: SequenceTable, live: np.ndarray, block_size: int) -> No
     parked = int((-(-known[table.status[live] != Status.RUNNING] // block_size)).sum())
     assert table.num_parked_blocks == parked, "blocks that parked rows ask for are counted wrongly"
     assert table.num_readers == int((~np.isnan(table.qoe_speed[live])).sum()), "readers are counted"
+    thinkers = table.thinks[live] | table.may_think[live] | (table.num_thought[live] > 0)
+    assert table.num_thinkers == int(thinkers.sum()), "rows that think are counted"
 
 
 def _check_holds(engine: Engine) -> None:

@@ -49,7 +49,7 @@ def look_at_readers(engine: Engine, now_s: float) -> ReadersNow:
 
 
 def qoe_by_now(engine: Engine, rows: I32, now_s: float) -> F64:
-    """Return [n]: what the reader of each row has experienced by now, in [0, 1]; NaN without one.
+    """Return [n]: what the reader of each row has experienced by now, in [0, 1]; NaN without one, 1 while it thinks.
 
     Args:
         engine: has the rows.
@@ -58,11 +58,11 @@ def qoe_by_now(engine: Engine, rows: I32, now_s: float) -> F64:
     """
     table = engine.table
     readers = Readers(
-        table.num_output[rows].astype(np.float64),
+        (table.num_output[rows] - table.num_thought[rows]).astype(np.float64),
         table.qoe_last_s[rows],
         table.qoe_delay_sum_s[rows],
         table.qoe_ttft_s[rows],
         table.qoe_gap_s[rows],
     )
-    found = readers.qoe(now_s - table.arrival_s[rows])
+    found = np.where(table.thinks[rows], 1.0, readers.qoe(now_s - table.arrival_s[rows]))
     return np.where(np.isnan(table.qoe_speed[rows]), np.nan, found)

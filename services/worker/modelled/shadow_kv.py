@@ -5,7 +5,7 @@ slot of every block. A block that is lost, doubled, freed too early or not copie
 is the text of a sequence whose KV was never touched.
 
     slot = mix(token, position)          word(row) = sum of the row's slots [0, length), modulo 2^64
-    next token = allowed[mix(word, seed) modulo the number of allowed ids]
+    next token = allowed[mix(word, seed) modulo the number of allowed ids], or the tag that ends a thinking
 
 Sums are associative: in a pipeline each stage has the slots of its own layers and adds its share, `layer_weight` times
 its sum, to a word per row that rides with the activation; the last stage draws from it. The weights of any tiling of
@@ -30,8 +30,11 @@ from services.worker.contract.batch import OWN_SAMPLE, Batch, TableDelta
 from services.worker.contract.executor import HostCopy
 from services.worker.contract.kept_kv import as_host_id
 from services.worker.contract.table_entries import blocks_of, slots_of
+from services.worker.modelled.row_sample import RowSample
+from services.worker.modelled.thinking import ThinkingBudgets
 from shared.layers import LayerRange
 from shared.stream_extras import TokenLogprob
+from shared.types import Thinking
 
 U64 = NDArray[np.uint64]
 
@@ -98,7 +101,14 @@ class TokenDraw:
         return TokenLogprob(values[0], tuple(zip(ids, values, strict=False)))
 
 
-def expected_outputs(prompt: I32, generated: I32, num_tokens: int, seed: int, draw: TokenDraw) -> I32:
+def expected_outputs(
+    prompt: I32,
+    generated: I32,
+    num_tokens: int,
+    seed: int,
+    draw: TokenDraw,
+    thinking: Thinking | None = None,
+) -> I32:
     """Return the first `num_tokens` outputs of a sequence that runs alone, `generated` the first of them."""
     known = np.concatenate([prompt, generated]).astype(np.uint64)
     word = mix(known, np.arange(known.size, dtype=np.uint64)).sum(keepdims=True)
@@ -106,35 +116,12 @@ def expected_outputs(prompt: I32, generated: I32, num_tokens: int, seed: int, dr
     outputs = generated.tolist()
     while len(outputs) < num_tokens:
         token = draw.draw(word, seeds)
+        if thinking is not None and thinking.is_spent(outputs):
+            token[:] = thinking.closing_id
         position = np.array([prompt.size + len(outputs)], dtype=np.uint64)
         outputs.append(int(token[0]))
         word = word + mix(token.astype(np.uint64), position)
     return np.array(outputs, dtype=np.int32)
-
-
-class _Chosen:
-    """Which rows of a step have their sums taken anew: those out of order, and a share at random, each alike."""
-
-    def __init__(self, ratio: float, random: np.random.Generator) -> None:
-        self._ratio = ratio
-        self._random = random
-        self._left = self._gap() - 1
-        """Rows before the next one."""
-
-    def among(self, in_order: NDArray[np.bool_]) -> list[int]:
-        """Return their places in a step; [n] which of its rows go on where their running sum ends."""
-        size, chosen = in_order.size, []
-        while self._left < size:
-            chosen.append(self._left)
-            self._left += self._gap()
-        self._left -= size
-        if np.count_nonzero(in_order) == size:
-            return chosen
-        return sorted({*chosen, *(~in_order).nonzero()[0].tolist()})
-
-    def _gap(self) -> int:
-        """Draw how many rows it is from one that is chosen to the next one."""
-        return int(self._random.geometric(self._ratio)) if self._ratio else 2**62
 
 
 class ShadowKv:
@@ -181,11 +168,12 @@ class ShadowKv:
         self._elsewhere: dict[int, tuple[ShadowKv, int]] = {}
         """Blocks whose contents still lie in another memory, and where there."""
         self._num_top: dict[int, int] = {}  # rows that ask for log-probabilities
+        self._budgets = ThinkingBudgets()
         self.grow(num_blocks)
 
     def verify(self, ratio: float) -> None:
         """Take the running sums of this share of rows anew from now on, each row with the same chance."""
-        self._chosen = _Chosen(ratio, self._random)
+        self._chosen = RowSample(ratio, self._random)
 
     @property
     def num_blocks(self) -> int:
@@ -280,13 +268,13 @@ class ShadowKv:
         self._known[batch.drops] = False
         for row in batch.drops.tolist() if self._num_top else ():
             self._num_top.pop(row, None)
+        self._budgets.take_in(batch)
         for init in batch.admits:
             if init.row >= self._known.size:
                 self._make_rows(init.row + 1)
             assert not self._known[init.row], f"row {init.row} is admitted again before it was dropped"
             self._known[init.row] = True
-            self._table_length[init.row] = 0
-            self._sum_length[init.row], self._sum[init.row] = 0, 0
+            self._table_length[init.row] = self._sum_length[init.row] = self._sum[init.row] = 0
             self._seed[init.row] = _seed_words([init.sampling.seed])[0]
             if init.sampling.logprobs is not None:
                 self._num_top[init.row] = init.sampling.logprobs
@@ -328,6 +316,7 @@ class ShadowKv:
     def sample(self, batch: Batch, words: U64) -> I32:
         """Return what is sampled from the whole words of a step's rows, [n], -1 where nothing is."""
         tokens = self._draw.draw(words, self._seed[batch.rows.astype(np.intp)])
+        self._budgets.force(batch, tokens)
         self._sample[batch.rows] = tokens
         tokens[~batch.sample] = -1
         return tokens
@@ -381,12 +370,10 @@ class ShadowKv:
     def _make_rows(self, num_rows: int) -> None:
         more = 2 * num_rows - self._known.size
         self._table = np.concatenate([self._table, np.zeros((more, self._table.shape[1]), dtype=np.int32)])
-        self._table_length = np.concatenate([self._table_length, np.zeros(more, dtype=np.int32)])
         self._sum_length = np.concatenate([self._sum_length, np.full(more, _UNKNOWN, dtype=np.int32)])
-        self._sum = np.concatenate([self._sum, np.zeros(more, dtype=np.uint64)])
-        self._seed = np.concatenate([self._seed, np.zeros(more, dtype=np.uint64)])
-        self._sample = np.concatenate([self._sample, np.zeros(more, dtype=np.int32)])
-        self._known = np.concatenate([self._known, np.zeros(more, dtype=np.bool_)])
+        for name in ("_table_length", "_sum", "_seed", "_sample", "_known"):
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate([column, np.zeros(more, dtype=column.dtype)]))
 
 
 def _seed_words(seeds: list[int]) -> U64:

@@ -92,13 +92,16 @@ class AndesScheduler:
         return None
 
     def _budget(self, view: SchedulerView, gains: Gains) -> StepBudget | None:
-        """Return how much of the prompts the step takes: until the first reader of those who decode has no text."""
+        """Return how much of the prompts the step takes: until the first reader of those who decode has no text.
+
+        Nobody reads what thinks.
+        """
         if not self._settings.bounds_steps or view.cost is None or view.cost.token_s <= 0:
             return None
         num_running = view.running.size
         known = gains.known[:num_running]
         decodes = known - view.columns.num_computed.take(view.running) == 1
-        read = decodes & ~np.isnan(view.columns.qoe_speed.take(view.running))
+        read = decodes & ~(np.isnan(view.columns.qoe_speed.take(view.running)) | view.columns.thinks.take(view.running))
         slack_s = -float(gains.late_s[:num_running][read].max(initial=-LONGEST_STEP_S))
         spent_s = view.cost.step_s(int(np.count_nonzero(decodes)), float(known[decodes].sum()), 0)
         return StepBudget(view.cost, spent_s, max(slack_s, self._settings.least_step_s))

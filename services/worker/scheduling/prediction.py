@@ -8,8 +8,17 @@ and is 1 while nothing is expected. All in constant time per request, from the t
 (`sequences/qoe_columns.py`): `last`, when the newest token is displayed, and `D`, the sum of all delays so far. Times
 are seconds since each request's own arrival.
 
-Source: Andes (arXiv 2404.16283), section 2 and equations (3) to (5). Deviation: a request that does not run is served
-from when its prompt is computed or its KV is back, where the paper's section 4.1 lets it begin at once.
+Who thinks has no reader, and QoE counts nothing of it. Here its tokens count as if they were read at the speed v at
+which its thinking is wanted (`ReaderTarget.thinking_speed_tokens_per_s`):
+
+    ideal[i] = ttft + (i - 1) / v        i = 1 .. the tokens of the thinking so far
+
+So it gains by being served as who waits for text does, by at most 1, and can pause while it is ahead of v; who is late
+stays late, and ages. By its own QoE it would gain nothing before the thinking ends, whenever that is, and never be
+served; counted from the arrival at the reader's speed it would gain less and less, and nothing after a minute.
+
+Source: Andes (arXiv 2404.16283), section 2 and equations (3) to (5). Deviations: a request that does not run is served
+from when its prompt is computed or its KV is back, where the paper's section 4.1 lets it begin at once; thinking.
 """
 
 from __future__ import annotations
@@ -35,7 +44,7 @@ class Readers:
     """Of some requests, [n] each: what their readers have seen so far, and what they expect."""
 
     num: F64
-    """Tokens delivered."""
+    """Tokens delivered; behind a thinking that has ended, those of the text."""
     last_s: F64
     """When the newest one is displayed; before the first: one gap before it is expected."""
     delay_s: F64
@@ -43,14 +52,15 @@ class Readers:
     ttft_s: F64
     """When the first token is expected."""
     gap_s: F64
-    """Between two tokens, at the reader's speed."""
+    """Between two tokens as they are wanted: at the reader's speed, or at that of the thinking."""
 
     @classmethod
     def of(cls, view: SchedulerView, rows: AnyRows) -> Readers:
         """Return what is known of the readers of some rows."""
-        columns, num = view.columns, view.columns.num_output.take(rows).astype(np.float64)
+        columns = view.columns
+        num = (columns.num_output.take(rows) - columns.num_thought.take(rows)).astype(np.float64)
         last_s, delay_s = columns.qoe_last_s.take(rows), columns.qoe_delay_sum_s.take(rows)
-        ttft_s, gap_s = columns.qoe_ttft_s.take(rows), 1 / columns.qoe_speed.take(rows)
+        ttft_s, gap_s = columns.qoe_ttft_s.take(rows), columns.qoe_gap_s.take(rows)
         nobody = np.isnan(gap_s)
         if np.count_nonzero(nobody):
             ttft_s[nobody], gap_s[nobody], delay_s[nobody] = UNREAD_TTFT_S, UNREAD_GAP_S, 0.0

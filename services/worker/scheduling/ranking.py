@@ -1,6 +1,7 @@
 """Who is served: by what each gains, as many as memory holds and as are still faster than every reader. Pure.
 
 Some rows may come *last*, behind all others, who share what these leave: those that run first, then as they came.
+Nobody sits out so that others think faster: of who thinks the speed of the reader counts, who is to come.
 
 Source: Andes (arXiv 2404.16283), section 4.2 and algorithm 1, of which `gain.py` and `packing.py` are the parts.
 """
@@ -58,7 +59,7 @@ def rank(
     most, num = max(view.limits.max_batch_rows * view.limits.num_lanes - view.num_in_flight, 0), taken.size
     fits = num <= most and int(taken.sum()) <= capacity + 1
     largest = num if fits else most_that_fit(taken, capacity + 1, most)
-    quickest_s = float(gains.readers.gap_s[first].min(initial=np.inf))
+    quickest_s = float(_reading_gap_s(view, gains, first).min(initial=np.inf))
     is_slow, in_time = gains.period_s(largest) > quickest_s, most
     if is_slow or left is not None:
         in_time = most_in_time(gains.period_s, quickest_s, largest if is_slow else most)
@@ -78,3 +79,11 @@ def rank(
             best, most_gained = Ranking(order, num, max(count, 1), gain, is_slow, in_time), gained
     assert best is not None, "there is a size to try"
     return best, gains
+
+
+def _reading_gap_s(view: SchedulerView, gains: Gains, places: Places) -> F64:
+    """Return the seconds between two tokens of the text for the readers of some rows, or of nobody who reads."""
+    gap_s, thinks = gains.readers.gap_s[places], view.columns.thinks.take(gains.rows[places])
+    if not np.count_nonzero(thinks):
+        return gap_s
+    return np.where(thinks, 1 / view.columns.qoe_speed.take(gains.rows[places]), gap_s)

@@ -70,9 +70,17 @@ class Columns:
     slo_tpot_s: F64
     """Longest mean time per further token, seconds; infinite: nobody has said."""
     qoe_ttft_s: F64
-    """Expected time to first token; NaN when no reader follows: best effort."""
+    """Expected time to the first token, seconds from arrival; behind a thinking that has ended, to the first one of the
+    text. NaN when no reader follows: best effort."""
     qoe_speed: F64
-    """Expected tokens per second; NaN when no reader follows."""
+    """Expected tokens per second of the text, also while it thinks; NaN when no reader follows."""
+    qoe_gap_s: F64
+    """Between two tokens as they are wanted now: 1 / `qoe_speed`, or less while it thinks. NaN as `qoe_speed`."""
+    thinks: Bool
+    """It thinks: nobody reads it yet. Its tokens are wanted all the same, as if one was read every `qoe_gap_s`, but no
+    reader notices a pause between them."""
+    num_thought: I32
+    """Of its output, the first tokens, which QoE does not count: a thinking that has ended."""
     qoe_last_s: F64
     """`last` of the O(1) QoE form: when the newest token is displayed, seconds after arrival."""
     qoe_delay_sum_s: F64

@@ -91,8 +91,10 @@ class NewSequence:
     qoe: ReaderTarget | None = None
     """The reader's schedule; None: nobody has said, or nobody follows it."""
     displayed: tuple[float, float] | None = None
-    """Of `generated`: when the newest token is displayed, seconds after arrival, and the sum of all delays; None: all
-    were on time, as far as is known."""
+    """Of `generated`, as `Submit.displayed`; None: all were on time, as far as is known."""
+    thought_s: float | None = None
+    """When the tag came that ends the thinking in `generated`, seconds after arrival; None: not known, or there is
+    none."""
     last_token_s: float | None = None
     """When the newest of `generated` came, on this worker's clock; None: not known, or there is none."""
     num_preemptions: int = 0
@@ -139,8 +141,10 @@ def _is_valid(new: NewSequence, config: EngineConfig) -> bool:
 
 
 def _is_choice_possible(sampling: SamplingParams, config: EngineConfig) -> bool:
-    """Return whether the biased ids exist, and a token is left to choose while `min_tokens` excludes the stop ids."""
+    """Return whether all ids exist, and a token is left to choose while `min_tokens` excludes the stop ids."""
     if sampling.logit_bias and max(token for token, _ in sampling.logit_bias) >= config.vocab_size:
+        return False
+    if sampling.thinking and max(sampling.thinking.opening_id, sampling.thinking.closing_id) >= config.vocab_size:
         return False
     if not sampling.min_tokens:
         return True

@@ -11,14 +11,11 @@ from numpy.typing import NDArray
 
 from services.worker.scheduling.view import Columns
 from services.worker.sequences.config import NewSequence
+from services.worker.sequences.reading import NO_TAG, first_reading
 from services.worker.sequences.rows import RowQueue
 from services.worker.sequences.sequence import Sequence
-from shared.types import LatencyLimits, ReaderTarget
+from shared.types import LatencyLimits
 
-MOST_SPEED: Final = 20.0
-"""Tokens per second, 900 words a minute; who asks for more does not read, and is the default reader for policies:
-nobody buys the others' time."""
-DEFAULT_READER: Final = ReaderTarget()
 NO_LIMITS: Final = LatencyLimits()
 C = TypeVar("C", bound=NDArray[np.generic])
 
@@ -79,9 +76,14 @@ class SequenceTable:
         self.slo_tpot_s = np.full(num_rows, np.inf)
         self.qoe_ttft_s = np.zeros(num_rows, dtype=np.float64)
         self.qoe_speed = np.zeros(num_rows, dtype=np.float64)
-        self.qoe_gap_s = np.zeros(num_rows, dtype=np.float64)  # 1 / qoe_speed
+        self.qoe_gap_s = np.zeros(num_rows, dtype=np.float64)
         self.qoe_last_s = np.zeros(num_rows, dtype=np.float64)
         self.qoe_delay_sum_s = np.zeros(num_rows, dtype=np.float64)
+        self.thinks = np.zeros(num_rows, dtype=np.bool_)
+        self.may_think = np.zeros(num_rows, dtype=np.bool_)  # its first token decides
+        self.num_thought = np.zeros(num_rows, dtype=np.int32)
+        self.closing_id = np.full(num_rows, NO_TAG, dtype=np.int32)  # the token that ends its thinking
+        self.thinking_gap_s = np.zeros(num_rows, dtype=np.float64)  # between two tokens of it
         self.channel = np.zeros(num_rows, dtype=np.int32)
         self.stream = np.zeros(num_rows, dtype=np.uint32)
         self.attempt = np.zeros(num_rows, dtype=np.uint16)
@@ -92,6 +94,7 @@ class SequenceTable:
         self.running = RowQueue(num_rows)
         self.preempted = RowQueue(num_rows)
         self.num_readers = 0  # live rows that a reader follows
+        self.num_thinkers = 0  # of these, rows that think, may, or have
         self._free = list(range(num_rows - 1, -1, -1))
         self._num_added = 0
         self.columns = Columns(**{field.name: _read_only(getattr(self, field.name)) for field in fields(Columns)})
@@ -169,6 +172,9 @@ class SequenceTable:
         if self.status[row] != Status.RUNNING:
             self.num_parked_blocks -= self._num_blocks(row)
         self.num_readers -= int(not np.isnan(self.qoe_speed[row]))
+        self.num_thinkers -= int(self.is_thinker(row))
+        self.thinks[row] = self.may_think[row] = False
+        self.num_thought[row] = 0
         self.status[row], self.hold[row] = Status.FREE, 0
         self.order[row], self.num_computed[row] = -1, 0
         self.expires_s[row] = np.inf
@@ -193,22 +199,20 @@ class SequenceTable:
     def _num_blocks(self, row: int) -> int:
         return -(-int(self.num_known[row]) // self.block_size)
 
-    def _set_qoe(self, row: int, new: NewSequence) -> None:
-        """Begin the O(1) QoE form, or go on with it where an earlier attempt has left it.
+    def is_thinker(self, row: int) -> bool:
+        """Return whether a row thinks, may, or has."""
+        return bool(self.thinks[row] or self.may_think[row] or self.num_thought[row])
 
-        Nobody follows best effort. Else who has said nothing, or waits for the whole answer, is the default reader.
-        """
-        if new.tier.is_best_effort:
-            ttft_s = speed = last_s = delay_sum_s = np.nan
-        else:
-            reader = new.qoe or DEFAULT_READER
-            ttft_s, speed, displayed = reader.ttft_s, reader.speed_tokens_per_s, new.displayed
-            if speed > MOST_SPEED:
-                speed, displayed = DEFAULT_READER.speed_tokens_per_s, None
-            last_s, delay_sum_s = displayed or (ttft_s + (new.generated.size - 1) / speed, 0.0)
-            self.num_readers += 1
-        self.qoe_ttft_s[row], self.qoe_speed[row], self.qoe_gap_s[row] = ttft_s, speed, 1 / speed
-        self.qoe_last_s[row], self.qoe_delay_sum_s[row] = last_s, delay_sum_s
+    def _set_qoe(self, row: int, new: NewSequence) -> None:
+        """Begin the O(1) QoE form, or go on with it where an earlier attempt has left it."""
+        reading = first_reading(new)
+        self.qoe_ttft_s[row], self.qoe_speed[row], self.qoe_gap_s[row] = reading.ttft_s, reading.speed, reading.gap_s
+        self.qoe_last_s[row], self.qoe_delay_sum_s[row] = reading.last_s, reading.delay_sum_s
+        self.thinks[row], self.may_think[row] = reading.thinks, reading.may_think
+        self.num_thought[row], self.closing_id[row] = reading.num_thought, reading.closing_id
+        self.thinking_gap_s[row] = reading.thinking_gap_s
+        self.num_readers += int(not np.isnan(reading.speed))
+        self.num_thinkers += int(self.is_thinker(row))
 
 
 def _read_only(column: C) -> C:

@@ -224,6 +224,7 @@ class Intake:
             slo=submit.slo,
             qoe=submit.qoe,
             displayed=submit.displayed,
+            thought_s=submit.thought_s,
             last_token_s=None if submit.token_age_s is None else now_s - submit.token_age_s,
             num_preemptions=submit.num_preemptions,
             fork_of=submit.fork_of,

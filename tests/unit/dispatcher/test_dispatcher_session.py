@@ -15,6 +15,7 @@ from services.dispatcher.session import session as session_module
 from services.dispatcher.session.gaps import GapHistogram
 from services.dispatcher.session.request import FailureCode, NewRequest, Sender
 from services.dispatcher.session.session import MAX_HELD_PARTS, Session
+from services.dispatcher.session.standing import num_unread, stall_s
 from services.dispatcher.session.submission import next_submit
 from services.dispatcher.session.table import MAX_STREAM, SessionTable
 from shared.api_keys import Tier
@@ -82,7 +83,7 @@ def test_what_the_reader_has_left_and_how_long_it_had_none_are_as_the_strict_pac
     target = ReaderTarget(ttft_s=ttft_s, speed_tokens_per_s=speed)
     request = replace(new_request(), qoe=target, generated=tuple(range(num_before)))
     made, now_s, delivered = Session(request, StreamId(7), GapHistogram()), 100.0, [-1e9] * num_before
-    assert (made.stall_s, made.num_unread(now_s)) == (None, 0)
+    assert (stall_s(made), num_unread(made, now_s)) == (None, 0)
     for gap_s, count in parts:
         now_s += gap_s
         if count > 1 or not made.take_next(len(made.tokens), 9, now_s):
@@ -90,19 +91,19 @@ def test_what_the_reader_has_left_and_how_long_it_had_none_are_as_the_strict_pac
         made.history.start()
         delivered += [now_s - 100.0] * count
     shown = displayed_times(QoeTarget(ttft_s, speed), delivered)
-    assert made.shown_s - 100.0 == pytest.approx(shown[-1], abs=1e-9)
+    assert made.reading.shown_s - 100.0 == pytest.approx(shown[-1], abs=1e-9)
     own = shown[num_before:]
     stalls = [after - before - 1 / speed for before, after in pairwise(own)]
-    assert made.stall_s == pytest.approx(sum(stalls), abs=1e-9)
+    assert stall_s(made) == pytest.approx(sum(stalls), abs=1e-9)
     then_s = now_s - 100.0 + later_s
     nearly, exactly = (sum(each > then_s + off_s for each in shown) for off_s in (1e-9, -1e-9))
-    assert nearly <= made.num_unread(100.0 + then_s) <= exactly
+    assert nearly <= num_unread(made, 100.0 + then_s) <= exactly
 
 
 def test_who_has_no_reader_has_nothing_unread_and_no_stalls(session: Session) -> None:
     for index in range(3):
         session.receive(index, [9], NONE, 101.0 + index)
-    assert (session.stall_s, session.num_unread(101.0)) == (None, 0)
+    assert (stall_s(session), num_unread(session, 101.0)) == (None, 0)
 
 
 def test_a_submission_says_what_is_to_be_kept_and_what_has_become_of_the_request() -> None:

@@ -207,7 +207,7 @@ def test_what_is_known_of_a_request_is_in_its_columns_and_no_column_but_the_read
     landed_s = harness.now_s
     harness.step()
     assert (columns.last_token_s[:3] >= landed_s).all()
-    unread = ("qoe_ttft_s", "qoe_speed", "qoe_last_s", "qoe_delay_sum_s")
+    unread = ("qoe_ttft_s", "qoe_speed", "qoe_gap_s", "qoe_last_s", "qoe_delay_sum_s")
     for each in fields(Columns):
         undefined = np.flatnonzero(np.isnan(getattr(columns, each.name)[:3])).tolist()
         assert undefined == ([1] if each.name in unread else []), each.name

@@ -14,7 +14,7 @@ from services.worker.engine.engine import Engine
 from services.worker.sequences.config import AddRefusal, NewSequence
 from services.worker.sequences.events import RowExtra
 from shared.stream_extras import TokenLogprob
-from shared.types import SamplingParams
+from shared.types import SamplingParams, Thinking
 from tests.support.engine_builders import make_engine, new_sequence
 
 
@@ -33,6 +33,9 @@ def made(engine: Engine, now_s: float) -> Batch:
     [
         ({"logit_bias": ((99, 1.0), (0, -1.0))}, False),
         ({"logit_bias": ((0, 1.0), (100, 1.0))}, True),
+        ({"thinking": Thinking(opening_id=98, closing_id=99)}, False),
+        ({"thinking": Thinking(opening_id=98, closing_id=100)}, True),
+        ({"thinking": Thinking(opening_id=100, closing_id=98)}, True),
         ({"min_tokens": 9, "stop_token_ids": tuple(range(40))}, False),
         ({"min_tokens": 60, "ignore_eos": True}, False),
     ],

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from services.worker.scheduling.andes_settings import AndesSettings
+from services.worker.scheduling.ranking import rank
 from services.worker.scheduling.registry import make_scheduler
 from services.worker.scheduling.view import PreemptHow, SchedulerOutput, SchedulerView
 from shared.cost import CostModel
@@ -51,6 +53,7 @@ def moment(
         arrival_s=NOW_S - waited,
         qoe_ttft_s=ttft_s,
         qoe_speed=speed,
+        qoe_gap_s=1 / speed,
         qoe_last_s=last_s,
         qoe_delay_sum_s=np.maximum(last_s - on_time_s, 0.0) * num,
     )
@@ -204,3 +207,48 @@ def test_as_much_is_copied_away_as_who_waits_and_the_decodes_meanwhile_need() ->
     assert output.preempt.tolist() == [2]
     assert output.preempt_how.tolist() == [PreemptHow.SWAP]
     assert output.preempt_kept.tolist() == [1], "of five"
+
+
+def thinking(view: SchedulerView, row: int, speed: float) -> SchedulerView:
+    """The view with a row that thinks, wanted at a speed; its tokens so far came in time, and none is ahead."""
+    columns = {name: getattr(view.columns, name).copy() for name in ("qoe_gap_s", "thinks", "qoe_last_s")}
+    columns["qoe_gap_s"][row], columns["thinks"][row] = 1 / speed, True
+    columns["qoe_last_s"][row] = view.columns.qoe_ttft_s[row] + (view.columns.num_output[row] - 1) / speed
+    delays_s = np.where(np.arange(len(columns["thinks"])) == row, 0.0, view.columns.qoe_delay_sum_s)
+    return replace(view, columns=replace(view.columns, qoe_delay_sum_s=delays_s, **columns))
+
+
+def test_a_step_does_not_end_for_who_thinks() -> None:
+    """As a reader who is late row 0 leaves the step 0.15 s; thinking, and later still, it leaves it to row 1."""
+    view = moment(
+        [decoding(8), decoding(8)], [parked(3000)], waited_s=[30, 30, 1], buffered=[-9, 0.5, 0], free_blocks=900
+    )
+    view = replace(view, limits=replace(view.limits, max_batch_tokens=2002))
+    assert dict(chosen(decide(view)))[2] == pytest.approx(137, abs=1)
+    assert dict(chosen(decide(thinking(view, 0, 20.0))))[2] == pytest.approx(687, abs=1)
+
+
+def test_nobody_sits_out_so_that_others_think_faster() -> None:
+    """Sixty rows take 70 ms a step: too slow for a reader of 20 tokens per second."""
+    view = moment([decoding(8)] * 60, waited_s=[9.0] * 60, buffered=[9.0] * 60, max_batch_rows=64, free_blocks=500)
+    view = replace(view, limits=replace(view.limits, max_batch_tokens=500))
+    assert not rank(thinking(view, 0, 20.0), AndesSettings())[0].is_slow
+    fast = replace(view.columns, qoe_speed=view.columns.qoe_speed.copy(), qoe_gap_s=view.columns.qoe_gap_s.copy())
+    fast.qoe_speed[0], fast.qoe_gap_s[0] = 20.0, 0.05
+    assert rank(replace(view, columns=fast), AndesSettings())[0].is_slow
+
+
+@pytest.mark.parametrize(("waited_s", "reader"), [(60.0, READER), (5.0, (np.nan, np.nan))])
+def test_after_a_minute_of_thinking_a_row_is_served_before_who_has_text_and_before_nobody(
+    waited_s: float, reader: tuple[float, float]
+) -> None:
+    """Both have 60 tokens, and there is memory for one. The reader of the other has text for 40 s."""
+    rows = [(1, 60, 0, 0)] * 2
+    for order in ((0, 1), (1, 0)):
+        waited, buffered, readers = (
+            [pair[i] for i in order] for pair in ((60.0, waited_s), (0, 40.0), (READER, reader))
+        )
+        view = moment(
+            [], rows, waited_s=waited, buffered=buffered, readers=readers, free_blocks=17, max_batch_tokens=99
+        )
+        assert decide(thinking(view, order.index(0), 1.0)).rows.tolist() == [order.index(0)]

@@ -47,6 +47,7 @@ def tiered(tiers: list[Tier], now_s: float = NOW_S, **view: Any) -> SchedulerVie
         arrival_s=np.full(num.size, now_s),
         qoe_ttft_s=np.where(tier == FLEX, np.nan, 1.0),
         qoe_speed=np.where(tier == FLEX, np.nan, 5.0),
+        qoe_gap_s=np.where(tier == FLEX, np.nan, 0.2),
         qoe_last_s=np.where(num == 0, 0.8, 60.0),
         qoe_delay_sum_s=np.zeros(num.size),
     )

@@ -38,6 +38,7 @@ def moment(unread: list[int], num_waiting: int = 1, *, waited_s: float = 2.0, **
         arrival_s=np.full(rows + num_waiting, NOW_S - waited_s),
         qoe_ttft_s=np.ones(rows + num_waiting),
         qoe_speed=np.full(rows + num_waiting, SPEED),
+        qoe_gap_s=np.full(rows + num_waiting, 1 / SPEED),
         qoe_last_s=last_s,
         qoe_delay_sum_s=np.zeros(rows + num_waiting),
     )
