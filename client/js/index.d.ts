@@ -338,11 +338,15 @@ export interface QoeTarget {
   readonly speedTokensPerS: number;
 }
 
-/** Text that arrived: how many tokens it completes (default 1), and whether it is to be paced (default true). */
+/**
+ * Text that arrived: how many tokens it completes (default 1), whether it is to be paced (default true), and whether the
+ * model has thought until its arrival (default false), which nobody reads.
+ */
 export interface Piece {
   text: string;
   numTokens?: number;
   paced?: boolean;
+  thinks?: boolean;
 }
 
 /** Text that is due, and since when. */
@@ -370,7 +374,7 @@ export interface PacerStats {
 /** A state machine without a clock: every method takes the time. */
 export interface Pacer {
   readonly target: QoeTarget;
-  push(nowS: number, text: string, numTokens?: number, options?: { paced?: boolean }): void;
+  push(nowS: number, text: string, numTokens?: number, options?: { paced?: boolean; thinks?: boolean }): void;
   finish(nowS: number): void;
   skip(nowS: number): void;
   pop(nowS: number): Shown[];
@@ -384,7 +388,7 @@ export interface Pacer {
 export class ReadingPacer implements Pacer {
   constructor(target?: QoeTarget);
   readonly target: QoeTarget;
-  push(nowS: number, text: string, numTokens?: number, options?: { paced?: boolean }): void;
+  push(nowS: number, text: string, numTokens?: number, options?: { paced?: boolean; thinks?: boolean }): void;
   finish(nowS: number): void;
   skip(nowS: number): void;
   pop(nowS: number): Shown[];
@@ -468,6 +472,8 @@ export class QoeState {
   readonly delayS: number;
   readonly lastS: number;
   readonly isPerfect: boolean;
+  /** Record that what came until `tS` was thinking: the text begins behind it. */
+  think(tS: number): void;
   /** Record that the next `count` tokens came at `tS`; returns when the last of them is displayed. */
   deliver(tS: number, count?: number): number;
   qoeAt(tS: number, options?: { finished?: boolean }): number;

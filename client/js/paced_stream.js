@@ -17,9 +17,9 @@ const SYSTEM_CLOCK = {
 /**
  * An asynchronous iterable of text as it is to be displayed, made of one of text as it arrives.
  *
- * `source` yields strings (one token each) or `{text, numTokens, paced}`. An error of the source is thrown after the
- * text before it was shown. Leaving a `for await` loop early closes the source. A timer that fires late (a hidden tab)
- * delays nothing further: the next frame brings everything that is due.
+ * `source` yields strings (one token each) or `{text, numTokens, paced, thinks}`. An error of the source is thrown
+ * after the text before it was shown. Leaving a `for await` loop early closes the source. A timer that fires late (a
+ * hidden tab) delays nothing further: the next frame brings everything that is due.
  */
 export class PacedStream {
   #source;
@@ -120,8 +120,8 @@ export class PacedStream {
       while (!this.#ended) {
         const { done, value } = await this.#iterator.next();
         if (done || this.#ended) break;
-        const { text, numTokens = 1, paced = true } = typeof value === "string" ? { text: value } : value;
-        this.pacer.push(this.#nowS(), text, numTokens, { paced });
+        const { text, numTokens = 1, paced = true, thinks = false } = typeof value === "string" ? { text: value } : value;
+        this.pacer.push(this.#nowS(), text, numTokens, { paced, thinks });
         this.#notify();
         while (!this.#ended && this.pacer.bufferedChars >= this.#maxBufferedChars) {
           await new Promise((resolve) => (this.#makeRoom = resolve));

@@ -36,6 +36,7 @@ function replay(pacer, events) {
 
 test("the vectors cover what they are meant to", () => {
   assert.equal(vectors.qoe.length, 35);
+  assert.equal(vectors.thinking.length, 14);
   assert.equal(vectors.pacer.filter((c) => c.mode === "reading").length, 14);
   assert.ok(vectors.pacer.filter((c) => c.mode === "smooth").length >= 30);
 });
@@ -47,6 +48,27 @@ for (const vector of vectors.qoe) {
     assertClose(state.delayS, vector.delay_s, "delay");
     assertClose(state.final(), vector.final, "final");
     for (const { t_s: tS, finished, qoe } of vector.at) assertClose(state.qoeAt(tS, { finished }), qoe, `at ${tS}`);
+  });
+}
+
+for (const vector of vectors.thinking) {
+  test(vector.name, () => {
+    const pacer = makePacer("reading", targetOf(vector));
+    const state = new QoeState(targetOf(vector));
+    state.deliver(0);
+    pacer.push(0, "", 1);
+    for (const tS of vector.thought_s) {
+      state.think(tS);
+      pacer.push(tS, "", 0, { thinks: true });
+    }
+    vector.delivered_s.forEach((tS, i) => assertClose(state.deliver(tS), vector.displayed_s[i], `displayed[${i}]`));
+    for (const tS of vector.delivered_s) pacer.push(tS, "a ", 1);
+    assertClose(state.final(), vector.final, "final");
+    for (const { t_s: tS, qoe } of vector.at) assertClose(state.qoeAt(tS), qoe, `at ${tS}`);
+    pacer.finish(vector.at[0].t_s);
+    assertClose(pacer.qoe, vector.final, "qoe");
+    const shown = pacer.pop(Infinity).filter((item) => item.text !== "");
+    shown.forEach((item, i) => assertClose(item.atS, vector.displayed_s[i], `instant of piece ${i}`));
   });
 }
 

@@ -24,11 +24,15 @@ export class Pacer {
     this._numStalls = 0;
   }
 
-  /** Take a piece that arrived at `nowS` and completes `numTokens` tokens. */
-  push(nowS, text, numTokens = 1, { paced = true } = {}) {
+  /**
+   * Take a piece that arrived at `nowS` and completes `numTokens` tokens. `thinks`: until then the model has thought,
+   * which nobody reads, and what came before was no text.
+   */
+  push(nowS, text, numTokens = 1, { paced = true, thinks = false } = {}) {
     if (!(numTokens >= 0)) throw new RangeError("a piece cannot hold fewer than 0 tokens");
     if (this._finishS !== null) throw new Error("push after finish");
     this._advance(nowS);
+    if (thinks) this._state.think(this._nowS);
     if (numTokens > 0) {
       this._ttftS ??= this._nowS;
       if (this._receivedS !== null) this._longestGapS = Math.max(this._longestGapS, this._nowS - this._receivedS);
@@ -36,7 +40,7 @@ export class Pacer {
     }
     this._bufferedTokens += numTokens;
     this._bufferedChars += text.length;
-    this._accept(text, numTokens, paced);
+    if (text !== "" || numTokens > 0) this._accept(text, numTokens, paced);
     this._advance(nowS);
   }
 

@@ -21,9 +21,10 @@ export class AnswerRecord {
   requestId = null;
   model = null;
   serverStats = {};
+  #thinks = false; // and no text has come since
 
   /**
-   * Take the object of one event; returns the text it brings as `{text, numTokens}`, or null.
+   * Take the object of one event; returns the text it brings as `{text, numTokens, thinks}`, or null.
    *
    * @throws APIStreamError it is an error event.
    * @throws ProtocolError it is not a chunk.
@@ -41,9 +42,12 @@ export class AnswerRecord {
     this.serverStats = { ...this.serverStats, ...stats };
     const numThoughts = this.reasoningParts.length;
     const text = firstChoice(chunk).map((choice) => this.#takeChoice(choice)).join("");
-    const isThought = text === "" && this.reasoningParts.slice(numThoughts).some((part) => part !== "");
-    const count = isThought ? 0 : numTokensOf(numTokens, text); // nobody reads it word by word
-    return text !== "" || count > 0 ? { text, numTokens: count } : null;
+    const hasThought = this.reasoningParts.slice(numThoughts).some((part) => part !== "");
+    const count = numTokensOf(numTokens, text);
+    const thinks = hasThought || (this.#thinks && count > 0 && text === ""); // a tag has no text
+    this.#thinks = (this.#thinks || hasThought) && text === "";
+    if (thinks && text === "") return { text, numTokens: 0, thinks };
+    return text !== "" || count > 0 ? { text, numTokens: count, thinks } : null;
   }
 
   #takeChoice(choice) {

@@ -26,12 +26,15 @@ export function isPerfect(delayS) {
 
 /** QoE of one answer in constant time and space per token; its Python twin explains the three numbers. */
 export class QoeState {
+  #ttftS;
+  #hasThought = false;
   #numTokens = 0;
   #lagS = 0;
   #delayS = 0;
 
   constructor(target = qoeTarget()) {
     this.target = target;
+    this.#ttftS = target.ttftS;
   }
 
   get numTokens() {
@@ -47,17 +50,24 @@ export class QoeState {
   }
 
   get lastS() {
-    return this.target.ttftS + (this.#numTokens - 1) / this.target.speedTokensPerS + this.#lagS;
+    return this.#ttftS + (this.#numTokens - 1) / this.target.speedTokensPerS + this.#lagS;
   }
 
   get isPerfect() {
     return isPerfect(this.#delayS);
   }
 
+  /** Record that what reached the client until `tS` was thinking: the text begins behind it. */
+  think(tS) {
+    this.#ttftS = Math.max(this.target.ttftS, tS + 1 / this.target.speedTokensPerS);
+    this.#hasThought = true;
+    this.#numTokens = this.#lagS = this.#delayS = 0;
+  }
+
   /** Record that the next `count` tokens reached the client at `tS`; returns when the last of them is displayed. */
   deliver(tS, count = 1) {
     if (!(count >= 1)) throw new RangeError("a delivery has at least one token");
-    const ideal = this.target.ttftS + this.#numTokens / this.target.speedTokensPerS;
+    const ideal = this.#ttftS + this.#numTokens / this.target.speedTokensPerS;
     this.#lagS = Math.max(this.#lagS, tS - ideal);
     this.#numTokens += count;
     this.#delayS += count * this.#lagS;
@@ -75,20 +85,20 @@ export class QoeState {
     return clampUnit((this.#area(numShown, tS) - shownDelay) / expected);
   }
 
-  /** QoE of the answer if it ends with the last delivered token, in [0, 1]; 0 when nothing was delivered. */
+  /** QoE if the answer ends with the last delivered token, in [0, 1]; of none 0, and 1 if there was thinking. */
   final() {
     const n = this.#numTokens;
-    if (n === 0) return 0;
+    if (n === 0) return Number(this.#hasThought);
     const whole = n * this.#lagS + (n * (n - 1)) / (2 * this.target.speedTokensPerS);
     return whole <= 0 ? 1 : clampUnit(1 - this.#delayS / whole);
   }
 
   #count(tS) {
-    return Math.max(0, Math.floor((tS - this.target.ttftS) * this.target.speedTokensPerS) + 1);
+    return Math.max(0, Math.floor((tS - this.#ttftS) * this.target.speedTokensPerS) + 1);
   }
 
   #area(count, tS) {
-    return count * (tS - this.target.ttftS) - (count * (count - 1)) / (2 * this.target.speedTokensPerS);
+    return count * (tS - this.#ttftS) - (count * (count - 1)) / (2 * this.target.speedTokensPerS);
   }
 }
 

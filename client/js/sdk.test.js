@@ -139,9 +139,9 @@ test("what is no JSON object is not quoted", () => {
 test("a record takes the first choice, and believes no odd number of tokens", () => {
   const record = new AnswerRecord();
   const take = (content, more) => record.takeChunk({ choices: [{ index: 0, delta: { content } }], ...more });
-  assert.deepEqual(take("ab", { sluice: { n: 3 } }), { text: "ab", numTokens: 3 });
-  assert.deepEqual(take("c"), { text: "c", numTokens: 1 });
-  assert.deepEqual(take("", { sluice: { n: 2, qoe: 0.5 } }), { text: "", numTokens: 2 });
+  assert.deepEqual(take("ab", { sluice: { n: 3 } }), { text: "ab", numTokens: 3, thinks: false });
+  assert.deepEqual(take("c"), { text: "c", numTokens: 1, thinks: false });
+  assert.deepEqual(take("", { sluice: { n: 2, qoe: 0.5 } }), { text: "", numTokens: 2, thinks: false });
   for (const n of [-1, 1.5, "2", true, 1e7]) assert.equal(take("d", { sluice: { n } }).numTokens, 1);
   assert.equal(take(""), null);
   assert.equal(record.takeChunk({ choices: [{ index: 1, delta: { content: "of another choice" } }] }), null);

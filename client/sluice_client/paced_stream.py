@@ -49,7 +49,8 @@ class _Intake:
         try:
             async for item in iterator:
                 piece = item if isinstance(item, Piece) else Piece(item)
-                self.pacer.push(self.now_s(), piece.text, piece.num_tokens, paced=piece.paced)
+                how = {"paced": piece.paced, "thinks": piece.thinks}
+                self.pacer.push(self.now_s(), piece.text, piece.num_tokens, **how)
                 self.changed.set()
                 while self.pacer.buffered_chars >= self.max_buffered_chars:
                     self.has_room.clear()

@@ -23,6 +23,8 @@ class Piece(NamedTuple):
     """Tokens that are complete with this text, 0 or more."""
     paced: bool = True
     """False for text that no one reads word by word."""
+    thinks: bool = False
+    """Until its arrival the model has thought: nobody reads that, and what came before was no text."""
 
 
 class Shown(NamedTuple):
@@ -78,7 +80,7 @@ class Pacer(ABC):
         self._stall_s = 0.0
         self._num_stalls = 0
 
-    def push(self, now_s: float, text: str, num_tokens: int = 1, *, paced: bool = True) -> None:
+    def push(self, now_s: float, text: str, num_tokens: int = 1, *, paced: bool = True, thinks: bool = False) -> None:
         """Take a piece that arrived at `now_s`.
 
         Args:
@@ -86,10 +88,13 @@ class Pacer(ABC):
             text: may be empty (tokens that have no text yet).
             num_tokens: how many tokens it completes, 0 or more.
             paced: False for text that no one reads word by word (tool calls); smooth mode then passes it on in turn.
+            thinks: see `Piece`.
         """
         assert num_tokens >= 0, "a piece cannot hold fewer than 0 tokens"
         assert self._finish_s is None, "push after finish"
         self._advance(now_s)
+        if thinks:
+            self._state.think(self._now_s)
         if num_tokens:
             self._ttft_s = self._now_s if self._ttft_s is None else self._ttft_s
             if self._received_s is not None:
@@ -97,7 +102,8 @@ class Pacer(ABC):
             self._received_s = self._now_s
         self.buffered_tokens += num_tokens
         self.buffered_chars += len(text)
-        self._accept(text, num_tokens, paced=paced)
+        if text or num_tokens:
+            self._accept(text, num_tokens, paced=paced)
         self._advance(now_s)
 
     def finish(self, now_s: float) -> None:

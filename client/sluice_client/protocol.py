@@ -32,6 +32,7 @@ class AnswerRecord:
     request_id: str | None = None
     model: str | None = None
     server_stats: dict[str, Any] = field(default_factory=dict)
+    _thinks: bool = False  # and no text has come since
 
     def take_chunk(self, chunk: dict[str, Any]) -> Piece | None:
         """Take the object of one event; returns the text it brings, if any.
@@ -52,9 +53,13 @@ class AnswerRecord:
         self.server_stats |= {k: v for k, v in extension.items() if k != "n"}
         num_thoughts = len(self.reasoning_parts)
         text = "".join(self._take_choice(choice) for choice in _first_choice(chunk))
-        is_thought = not text and any(self.reasoning_parts[num_thoughts:])
-        num_tokens = 0 if is_thought else _num_tokens(extension, text)  # nobody reads it word by word
-        return Piece(text, num_tokens) if text or num_tokens else None
+        has_thought = any(self.reasoning_parts[num_thoughts:])
+        num_tokens = _num_tokens(extension, text)
+        thinks = has_thought or (self._thinks and num_tokens > 0 and not text)  # a tag has no text
+        self._thinks = (self._thinks or has_thought) and not text
+        if thinks and not text:
+            num_tokens = 0
+        return Piece(text, num_tokens, thinks=thinks) if text or num_tokens or thinks else None
 
     def _take_choice(self, choice: dict[str, Any]) -> str:
         self.finish_reason = _string(choice, "finish_reason") or self.finish_reason

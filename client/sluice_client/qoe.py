@@ -11,8 +11,12 @@ tokens are numbered 1..n. With the reader's target (ttft, speed):
 
 The functions compute this literally and serve as reference; `QoeState` does it in O(1) per token with three numbers.
 
+An answer that thinks first has no reader until its thinking ends. Its tokens are those of its text, and ttft is
+
+    max(ttft, end of the thinking + 1 / speed)
+
 Source: Andes (arXiv 2404.16283), section 3.1, equations (1) to (3). Deviations: an answer without a token scores 0 when
-it is over (the paper leaves it undefined).
+it is over (the paper leaves it undefined); thinking.
 """
 
 from __future__ import annotations
@@ -116,12 +120,15 @@ class QoeState:
     lag. This form loses no digits just after ttft, where the textbook form subtracts two large sums.
     """
 
-    __slots__ = ("delay_s", "lag_s", "num_tokens", "target")
+    __slots__ = ("delay_s", "has_thought", "lag_s", "num_tokens", "target", "ttft_s")
 
     def __init__(self, target: QoeTarget) -> None:
         self.target = target
+        self.ttft_s = target.ttft_s
+        """When the first token of the text is expected."""
+        self.has_thought = False
         self.num_tokens = 0
-        """Tokens delivered so far (n)."""
+        """Tokens of the text that were delivered so far (n)."""
         self.lag_s = 0.0
         """Seconds by which the last token is displayed after its ideal instant."""
         self.delay_s = 0.0
@@ -130,12 +137,17 @@ class QoeState:
     @property
     def last_s(self) -> float:
         """Instant at which the last delivered token is displayed; one reading gap before ttft when there is none."""
-        return self.target.ttft_s + (self.num_tokens - 1) / self.target.speed_tokens_per_s + self.lag_s
+        return self.ttft_s + (self.num_tokens - 1) / self.target.speed_tokens_per_s + self.lag_s
 
     @property
     def is_perfect(self) -> bool:
         """Whether the reader has noticed no delay so far."""
         return is_perfect(self.delay_s)
+
+    def think(self, t_s: float) -> None:
+        """Record that what reached the client until `t_s` was thinking: the text begins behind it."""
+        self.ttft_s = max(self.target.ttft_s, t_s + 1 / self.target.speed_tokens_per_s)
+        self.has_thought, self.num_tokens, self.lag_s, self.delay_s = True, 0, 0.0, 0.0
 
     def deliver(self, t_s: float, count: int = 1) -> float:
         """Record that the next `count` tokens reached the client at `t_s`.
@@ -145,12 +157,12 @@ class QoeState:
         """
         assert count >= 1, "a delivery has at least one token"
         target, lag_s = self.target, self.lag_s
-        ideal = target.ttft_s + self.num_tokens / target.speed_tokens_per_s
+        ideal = self.ttft_s + self.num_tokens / target.speed_tokens_per_s
         if t_s - ideal > lag_s:
             lag_s = self.lag_s = t_s - ideal
         self.num_tokens += count
         self.delay_s += count * lag_s
-        return target.ttft_s + (self.num_tokens - 1) / target.speed_tokens_per_s + lag_s
+        return self.ttft_s + (self.num_tokens - 1) / target.speed_tokens_per_s + lag_s
 
     def qoe_at(self, t_s: float, *, finished: bool = False) -> float:
         """QoE as seen at `t_s` (at or after the last delivery), in [0, 1]; see the function of the same name."""
@@ -165,9 +177,12 @@ class QoeState:
         return _clamp_unit((self._area(num_shown, t_s) - shown_delay) / expected)
 
     def final(self) -> float:
-        """QoE of the answer if it ends with the last delivered token, in [0, 1]; 0 when nothing was delivered."""
+        """QoE of the answer if it ends with the last delivered token, in [0, 1].
+
+        0 when nothing was delivered; 1 when it was thinking alone, of which nothing is expected.
+        """
         if self.num_tokens == 0:
-            return 0.0
+            return float(self.has_thought)
         n = self.num_tokens
         whole = n * self.lag_s + n * (n - 1) / (
             2 * self.target.speed_tokens_per_s
@@ -176,11 +191,11 @@ class QoeState:
 
     def _count(self, t_s: float) -> int:
         """How many tokens are ideal at or before `t_s`."""
-        return max(0, math.floor((t_s - self.target.ttft_s) * self.target.speed_tokens_per_s) + 1)
+        return max(0, math.floor((t_s - self.ttft_s) * self.target.speed_tokens_per_s) + 1)
 
     def _area(self, count: int, t_s: float) -> float:
         """W(count, t): the sum of t - ideal[i] over the first `count` tokens."""
-        return count * (t_s - self.target.ttft_s) - count * (count - 1) / (2 * self.target.speed_tokens_per_s)
+        return count * (t_s - self.ttft_s) - count * (count - 1) / (2 * self.target.speed_tokens_per_s)
 
 
 def _clamp_unit(value: float) -> float:

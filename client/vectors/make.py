@@ -93,6 +93,28 @@ def qoe_case(seed: int) -> dict[str, Any]:
     }
 
 
+def thinking_case(seed: int) -> dict[str, Any]:
+    """Thinking, then text: by the definition the text is all, expected a reading gap behind the thinking."""
+    rng = random.Random(4000 + seed)  # noqa: S311
+    target = QoeTarget(round(rng.uniform(0.2, 3.0), 3), round(rng.uniform(0.5, 30.0), 3))
+    times = arrival_times(ARRIVALS[seed % len(ARRIVALS)], 24, rng)
+    count = (1, 5, 23, 24)[seed % 4]
+    thought_s, delivered = times[count - 1], times[count:]
+    behind = QoeTarget(max(target.ttft_s, thought_s + 1 / target.speed_tokens_per_s), target.speed_tokens_per_s)
+    return {
+        "name": f"thinking-{seed}",
+        "target": asdict(target),
+        "thought_s": times[:count],
+        "delivered_s": delivered,
+        "displayed_s": displayed_times(behind, delivered),
+        "final": final_qoe(behind, delivered) if delivered else 1.0,
+        "at": [
+            {"t_s": t, "qoe": qoe_at(behind, delivered, t, finished=False)}
+            for t in (times[-1] + round(rng.uniform(0.0, 9.0), 6) for _ in range(2))
+        ],
+    }
+
+
 def reading_case(seed: int) -> dict[str, Any]:
     """Pieces of one or more tokens; each word is shown when the last token of it is displayed by the definition."""
     rng = random.Random(1000 + seed)  # noqa: S311
@@ -173,6 +195,7 @@ def build() -> dict[str, Any]:
         "about": "Made by make.py. Times in seconds since the request's arrival; compare numbers within tolerance.",
         "tolerance": 1e-9,
         "qoe": [qoe_case(seed) for seed in range(35)],
+        "thinking": [thinking_case(seed) for seed in range(14)],
         "pacer": [reading_case(seed) for seed in range(14)]
         + [smooth_case(seed, name, kind) for seed, (name, kind) in enumerate(smooth)],
         "segments": [segment_case(seed, name) for seed, name in enumerate(TEXTS)],

@@ -23,6 +23,7 @@ from sluice_client import (
     QoeTarget,
     RetryPolicy,
 )
+from sluice_client.protocol import AnswerRecord
 from tests.support.openai_server import (
     FINISH,
     ROLE,
@@ -114,6 +115,23 @@ async def test_chunks_of_several_tokens_count_as_such() -> None:
             pass
         assert answer.text == "abcd"
         assert answer._stream.pacer._state.num_tokens == 3 + 1 + 2 + 1
+
+
+def test_the_reader_s_timeline_begins_behind_the_thinking_and_its_tags() -> None:
+    """A tag has tokens and no text; a chunk may end the thinking and begin the text."""
+    record = AnswerRecord()
+
+    def take(num_tokens: int, **delta: str) -> tuple[str, int, bool] | None:
+        piece = record.take_chunk({"choices": [{"index": 0, "delta": delta}], "sluice": {"n": num_tokens}})
+        return None if piece is None else (piece.text, piece.num_tokens, piece.thinks)
+
+    assert take(1) == ("", 1, False)
+    assert [take(2, reasoning="hm, "), take(1), take(0)] == [("", 0, True), ("", 0, True), None]
+    assert [take(2, reasoning="yes", content="so"), take(1), take(1, content="!")] == [
+        ("so", 2, True),
+        ("", 1, False),
+        ("!", 1, False),
+    ]
 
 
 async def test_tool_calls_and_reasoning_are_collected_and_not_displayed() -> None:

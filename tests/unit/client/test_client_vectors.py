@@ -52,6 +52,26 @@ def test_qoe(case: dict[str, Any]) -> None:
         assert_same(state.qoe_at(at["t_s"], finished=at["finished"]), at["qoe"])
 
 
+@by_name(VECTORS["thinking"])
+def test_thinking(case: dict[str, Any]) -> None:
+    """A tag that came before, without text, is no text either."""
+    state, pacer = QoeState(QoeTarget(**case["target"])), make_pacer("reading", QoeTarget(**case["target"]))
+    state.deliver(0.0)
+    pacer.push(0.0, "", 1)
+    for at_s in case["thought_s"]:
+        state.think(at_s)
+        pacer.push(at_s, "", 0, thinks=True)
+    assert_same([state.deliver(t) for t in case["delivered_s"]], case["displayed_s"])
+    for at_s in case["delivered_s"]:
+        pacer.push(at_s, "a ", 1)
+    assert_same(state.final(), case["final"])
+    for at in case["at"]:
+        assert_same(state.qoe_at(at["t_s"]), at["qoe"])
+    pacer.finish(case["at"][0]["t_s"])
+    assert_same(pacer.qoe, case["final"])
+    assert_same([item.at_s for item in pacer.pop(float("inf")) if item.text], case["displayed_s"])
+
+
 @by_name(VECTORS["pacer"])
 def test_pacer(case: dict[str, Any]) -> None:
     pacer = make_pacer(case["mode"], QoeTarget(**case["target"]))
