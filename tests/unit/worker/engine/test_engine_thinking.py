@@ -302,7 +302,7 @@ def test_nobody_follows_best_effort_that_thinks_and_who_reads_too_fast_is_the_de
 def test_a_modelled_worker_closes_a_thinking_whose_budget_is_used_up_whatever_happens_to_its_kv(
     budget: int, is_open: bool
 ) -> None:
-    """Seven share memory for about three, so they give way to each other; five think."""
+    """Seven share memory for about three, so they give way to each other; five think, two of which began elsewhere."""
     harness = make_harness(num_blocks=14, vocab_size=1000)
     for name in range(7):
         new = new_sequence(name, num_prompt=5, max_tokens=16, arrival_s=0.0)
@@ -312,6 +312,9 @@ def test_a_modelled_worker_closes_a_thinking_whose_budget_is_used_up_whatever_ha
             thinking = thinking.model_copy(update={"opening_id": first})
         if name < 5:
             new = replace(new, sampling=new.sampling.model_copy(update={"thinking": thinking}))
+        if name in (3, 4):
+            text, _ = undisturbed(harness.engine.config, harness.draw, new)
+            new = replace(new, generated=np.array(text[: name - 1], dtype=np.uint32))
         harness.add(new)
     harness.drain()
     assert harness.engine.totals.num_preemptions > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -117,3 +119,17 @@ def test_the_sizes_that_are_tried_lie_between_the_most_in_time_and_the_most_that
         assert len(sizes) <= 4
         assert sizes == sorted(set(sizes), reverse=True)
         assert batch_sizes(least, largest, 1) == [largest]
+
+
+def test_who_thinks_is_read_at_the_speed_of_thinking_and_then_from_its_text_on() -> None:
+    """Row 0 thinks and wants ten tokens a second; row 1 has nine tokens, of which four were thinking."""
+    view = make_view(running=[decoding(9), decoding(9)], now_s=50.0)
+    columns = replace(
+        view.columns,
+        qoe_speed=np.full(2, 5.0),
+        qoe_gap_s=np.array([0.1, 0.2]),
+        thinks=np.array([True, False]),
+        num_thought=np.array([0, 4], dtype=np.int32),
+    )
+    readers = Readers.of(replace(view, columns=columns), view.running)
+    assert (readers.gap_s.tolist(), readers.num.tolist()) == ([0.1, 0.2], [9, 5])
