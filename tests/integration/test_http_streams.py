@@ -120,7 +120,7 @@ async def test_the_parameters_reach_the_worker_as_they_were_given(served: Runnin
         logprobs=True,
         top_logprobs=3,
         service_tier="scale",
-        qoe={"ttft_s": 0.5, "speed_tokens_per_s": 3.3},
+        qoe={"ttft_s": 0.5, "speed_tokens_per_s": 3.3, "thinking_speed_tokens_per_s": 8},
     )
     submit = served.worker.submits[-1]
     assert submit.sampling.model_dump() == {
@@ -131,7 +131,7 @@ async def test_the_parameters_reach_the_worker_as_they_were_given(served: Runnin
         "logprobs": 3,
     }
     assert submit.tier is Tier.DEFAULT
-    assert submit.qoe == ReaderTarget(ttft_s=0.5, speed_tokens_per_s=3.3)
+    assert submit.qoe == ReaderTarget(ttft_s=0.5, speed_tokens_per_s=3.3, thinking_speed_tokens_per_s=8)
 
 
 async def test_without_a_seed_each_request_draws_its_own_and_max_tokens_is_what_the_context_holds(

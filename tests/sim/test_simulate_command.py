@@ -119,6 +119,8 @@ def test_flags_change_the_scenario(scenario: str, tmp_path: Path) -> None:
         "300",
         "--max-batch-rows",
         "20",
+        "--thinking",
+        "share=0.5,tokens=30",
         "--reader",
         "ttft=2,speed=10",
         "--slo",
@@ -131,6 +133,7 @@ def test_flags_change_the_scenario(scenario: str, tmp_path: Path) -> None:
     assert told["step_ms"]["g0"] == 11.34
     assert (told["max_batch_tokens"], told["max_batch_rows"]) == (300, 20)
     assert (told["reader"]["ttft_s"], told["reader"]["speed"]) == (2, 10)
+    assert (told["thinking"]["share"], told["thinking"]["tokens"]) == (0.5, 30)
     assert tree["systems"]["fcfs"]["slo"]["ttft_s"] == 3
     assert tree["systems"]["fcfs"]["gpus_peak"] == 3
 
@@ -233,6 +236,8 @@ def test_without_matplotlib_figures_are_refused_before_anything_runs(
         (("--slo", "ttft=1,tpot=0.1,shape=1"), ("'shape=1' is not one of",)),
         (("--slo", "ttft=1,tpot=0.1,share=2"), ("share is a number up to 1",)),
         (("--reader", "ttft=nan,speed=1"), ("nan",)),
+        (("--thinking", "share=1.5,tokens=9"), ("share is a number up to 1",)),
+        (("--thinking", "share=0.5,tokens=1"), ("--thinking: tokens", "share=0.5,tokens=400")),
         (("--trace", "no-such.csv"), ("no-such.csv",)),
         (("--trace", __file__, "--rate", "3"), ("--trace", "--rate", "Give one of them")),
         (("--trace", __file__), ("test_simulate_command.py",)),

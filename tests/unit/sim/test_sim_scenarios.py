@@ -11,7 +11,7 @@ from shared.errors import StartupError
 from shared.systems import SYSTEMS
 from shared.types import LatencyLimits
 from sim.scenarios.files import load_scenario, scenario_names
-from sim.scenarios.parts import SloSpec
+from sim.scenarios.parts import SloSpec, ThinkingLoad
 from sim.scenarios.scenario import Scenario, validated
 from sim.workload.workload import Workload
 from tests.support.sim_traces import TRACES, write_trace
@@ -39,7 +39,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _columns(workload: Workload) -> list[bytes]:
-    names = ("arrival_s", "num_prompt", "num_output", "qoe_ttft_s", "qoe_speed", "tier")
+    names = ("arrival_s", "num_prompt", "num_output", "num_thinking", "qoe_ttft_s", "qoe_speed", "tier")
     return [getattr(workload, name).tobytes() for name in names]
 
 
@@ -140,6 +140,32 @@ def test_a_share_of_the_arrivals_is_of_those_that_nobody_waits_for() -> None:
     assert np.array_equal(mixed.qoe_speed[kept], plain.qoe_speed[kept])
     assert np.array_equal(mixed.qoe_ttft_s[kept], plain.qoe_ttft_s[kept])
     assert len(mixed.without_best_effort()) == kept.sum()
+
+
+def test_a_share_of_the_answers_thinks_first_and_nothing_else_changes() -> None:
+    """About 935 answers; five deviations of a share of a half are 0.082, of the mean of 470 log-normal ones a quarter.
+
+    Best effort does not think, and nobody thinks beyond the context.
+    """
+    scenario = load_scenario("andes-cyclic").model_copy(update={"best_effort_share": 0.3})
+    plain = scenario.workload(3)
+    thinking = ThinkingLoad(share=0.5, tokens=400)
+    mixed, again = (scenario.model_copy(update={"thinking": thinking}).workload(3) for _ in range(2))
+    assert not plain.num_thinking.any()
+    assert mixed.num_thinking.tolist() == again.num_thinking.tolist()
+    thinks = mixed.num_thinking > 0
+    assert not thinks[mixed.tier == Tier.FLEX].any()
+    assert thinks[mixed.tier == Tier.DEFAULT].mean() == pytest.approx(0.5, abs=0.082)
+    assert mixed.num_thinking[thinks].mean() == pytest.approx(400, rel=0.25)
+    assert (mixed.num_output - mixed.num_thinking).tolist() == plain.num_output.tolist()
+    assert [
+        name
+        for name in ("arrival_s", "num_prompt", "qoe_ttft_s", "qoe_speed", "tier")
+        if not np.array_equal(getattr(mixed, name), getattr(plain, name), equal_nan=True)
+    ] == []
+    short = scenario.model_copy(update={"thinking": thinking, "max_request_tokens": 900}).workload(3)
+    assert (short.num_prompt + short.num_output).max() <= 900
+    assert len({short.num_prompt[i] + short.num_output[i] for i in np.flatnonzero(short.num_thinking)}) > 1
 
 
 def _traced(**changes: Any) -> Scenario:
