@@ -264,6 +264,20 @@ def test_forty_seconds_of_thinking_cost_a_reader_nothing_that_follows_the_text_i
     assert all_read.qoe < 0.05
 
 
+def test_where_nobody_has_said_who_reads_a_move_tells_when_the_thinking_ended() -> None:
+    """The worker's default reader, for its policies, expects the text 1 / 4.8 s behind 3 s; two tokens came in time."""
+    answer = Answer([OPENING, CLOSING, WORD, WORD], [1.0, 3.0, 3.1, 3.2], ReaderTarget(), is_open=False)
+    session = Session(replace(new_session(answer).request, qoe=None), StreamId(7), GapHistogram())
+    for index in range(len(answer.tokens)):
+        take(session, answer, index)
+    submit, engine = next_submit(session, SENDER, ARRIVAL_S + 5), make_engine()
+    assert (submit.qoe, submit.displayed, submit.thought_s) == (None, None, 3.0)
+    assert (session.qoe, slack_s(session, ARRIVAL_S + 5), stall_s(session)) == (None, None, None)
+    row = add(engine, submit)
+    assert engine.table.qoe_last_s[row] == pytest.approx(3.0 + 2 / 4.8)
+    assert engine.table.num_thought[row] == 2
+
+
 def test_who_does_not_think_is_the_same_beside_who_does() -> None:
     at_s = [0.3, 2.0, 2.1, 4.0]
     answer = Answer([OPENING, WORD, CLOSING, WORD], at_s, ReaderTarget(), is_open=False)
