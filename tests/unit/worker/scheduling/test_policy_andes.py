@@ -244,11 +244,10 @@ def test_after_a_minute_of_thinking_a_row_is_served_before_who_has_text_and_befo
 ) -> None:
     """Both have 60 tokens, and there is memory for one. The reader of the other has text for 40 s."""
     rows = [(1, 60, 0, 0)] * 2
-    for order in ((0, 1), (1, 0)):
-        waited, buffered, readers = (
-            [pair[i] for i in order] for pair in ((60.0, waited_s), (0, 40.0), (READER, reader))
-        )
+    for first in (0, 1):
+        second, waited, buffered, readers = 1 - first, [waited_s] * 2, [40.0] * 2, [reader] * 2
+        waited[first], buffered[first], readers[first] = 60.0, 0.0, READER
         view = moment(
             [], rows, waited_s=waited, buffered=buffered, readers=readers, free_blocks=17, max_batch_tokens=99
         )
-        assert decide(thinking(view, order.index(0), 1.0)).rows.tolist() == [order.index(0)]
+        assert decide(thinking(view, first, 1.0)).rows.tolist() == [first], f"and not {second}"
