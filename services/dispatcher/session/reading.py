@@ -6,7 +6,7 @@ as if they were read (`services/worker/sequences/reading.py`), and QoE counts no
 
 from __future__ import annotations
 
-from math import nan
+from math import isnan, nan
 
 from services.dispatcher.session.request import NewRequest
 from shared.qoe import text_ttft_s
@@ -48,7 +48,7 @@ class Reading:
     @property
     def thought_s(self) -> float | None:
         """When the thinking ended, seconds after the arrival; None if it did not, or nobody knows."""
-        return None if self.thought_at_s != self.thought_at_s else self.thought_at_s - self._request.arrival_s
+        return None if isnan(self.thought_at_s) else self.thought_at_s - self._request.arrival_s
 
     @property
     def ttft_s(self) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 
 from services.dispatcher.session.session import Session
 from shared.open_requests import RequestState
-from shared.qoe import qoe_by_now
+from shared.qoe import F64, qoe_by_now
 
 PAUSED_AFTER_S: Final = 1.0
 """Without a token for so long an answer counts as paused."""
@@ -45,10 +45,18 @@ def reader_qoe(session: Session, now_s: float) -> float | None:
         return None
     if session.thinks:
         return 1.0
-    arrival_s, text_s = session.request.arrival_s, session.token_s[session.num_thought :]
-    before = np.full(len(session.tokens) - reading.num_thought - len(text_s), -np.inf)
-    delivered_s = np.concatenate([before, np.asarray(text_s) - arrival_s])
-    return qoe_by_now(delivered_s, reading.ttft_s, target.speed_tokens_per_s, now_s - arrival_s)
+    at_s = now_s - session.request.arrival_s
+    return qoe_by_now(wanted_s(session), reading.ttft_s, target.speed_tokens_per_s, at_s)
+
+
+def wanted_s(session: Session) -> F64:
+    """Return when the tokens of its text came, seconds after the arrival, or while it thinks those of its thinking.
+
+    Those that an earlier connection got came at minus infinity.
+    """
+    here_s = session.token_s if session.thinks else session.token_s[session.num_thought :]
+    before = np.full(len(session.tokens) - session.reading.num_thought - len(here_s), -np.inf)
+    return np.concatenate([before, np.asarray(here_s) - session.request.arrival_s])
 
 
 def stall_s(session: Session) -> float | None:

@@ -6,6 +6,7 @@ import numpy as np
 
 from services.dispatcher.session.request import Sender
 from services.dispatcher.session.session import Session
+from services.dispatcher.session.standing import wanted_s
 from shared.messages.request import Submit, pack_token_ids
 from shared.qoe import displayed
 
@@ -51,10 +52,7 @@ def next_submit(
 
 def _displayed(session: Session) -> tuple[float, float] | None:
     """Return what the reader has seen, as `Submit.displayed` says it."""
-    target, reading = session.request.qoe, session.reading
-    if target is None:
+    reading, delivered_s = session.reading, wanted_s(session)
+    if session.request.qoe is None or not np.isfinite(delivered_s[-1:]).any():
         return None
-    tokens_s = session.token_s if session.thinks else session.token_s[session.num_thought :]
-    if not tokens_s:
-        return None
-    return displayed(np.asarray(tokens_s) - session.request.arrival_s, reading.ttft_s, 1 / reading.gap_s)
+    return displayed(delivered_s, reading.ttft_s, 1 / reading.gap_s)

@@ -241,6 +241,9 @@ def test_what_an_earlier_connection_got_counts_as_on_time(answer: Answer, cut: i
     for index in range(cut, len(answer.tokens)):
         take(session, answer, index)
         deliver(engine, [row], [answer.tokens[index]], answer.delivered_s[index])
+        elsewhere = add(engine, next_submit(session, SENDER, ARRIVAL_S + 9))
+        assert columns_of(engine, elsewhere) == pytest.approx(columns_of(engine, row), abs=1e-9)
+        engine.table.free(elsewhere)
     assert session.reading.shown_s - ARRIVAL_S == pytest.approx(float(engine.table.qoe_last_s[row]), abs=1e-9)
     thought, here = answer.thought(len(answer.tokens)), len(answer.tokens) - cut
     assert session.num_thought == (here if thought is None and answer.tokens else max(0, (thought or 0) - cut))
