@@ -28,7 +28,8 @@ from services.dispatcher.http.cors import page_headers, preflight
 from services.dispatcher.http.errors import HELP_PREFIX, RATE_LIMITED, ApiError, error_response, failure_error
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.guard import authorise, receive
-from services.dispatcher.http.websocket import open_socket
+from services.dispatcher.http.unserved import SOCKET, no_such_url, wrong_method
+from services.dispatcher.http.websocket import open_socket, wants_socket
 from services.dispatcher.session.request import FailureCode
 from shared.errors import StartupError
 from shared.process.log import get_logger
@@ -56,7 +57,7 @@ _ROUTES: Final[dict[str, Route]] = {
     "/v1/detokenize": {"POST": detokenize},
     "/tokenize": {"POST": tokenize},
     "/detokenize": {"POST": detokenize},
-    "/v1/ws": {"GET": open_socket},
+    SOCKET: {"GET": open_socket},
     "/v1/models": _get(models.list_models),
     "/v1/cluster": _get(probes.cluster),
     "/v1/requests": _get(list_requests),
@@ -73,12 +74,13 @@ _HELP_ROUTE: Final = _get(probes.explain)
 _CANCEL_ROUTE: Final[Route] = {"POST": cancel_request}
 
 
-def _find(method: str, path: str) -> Endpoint:
+def _find(request: web.BaseRequest) -> Endpoint:
     """Return the endpoint.
 
     Raises:
-        ApiError: 404 or 405.
+        ApiError: 400, 404 or 405.
     """
+    path = request.path
     route = _ROUTES.get(path)
     if route is None and path.startswith(models.PREFIX):
         route = _MODEL_ROUTE
@@ -87,11 +89,10 @@ def _find(method: str, path: str) -> Endpoint:
     if route is None and is_cancel_path(path):
         route = _CANCEL_ROUTE
     if route is None:
-        raise ApiError(404, "unknown_url", "There is nothing at this URL.")
-    endpoint = route.get(method)
+        raise no_such_url(path, _ROUTES, is_handshake=wants_socket(request))
+    endpoint = route.get(request.method)
     if endpoint is None:
-        allowed = ", ".join(route)
-        raise ApiError(405, "method_not_allowed", f"Use {allowed} here.", headers={"Allow": allowed})
+        raise wrong_method(route, is_handshake=wants_socket(request))
     return endpoint
 
 
@@ -161,7 +162,7 @@ class HttpServer:
         if answer is not None:
             return answer
         authorise(front, request)
-        return await _find(request.method, request.path)(front, request, public_id)
+        return await _find(request)(front, request, public_id)
 
 
 def _check_head(request: web.BaseRequest, max_bytes: int) -> None:

@@ -63,7 +63,7 @@ async def open_socket(front: Front, request: web.BaseRequest, public_id: str) ->
     Raises:
         ApiError: it is no handshake, or the server is shutting down.
     """
-    if request.headers.get("Upgrade", "").strip().lower() != "websocket":
+    if not wants_socket(request):
         raise ApiError(426, "upgrade_required", "Speak WebSocket here.", headers={"Upgrade": "websocket"})
     socket = _Socket(
         timeout=CLOSE_LIMIT_S / 2,
@@ -89,6 +89,11 @@ async def open_socket(front: Front, request: web.BaseRequest, public_id: str) ->
     finally:
         front.sockets.remove(connection)
     return socket
+
+
+def wants_socket(request: web.BaseRequest) -> bool:
+    """Return whether a request asks to speak WebSocket."""
+    return request.headers.get("Upgrade", "").strip().lower() == "websocket"
 
 
 class _Socket(web.WebSocketResponse):
