@@ -271,6 +271,28 @@ async def test_the_prompt_and_the_setting_say_where_an_answer_begins(
         assert message_of(body) == (parts[0] or None, parts[1])
 
 
+@pytest.mark.parametrize(
+    ("said", "answer", "parts"),
+    [
+        ("<think>\nHm", ", so\n</think>\n\nHello", (", so", "Hello")),
+        ("<think>\nHm\n</think>", "\n\nHello", ("", "Hello")),
+        ("Hello", " <think>world</think>", ("", " <think>world</think>")),
+        ("", "<think>a</think>b", ("a", "b")),
+    ],
+)
+@pytest.mark.parametrize("parser", ["qwen3", "deepseek_r1"])
+async def test_an_answer_that_continues_a_message_goes_on_in_its_part(
+    folder: Path, said: str, answer: str, parts: tuple[str, str], parser: str
+) -> None:
+    settings = make_settings(folder, reasoning_parser=parser)
+    messages = [*HELLO, {"role": "assistant", "content": said}]
+    async with running_dispatcher(load_text(settings), folder, answer, reasoning_parser=parser) as running:
+        _, whole = await running.post(messages=messages, continue_final_message=True)
+        assert message_of(whole) == (parts[0] or None, parts[1])
+        events = await running.stream(messages=messages, continue_final_message=True, add_generation_prompt=False)
+    assert parts_of(events) == [parts]
+
+
 async def test_the_openai_package_and_our_own_client_read_both_parts(served: Running) -> None:
     async with openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as client:
         ask: dict[str, Any] = {"model": "tiny", "messages": HELLO, "reasoning_effort": "high"}

@@ -176,6 +176,23 @@ async def test_a_conversation_may_end_after_its_last_message(served: Running) ->
     assert served.front.codec.decode(whole["tokens"][bare["count"] :]) == "<|im_start|>assistant\n"
 
 
+@pytest.mark.parametrize("end", [{}, {"add_generation_prompt": False}, {"continue_final_message": True}])
+async def test_a_chat_s_prompt_ends_where_tokenize_says(served: Running, end: dict[str, Any]) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "The fox "}]
+    _, told = await served.post("/tokenize", messages=messages, **end)
+    assert (await served.post(messages=messages, **end))[0] == 200
+    assert served.worker.submits[-1].prompt_ids().tolist() == told["tokens"]
+    shown = served.front.codec.decode(told["tokens"])
+    assert (
+        shown.rpartition("The fox")[2]
+        == {
+            (): "<|im_end|>\n<|im_start|>assistant\n",
+            ("add_generation_prompt",): "<|im_end|>\n",
+            ("continue_final_message",): "",
+        }[tuple(end)]
+    )
+
+
 @pytest.mark.parametrize("text", ["the fox", "the <s> fox"])
 async def test_special_tokens_are_added_to_a_text_unless_told_not_to(with_bos: Running, text: str) -> None:
     _, usual = await with_bos.post("/tokenize", prompt=text)

@@ -248,7 +248,8 @@ _CHAT: Final[list[Fields]] = [
     row("41 effort", "unsupported_parameter", reasoning_effort="low"),
     row("41 word", "invalid_value", reasoning_effort="most"),
     row("41 number", "invalid_type", reasoning_effort=1),
-    row("41 prompt", "unsupported_parameter", add_generation_prompt=False),
+    row("41 both", "invalid_value", add_generation_prompt=True, continue_final_message=True),
+    row("41 no answer", "invalid_value", continue_final_message=True),
     *(
         row(name, "invalid_json_schema", param="response_format.json_schema.schema", response_format=form(schema))
         for name, schema in (

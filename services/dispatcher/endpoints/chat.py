@@ -8,11 +8,11 @@ from typing import Any
 from services.dispatcher.endpoints.call import CheckedCall, Prompt
 from services.dispatcher.endpoints.fields import Fields
 from services.dispatcher.endpoints.guide_check import read_guide
-from services.dispatcher.endpoints.messages import count_chars, parse_messages
+from services.dispatcher.endpoints.messages import count_chars, parse_messages, text_of
 from services.dispatcher.endpoints.params import parse_params
 from services.dispatcher.endpoints.salt import cache_salt
 from services.dispatcher.endpoints.sampling import chat_logprobs
-from services.dispatcher.endpoints.template_kwargs import NAMES, parse_template_kwargs
+from services.dispatcher.endpoints.template_kwargs import NAMES, PromptEnd, parse_prompt_end, parse_template_kwargs
 from services.dispatcher.endpoints.unsupported import CHAT, SHARED_NAMES, refuse_unsupported
 from services.dispatcher.http.arrival import Arrival, Caller, check_model
 from services.dispatcher.http.errors import unsupported
@@ -39,6 +39,7 @@ def chat_call(arrival: Arrival, sender: Caller, body: dict[str, Any]) -> Checked
     refuse_unsupported(body, CHAT)
     messages = parse_messages(body.get("messages"))
     kwargs = parse_template_kwargs(fields, front.codec.template)
+    end = parse_prompt_end(fields, messages)
     params = parse_params(fields, front.rules_for(sender.grant), chat_logprobs(fields), read_guide(front, fields))
     if params.sampling.thinking_budget is not None and (
         front.think_tags is None or front.think_tags.closing_id is None
@@ -51,7 +52,7 @@ def chat_call(arrival: Arrival, sender: Caller, body: dict[str, Any]) -> Checked
         public_id=sender.public_id,
         is_chat=True,
         params=params,
-        encode=lambda: [_encode(front, messages, kwargs)],
+        encode=lambda: [_encode(front, messages, kwargs, end)],
         num_prompts=1,
         num_chars=count_chars(messages),
         prompt_param="messages",
@@ -65,8 +66,12 @@ def chat_call(arrival: Arrival, sender: Caller, body: dict[str, Any]) -> Checked
     )
 
 
-def _encode(front: Front, messages: Sequence[Mapping[str, Any]], kwargs: TemplateKwargs) -> Prompt:
-    ids = front.codec.encode_chat(messages, kwargs=kwargs)
-    if front.think_tags is None:
+def _encode(front: Front, messages: Sequence[Mapping[str, Any]], kwargs: TemplateKwargs, end: PromptEnd) -> Prompt:
+    ids = front.codec.encode_chat(
+        messages, add_generation_prompt=end.begins_answer, continues_last=end.continues_last, kwargs=kwargs
+    )
+    tags = front.think_tags
+    if tags is None:
         return Prompt(pack_token_ids(ids))
-    return Prompt(pack_token_ids(ids), stage=front.think_tags.stage_after(ids))
+    stage = tags.stage_within(text_of(messages[-1]), ids) if end.continues_last else tags.stage_after(ids)
+    return Prompt(pack_token_ids(ids), stage=stage)

@@ -37,6 +37,12 @@ def count_chars(messages: Sequence[Mapping[str, Any]]) -> int:
     return sum(_count_value(value) for message in messages for value in message.values())
 
 
+def text_of(message: Mapping[str, Any]) -> str:
+    """Return what a message says, its parts as lines."""
+    content: str | Sequence[Mapping[str, str]] = message["content"]
+    return content if isinstance(content, str) else "\n".join([part["text"] for part in content])
+
+
 def _count_value(value: str | Sequence[Mapping[str, str]]) -> int:
     return len(value) if isinstance(value, str) else sum([len(part["text"]) for part in value])
 

@@ -1,14 +1,17 @@
-"""What a request gives to variables of the chat template: `chat_template_kwargs`, and `reasoning_effort`."""
+"""What a request says of its prompt: values for variables of the chat template, and where it ends."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 from services.dispatcher.endpoints.fields import Fields, type_name
 from services.dispatcher.http.errors import invalid, unsupported
 from services.dispatcher.text.template import ChatTemplate, TemplateKwargs
 
-NAMES: Final = ("chat_template_kwargs", "reasoning_effort")
+_CONTINUE: Final = "continue_final_message"
+_BEGIN: Final = "add_generation_prompt"
+NAMES: Final = ("chat_template_kwargs", "reasoning_effort", _CONTINUE, _BEGIN)
 """Parameters that are read here."""
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high")
 MAX_NUMBER: Final = 1_000_000
@@ -27,6 +30,33 @@ def parse_template_kwargs(fields: Fields, template: ChatTemplate | None) -> Temp
     """
     variables = template.variables if template is not None else frozenset[str]()
     return {**_of_effort(fields, variables), **_of_names(fields, variables)}
+
+
+class PromptEnd(NamedTuple):
+    """Where the prompt of a conversation ends; neither: behind the last message."""
+
+    begins_answer: bool
+    """Where the template begins a message of the assistant's."""
+    continues_last: bool
+    """Where the text of the last message ends, the assistant's own: the answer goes on with it."""
+
+
+def parse_prompt_end(fields: Fields, messages: Sequence[Mapping[str, Any]]) -> PromptEnd:
+    """Return where the prompt is to end.
+
+    Raises:
+        ApiError: at two places, or in a message that is not the assistant's.
+    """
+    continues_last = fields.boolean(_CONTINUE)
+    begins_answer = fields.boolean(_BEGIN, default=not continues_last)
+    if not continues_last:
+        return PromptEnd(begins_answer, continues_last)
+    if begins_answer:
+        what = f"'{_CONTINUE}' and '{_BEGIN}' exclude each other: the answer is a part of a message, or its own."
+        raise invalid("invalid_value", _CONTINUE, what)
+    if messages[-1]["role"] != "assistant":
+        raise invalid("invalid_value", _CONTINUE, f"'{_CONTINUE}' needs a last message of role 'assistant'.")
+    return PromptEnd(begins_answer, continues_last)
 
 
 def _of_effort(fields: Fields, variables: frozenset[str]) -> dict[str, bool | str]:

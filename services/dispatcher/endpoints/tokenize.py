@@ -14,7 +14,7 @@ from services.dispatcher.answers.answer_text import json_text_parts
 from services.dispatcher.answers.generate import refused_by_template, untokenizable
 from services.dispatcher.endpoints.fields import Fields
 from services.dispatcher.endpoints.messages import count_chars, parse_messages
-from services.dispatcher.endpoints.template_kwargs import NAMES, parse_template_kwargs
+from services.dispatcher.endpoints.template_kwargs import NAMES, parse_prompt_end, parse_template_kwargs
 from services.dispatcher.endpoints.unsupported import TOKENIZE, refuse_unsupported
 from services.dispatcher.http.arrival import check_model, in_thread, note_arrival
 from services.dispatcher.http.errors import ApiError, invalid
@@ -34,7 +34,7 @@ _KNOWN: Final = frozenset(
     {
         *TOKENIZE,
         *NAMES,
-        *("model", "prompt", "messages", "tokens", "add_special_tokens", "add_generation_prompt", "return_token_strs"),
+        *("model", "prompt", "messages", "tokens", "add_special_tokens", "return_token_strs"),
     }
 )
 
@@ -129,10 +129,12 @@ def _encoder(fields: Fields, codec: PromptCodec) -> tuple[Callable[[], list[int]
     conversation = parse_messages(messages)
     _check_size(count_chars(conversation), "messages")
     is_special = fields.boolean("add_special_tokens")
-    is_prompt = fields.boolean("add_generation_prompt", default=True)
+    end = parse_prompt_end(fields, conversation)
     kwargs = parse_template_kwargs(fields, codec.template)
-    encode = partial(codec.encode_chat, add_generation_prompt=is_prompt, add_special_tokens=is_special, kwargs=kwargs)
-    return partial(encode, conversation), "messages"
+    encode = partial(codec.encode_chat, add_special_tokens=is_special, kwargs=kwargs)
+    return partial(
+        encode, conversation, add_generation_prompt=end.begins_answer, continues_last=end.continues_last
+    ), "messages"
 
 
 def _check_size(num_chars: int, param: str) -> None:

@@ -28,10 +28,6 @@ def _is_false(value: Any) -> bool:
     return value is False
 
 
-def _is_true(value: Any) -> bool:
-    return value is True
-
-
 def _one_of(*neutral: Any) -> _IsNeutral:
     def is_neutral(value: Any) -> bool:
         return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in neutral)
@@ -53,7 +49,6 @@ _TEMPLATE: Final[dict[str, _IsNeutral]] = {
     "tools": _is_empty,
     "documents": _is_empty,
     "chat_template": _is_empty,
-    "continue_final_message": _is_false,
 }
 CHAT: Final[dict[str, _IsNeutral]] = {
     **_COMMON,
@@ -61,7 +56,6 @@ CHAT: Final[dict[str, _IsNeutral]] = {
     "tool_choice": _one_of("none", "auto", ""),  # without tools `auto` can only choose none
     "functions": _is_empty,
     "function_call": _one_of("none", "auto", ""),
-    "add_generation_prompt": _is_true,
     "add_special_tokens": _is_false,
     "audio": _is_empty,
     "prediction": _is_empty,

@@ -1,4 +1,4 @@
-"""What is said of a URL that nothing answers: what to use in place of an interface of OpenAI's, or what was meant. Pure.
+"""What is said of a URL that nothing answers: what to use in its place, or which one was meant. Pure.
 
     known, not served   /v1/embeddings                  400: the request is in vain, this server is not
     mistaken            /chat/completions, /v1/v1/ws    404 with the path that was meant

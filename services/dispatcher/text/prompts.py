@@ -126,6 +126,7 @@ class PromptCodec:
         *,
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
+        continues_last: bool = False,
         kwargs: TemplateKwargs | None = None,
     ) -> list[int]:
         """Return the ids of a conversation.
@@ -134,6 +135,7 @@ class PromptCodec:
             messages: `role` and `content` (a string, or parts of type `text`), and what else the template may read.
             add_generation_prompt: they end where the assistant's answer begins.
             add_special_tokens: with the tokenizer's own BOS or EOS; most templates write theirs.
+            continues_last: they end where the text of the last message ends; then without `add_generation_prompt`.
             kwargs: values of some of the template's variables; nothing in them becomes a control token.
 
         Raises:
@@ -148,11 +150,16 @@ class PromptCodec:
         texts = {name: value for name, value in kwargs.items() if isinstance(value, str)}
         mark = ""
         hidden: list[str] = []
-        if any(map(self._find, messages)) or any(map(self._is_suspect, texts.values())):
+        if continues_last or any(map(self._find, messages)) or any(map(self._is_suspect, texts.values())):
             mark = _unused_mark([*messages, texts])
             messages = [self._hide(message, mark, hidden) for message in messages]
             kwargs |= self._hide_values(texts, mark, hidden)
+        if continues_last:
+            end, hidden = _placeholder(mark, len(hidden)), [*hidden, ""]
+            messages = [*messages[:-1], _with_end(messages[-1], end)]
         rendered = self.template.render(messages, add_generation_prompt=add_generation_prompt, kwargs=kwargs)
+        if continues_last:
+            rendered = _cut_at(rendered, end, _last_text(messages[-1]))
         text = self._name_tokens(rendered, mark, hidden)
         return self.encode_text(text, add_special_tokens=add_special_tokens)
 
@@ -181,7 +188,7 @@ class PromptCodec:
 
         def place(text: str) -> str:
             hidden.append(text)
-            return f"{mark}{len(hidden) - 1}{mark}"
+            return _placeholder(mark, len(hidden) - 1)
 
         def guard(value: Any) -> Any:
             if isinstance(value, str):
@@ -200,7 +207,7 @@ class PromptCodec:
         shown = dict(values)
         for name, value in values.items():
             if self._is_suspect(value):
-                shown[name] = f"{mark}{len(hidden)}{mark}"
+                shown[name] = _placeholder(mark, len(hidden))
                 hidden.append(value)
         return shown
 
@@ -293,6 +300,39 @@ def _texts_of(message: Mapping[str, Any]) -> list[str]:
     """Return the texts of a message; parts of a content together, as a template may write them."""
     values = message.values()
     return [value if isinstance(value, str) else "".join([part["text"] for part in value]) for value in values]
+
+
+def _placeholder(mark: str, number: int) -> str:
+    return f"{mark}{number}{mark}"
+
+
+def _last_text(message: Mapping[str, Any]) -> str:
+    content: str | Sequence[Mapping[str, str]] = message["content"]
+    return content if isinstance(content, str) else content[-1]["text"]
+
+
+def _with_end(message: Mapping[str, Any], end: str) -> dict[str, Any]:
+    """Return the message with a mark behind its text, and a blank behind that: what trims the text takes it away."""
+    text = f"{_last_text(message)}{end} "
+    content = message["content"]
+    return {**message, "content": text if isinstance(content, str) else [*content[:-1], {**content[-1], "text": text}]}
+
+
+def _cut_at(rendered: str, end: str, text: str) -> str:
+    """Return the prompt up to the mark of `_with_end`, as transformers cuts it.
+
+    Args:
+        rendered: the whole prompt.
+        end: the mark.
+        text: of the last message, with mark and blank.
+
+    Raises:
+        TemplateRefusalError: the last message is not in the prompt as it is.
+    """
+    before, found, behind = rendered.rpartition(end)
+    if not found or text.removesuffix(f"{end} ").strip() not in rendered:
+        raise TemplateRefusalError("it changes what the last message says, which cannot be continued then")
+    return before if behind.startswith(" ") else before.rstrip()
 
 
 def _unused_mark(messages: Sequence[Mapping[str, Any]]) -> str:

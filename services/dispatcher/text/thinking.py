@@ -65,11 +65,26 @@ class ThinkTags:
             return ThinkStage.OPENED
         return ThinkStage.SPEAKING if end.endswith(CLOSING) else self.at_start
 
+    def stage_within(self, text: str, prompt_ids: Sequence[int]) -> ThinkStage:
+        """Return where an answer goes on that a prompt has begun with a text.
+
+        Args:
+            text: of the message that is continued; if there is nothing in it the prompt's end counts.
+            prompt_ids: the whole prompt.
+        """
+        if not text.strip(_BLANKS):
+            return self.stage_after(prompt_ids)
+        by_text = ThinkTags(None, None, ThinkStage.UNDECIDED, self.bytes_of)
+        begun = ThinkSplitter(by_text, by_text.at_start)
+        begun.push(text)
+        return ThinkStage.SPEAKING if begun.stage is ThinkStage.UNDECIDED else begun.stage
+
     def thinking(self, stage: ThinkStage, budget: int | None) -> Thinking | None:
         """Return what a worker is told of an answer that begins at a stage; None: it has nothing to look for."""
-        if self.opening_id is None or self.closing_id is None or stage is ThinkStage.SPEAKING:
+        is_over = stage in (ThinkStage.CLOSED, ThinkStage.SPEAKING)
+        if self.opening_id is None or self.closing_id is None or is_over:
             return None
-        is_open = stage is ThinkStage.OPENED
+        is_open = stage is not ThinkStage.UNDECIDED
         return Thinking(opening_id=self.opening_id, closing_id=self.closing_id, is_open=is_open, budget=budget)
 
 
