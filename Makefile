@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --no-input
 # with the libraries of docs/recipes.md: some of them want other versions than Sluice has
 RECIPES := .venv-recipes
+# and clients whose own versions exclude each other, an environment for each file of tests/clients/requirements
+CLIENTS := .venv-clients
 # in two processes, whose threads do not spin while others compute; files whole, since a file's tests share what they ran
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 SOURCES := pyproject.toml client/pyproject.toml constraints.txt
@@ -27,7 +29,7 @@ GPU_MODEL ?= /tmp/sluice-llama3-8b
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-faults test-long test-pauses test-torch-kernels test-browser test-recipes test-compose chromium gpu-check gpu-figures campaign mutation check format clean
+.PHONY: help install demo test test-slow test-faults test-long test-pauses test-torch-kernels test-browser test-recipes test-clients clients test-compose chromium gpu-check gpu-figures campaign mutation check format clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -102,6 +104,17 @@ $(RECIPES)/.made: $(addprefix tests/recipes/,requirements.txt package.json packa
 test-recipes: $(VENV)/.dev $(VENV)/.native $(RECIPES)/.made chromium ## run docs/recipes.md as it stands, with other people's libraries, and check the types of client/js
 	$(BIN)/python -m pytest -m recipes tests/recipes
 
+$(CLIENTS)/%/.made: tests/clients/requirements/%.txt | $(BIN)/python
+	$(BIN)/python -m venv $(CLIENTS)/$*
+	$(CLIENTS)/$*/bin/pip --disable-pip-version-check --no-input install -r $<
+	@touch $@
+
+test-clients: $(VENV)/.dev $(VENV)/.native $(RECIPES)/.made $(CLIENTS)/agents/.made $(CLIENTS)/instructor/.made ## try what other people's clients do with Sluice, but for LiteLLM's proxy
+	$(BIN)/python -m pytest -m recipes tests/clients
+
+clients: $(VENV)/.dev $(VENV)/.native $(RECIPES)/.made $(CLIENTS)/agents/.made $(CLIENTS)/instructor/.made $(CLIENTS)/proxy/.made ## try all of them, and write the table of docs/results/clients.md
+	$(BIN)/python -m tests.clients --record
+
 test-compose: $(VENV)/.dev ## build and run the compose file on a real engine, and disturb it
 	@if [ -x $(COMPOSE_CHECK) ]; then \
 	  SLUICE_DETERMINISTIC=true PATH="$$PATH:$(CURDIR)/$(BIN)" $(COMPOSE_CHECK) docker-compose.yml \
@@ -147,4 +160,4 @@ format: $(VENV)/.dev ## rewrite the code in the project's format
 	$(BIN)/ruff check --fix .
 
 clean: ## remove the environment and every cache
-	rm -rf $(VENV) $(RECIPES) services/worker/native/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info client/*.egg-info .schema-suite
+	rm -rf $(VENV) $(RECIPES) $(CLIENTS) services/worker/native/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info client/*.egg-info .schema-suite

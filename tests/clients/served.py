@@ -141,8 +141,14 @@ def proxy(served: Served) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         config, log = Path(folder) / "config.json", Path(folder) / "log"  # JSON is YAML, too
         config.write_text(json.dumps({"model_list": [{"model_name": MODEL, "litellm_params": params}]}))
-        argv = [PROXY_ENVIRONMENT / "bin" / "litellm", "--config", config, "--host", "127.0.0.1", "--port", str(port)]
-        env = {"PATH": "/usr/bin:/bin", "HOME": folder, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": KEY}
+        program = str(PROXY_ENVIRONMENT / "bin" / "litellm")
+        argv = [program, "--config", str(config), "--host", "127.0.0.1", "--port", str(port)]
+        env = {
+            "PATH": "/usr/bin:/bin",
+            "HOME": folder,
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "LITELLM_MASTER_KEY": KEY,
+        }
         with log.open("w") as written:
             process = subprocess.Popen(argv, cwd=folder, env=env, stdout=written, stderr=subprocess.STDOUT)
         try:

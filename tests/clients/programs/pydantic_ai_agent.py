@@ -169,9 +169,7 @@ async def call_of(choice: Any) -> None:
 async def tools_stream() -> None:
     asked = [ModelRequest.user_text_prompt(QUESTION)]
     fields = settings(max_tokens=100, tool_choice="required")
-    async with model_request_stream(
-        model(), asked, model_settings=fields, model_request_parameters=TOOLS
-    ) as events:
+    async with model_request_stream(model(), asked, model_settings=fields, model_request_parameters=TOOLS) as events:
         async for _ in events:
             pass
         call_in(events.get())
