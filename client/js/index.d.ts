@@ -86,8 +86,11 @@ export interface ChatParams extends RequestParams {
   logprobs?: boolean;
   top_logprobs?: number;
   chat_template_kwargs?: Record<string, boolean | number | string | null>;
-  reasoning_effort?: "none" | "minimal" | "low" | "medium" | "high";
   thinking_token_budget?: number;
+  reasoning_effort?: "none" | "minimal" | "low" | "medium" | "high" | "xhigh" | "max";
+  /** The answer goes on with the last message, the assistant's own. */
+  continue_final_message?: boolean;
+  add_generation_prompt?: boolean;
 }
 
 export interface CompletionParams extends RequestParams {

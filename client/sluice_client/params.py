@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from typing import Any, Literal, NotRequired, TypedDict
 
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 _OWN_ARGUMENTS = ("model", "pace", "qoe", "idempotency_key")
 _MIN_LIKENESS_RATIO = 0.7
@@ -149,6 +149,9 @@ class ChatParams(CommonParams, total=False):
     chat_template_kwargs: Mapping[str, bool | float | str | None] | None
     reasoning_effort: ReasoningEffort | None
     thinking_token_budget: int | None
+    continue_final_message: bool | None
+    """The answer goes on with the last message, the assistant's own."""
+    add_generation_prompt: bool | None
     store: bool | None
     parallel_tool_calls: bool | None
     prompt_cache_key: str | None

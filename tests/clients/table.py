@@ -24,8 +24,9 @@ def render(outcomes: Outcomes, versions: Mapping[str, str]) -> str:
         lines.append([title, *cells])
     rows = ["| " + " | ".join(line) + " |" for line in lines]
     rows.insert(1, "|" + "---|" * len(lines[0]))
-    notes = [f"{index}. {_plain(reason)}" for index, reason in enumerate(reasons, start=1)]
-    return "\n".join([*rows, *([""] if notes else []), *notes]) + "\n"
+    notes = [f"| {index} | {reason} |" for index, reason in enumerate(reasons, start=1)]
+    why = ["", "| no | why |", "|---|---|", *notes] if notes else []
+    return "\n".join([*rows, *why]) + "\n"
 
 
 def read(text: str, names: Sequence[str]) -> dict[str, dict[str, str]]:
@@ -49,13 +50,14 @@ def read(text: str, names: Sequence[str]) -> dict[str, dict[str, str]]:
 def _cell(outcome: str, reasons: list[str]) -> str:
     if not outcome.startswith("no: "):
         return outcome
-    reason = outcome.removeprefix("no: ")
+    reason = _plain(outcome.removeprefix("no: "))
     if reason not in reasons:
         reasons.append(reason)
     return f"no ({reasons.index(reason) + 1})"
 
 
 def _plain(reason: str) -> str:
-    """Return a sentence that is no markup, and the same in each run."""
-    same = re.sub(r"\b(chatcmpl-|req_|call_)\w+|127\.0\.0\.1:\d+", "…", reason)
-    return "`" + same.replace("`", "'") + "`"
+    """Return a sentence that is no markup, is the same in each run, and has no prefix that other libraries have not."""
+    own = re.sub(r"Error code: \d+ - |litellm\.\w+: \w+ - |(?<=: )\d{3} ", "", reason)
+    same = re.sub(r"\b(chatcmpl-|req_|call_)\w+|127\.0\.0\.1:\d+", "…", own)
+    return "`" + same.replace("`", "'").replace("|", "/") + "`"

@@ -13,7 +13,7 @@ _CONTINUE: Final = "continue_final_message"
 _BEGIN: Final = "add_generation_prompt"
 NAMES: Final = ("chat_template_kwargs", "reasoning_effort", _CONTINUE, _BEGIN)
 """Parameters that are read here."""
-EFFORTS: Final = ("none", "minimal", "low", "medium", "high")
+EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 MAX_NUMBER: Final = 1_000_000
 """A template may repeat a text or a loop so many times."""
 MAX_CHARS: Final = 256

@@ -17,37 +17,29 @@ from typing import Final
 from services.dispatcher.http.errors import ApiError
 
 SOCKET: Final = "/v1/ws"
-_CHAT: Final = "Use /v1/chat/completions"
-_STATELESS: Final = f"are not served: nothing is kept between requests. {_CHAT}, with the whole conversation each time."
+_CHAT: Final = "/v1/chat/completions"
 _ONLY_TEXT: Final = "this server only generates text."
-_ONE_BY_ONE: Final = (
-    f"are not served. {_CHAT} for each request by itself, with 'service_tier': 'flex' where nobody waits for it."
+_STATELESS: Final = f"nothing is kept between requests. Use {_CHAT}, with the whole conversation each time."
+_REASONS: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
+    (("responses",), f"use {_CHAT}, to which most libraries can be switched."),
+    (("messages", "complete"), f"use {_CHAT}, OpenAI's interface, in place of Anthropic's."),
+    (("realtime", "live"), f"use the WebSocket {SOCKET}, over which chat is streamed."),
+    (("assistants", "threads", "conversations", "vector_stores", "containers"), _STATELESS),
+    (("agents", "chatkit", "skills", "vaults"), _STATELESS),
+    (
+        ("files", "uploads", "batches"),
+        f"send each request by itself to {_CHAT}, with 'service_tier': 'flex' where nobody waits for it.",
+    ),
+    (("embeddings", "moderations", "rerank", "score", "pooling", "classify"), _ONLY_TEXT),
+    (("images", "audio", "videos", "content_provenance_checks"), _ONLY_TEXT),
+    (("fine_tuning",), "train elsewhere, and start a cluster with what comes of it."),
+    (("evals", "decisions"), f"use {_CHAT}, and judge its answers yourself."),
+    (
+        ("organization", "projects", "safety", "webhook_endpoints", "webhook_event_types"),
+        "there is nothing to administer here. Keys and their limits are in the operator's file.",
+    ),
 )
-_SENTENCES: Final[dict[str, str]] = {
-    "responses": f"Responses are not served. {_CHAT}, to which most libraries can be switched.",
-    "conversations": f"Conversations {_STATELESS}",
-    "assistants": f"Assistants {_STATELESS}",
-    "threads": f"Threads {_STATELESS}",
-    "vector_stores": f"Vector stores {_STATELESS}",
-    "containers": f"Containers {_STATELESS}",
-    "messages": f"Anthropic's messages are not served. {_CHAT}, OpenAI's interface, in their place.",
-    "complete": f"Anthropic's completions are not served. {_CHAT}, OpenAI's interface, in their place.",
-    "realtime": "Realtime sessions are not served. Use the WebSocket /v1/ws, over which chat is streamed.",
-    "files": f"Files {_ONE_BY_ONE}",
-    "uploads": f"Uploads {_ONE_BY_ONE}",
-    "batches": f"Batches {_ONE_BY_ONE}",
-    "embeddings": f"Embeddings are not served: {_ONLY_TEXT}",
-    "images": f"Images are not served: {_ONLY_TEXT}",
-    "audio": f"Speech and transcriptions are not served: {_ONLY_TEXT}",
-    "videos": f"Videos are not served: {_ONLY_TEXT}",
-    "moderations": f"Moderations are not served: {_ONLY_TEXT}",
-    "rerank": f"Reranking is not served: {_ONLY_TEXT}",
-    "score": f"Scores are not served: {_ONLY_TEXT}",
-    "pooling": f"Pooling is not served: {_ONLY_TEXT}",
-    "classify": f"Classification is not served: {_ONLY_TEXT}",
-    "fine_tuning": "Fine-tuning is not served. Train elsewhere, and start a cluster with what comes of it.",
-    "evals": f"Evaluations are not served. {_CHAT}, and judge its answers yourself.",
-}
+_REASON_BY_NAME: Final = {name: reason for names, reason in _REASONS for name in names}
 """By the first name behind `/v1`."""
 _STORED: Final = ("chat", "completions")
 
@@ -64,15 +56,15 @@ def no_such_url(path: str, served: Iterable[str], *, is_handshake: bool = False)
     own = [*names]
     while own and own[0] == "v1":
         del own[0]
-    if own and own[0] in _SENTENCES:
-        return ApiError(400, "unsupported_url", _SENTENCES[own[0]])
+    if own and own[0] in _REASON_BY_NAME:
+        return ApiError(400, "unsupported_url", f"/v1/{own[0]} is not served: {_REASON_BY_NAME[own[0]]}")
     whole = "/" + "/".join(names)
     meant = max((known for known in served if whole.endswith(known.removeprefix("/v1"))), key=len, default="")
     if not meant and tuple(own[:2]) == _STORED:
         return ApiError(400, "unsupported_url", "Answers are not stored here, so there are none to list or change.")
     if is_handshake:
         meant = SOCKET
-    hint = f"Did you mean {meant}?" if meant else "Chat is at /v1/chat/completions."
+    hint = f"Did you mean {meant}?" if meant else f"Chat is at {_CHAT}."
     if meant.startswith("/v1/"):
         hint += " A base URL ends in /v1, and has it once."
     return ApiError(404, "unknown_url", f"There is nothing at this URL. {hint}")

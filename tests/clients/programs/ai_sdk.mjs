@@ -5,7 +5,7 @@ import { APICallError, Output, generateText, isStepCount, jsonSchema, stepCountI
 import { z } from "zod";
 import {
   BASE, FLAKY, HOT, KEY, LIMIT_MS, MANY_TOKENS, MODEL, NUM_TOKENS, QUESTION, REFUSAL, SCHEMA, SPEAK, THINK, UNSERVED,
-  check, checkCancelled, checkOrder, numCancelled, tell, thrown,
+  check, checkCancelled, checkOrder, endsSoon, numCancelled, tell, thrown,
 } from "./trying.mjs";
 
 const provider = (options = {}) => createOpenAICompatible({
@@ -129,7 +129,7 @@ await tell({
     checkOrder(output);
   },
   json_object: async () => {
-    const { output } = await generateText(settings({ output: Output.json(), maxOutputTokens: 400 }));
+    const { output } = await generateText(settings({ output: Output.json(), ...given(await endsSoon()) }));
     check(typeof output === "object", "no object");
   },
   parse: async () => {

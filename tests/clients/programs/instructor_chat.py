@@ -45,7 +45,7 @@ def said(**fields: Any) -> str:
 
 
 def filled(mode: Any) -> None:
-    order = client(mode).create(response_model=Order, max_retries=0, **given(max_tokens=400))
+    order = client(mode).create(response_model=Order, max_retries=0, **given(max_tokens=100))
     check(isinstance(order, Order), "nothing is filled in")
 
 

@@ -26,6 +26,7 @@ from tests.clients.programs.trying import (
     check,
     check_cancelled,
     check_order,
+    ends_soon,
     num_cancelled,
     raised,
     tell,
@@ -127,11 +128,11 @@ def tool_loop() -> None:
 
 
 def structured(method: str) -> object:
-    return model(max_tokens=400).with_structured_output(Order, method=method).invoke(QUESTION)
+    return model(max_tokens=100).with_structured_output(Order, method=method).invoke(QUESTION)
 
 
 def json_object() -> None:
-    text = model(max_tokens=400).bind(response_format={"type": "json_object"}).invoke(QUESTION).text
+    text = model(extra_body=ends_soon()).bind(response_format={"type": "json_object"}).invoke(QUESTION).text
     check(text.startswith("{"), "no object")
 
 

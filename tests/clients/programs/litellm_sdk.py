@@ -27,6 +27,7 @@ from tests.clients.programs.trying import (
     check,
     check_cancelled,
     check_order,
+    ends_soon,
     num_cancelled,
     raised,
     tell,
@@ -141,7 +142,8 @@ def tool_loop() -> None:
 
 
 def json_object() -> None:
-    check(isinstance(json.loads(said(response_format={"type": "json_object"}, max_tokens=400)), dict), "no object")
+    text = said(response_format={"type": "json_object"}, extra_body=ends_soon())
+    check(isinstance(json.loads(text), dict), "no object")
 
 
 if __name__ == "__main__":

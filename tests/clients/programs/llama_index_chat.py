@@ -28,6 +28,7 @@ from tests.clients.programs.trying import (
     check,
     check_cancelled,
     check_order,
+    ends_soon,
     num_cancelled,
     raised,
     tell,
@@ -141,7 +142,8 @@ def tool_loop() -> None:
 
 
 def json_object() -> None:
-    answer = model(max_tokens=400).complete(QUESTION, response_format={"type": "json_object"})
+    bound = model(additional_kwargs={"extra_body": ends_soon()})
+    answer = bound.complete(QUESTION, response_format={"type": "json_object"})
     check(isinstance(json.loads(answer.text), dict), "no object")
 
 

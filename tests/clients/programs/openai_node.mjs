@@ -5,7 +5,7 @@ import { zodFunction, zodResponseFormat } from "openai/helpers/zod";
 import { z } from "zod";
 import {
   BASE, FLAKY, HOT, KEY, LIMIT_MS, MANY_TOKENS, MODEL, NUM_TOKENS, QUESTION, REFUSAL, SCHEMA, SPEAK, THINK, UNSERVED,
-  check, checkCancelled, checkOrder, numCancelled, tell, thrown,
+  check, checkCancelled, checkOrder, endsSoon, numCancelled, tell, thrown,
 } from "./trying.mjs";
 
 const MESSAGES = [{ role: "user", content: QUESTION }];
@@ -128,7 +128,7 @@ await tell({
   },
   json_schema: async () => checkOrder(JSON.parse(await said({ response_format: FORMAT, max_tokens: 100 }))),
   json_object: async () => {
-    const text = await said({ response_format: { type: "json_object" }, max_tokens: 400 });
+    const text = await said({ response_format: { type: "json_object" }, ...await endsSoon() });
     check(typeof JSON.parse(text) === "object", "no object");
   },
   parse: async () => {

@@ -39,6 +39,15 @@ export async function thrown(ability) {
   throw new Error("nothing was thrown");
 }
 
+/** Return what has a model that knows nothing close an object as soon as it may. */
+export async function endsSoon() {
+  const headers = { "Content-Type": "application/json" };
+  const body = JSON.stringify({ prompt: "}" });
+  const answer = await fetch(`${CLUSTER}/tokenize`, { method: "POST", headers, body });
+  const { tokens: [brace] } = await answer.json();
+  return { logit_bias: { [brace]: 100 } };
+}
+
 export async function numCancelled() {
   const text = await (await fetch(`${CLUSTER}/metrics`)).text();
   const counts = [...text.matchAll(/^sluice:requests_total\{.*finish="cancelled".*\} (\S+)$/gm)];

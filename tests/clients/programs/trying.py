@@ -19,7 +19,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, TypeVar
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 BASE, CLUSTER, FLAKY = sys.argv[1:4] if len(sys.argv) > 3 else ("", "", "-")
 MODEL: Final = "tiny"
@@ -46,6 +46,7 @@ PREFIX: Final = "outcome "
 class Order(BaseModel):
     """An order of tea."""
 
+    model_config = ConfigDict(extra="forbid")
     size: Literal["small", "large"]
     count: int = Field(ge=0, le=9)
 
@@ -114,6 +115,15 @@ def raised(kind: type[Error], ability: Ability) -> Error:
     except kind as error:
         return error
     raise AssertionError(f"{kind.__name__} was not raised")
+
+
+def ends_soon() -> dict[str, Any]:
+    """Return what has a model that knows nothing close an object as soon as it may."""
+    headers = {"Content-Type": "application/json"}
+    asked = urllib.request.Request(f"{CLUSTER}/tokenize", json.dumps({"prompt": "}"}).encode(), headers)
+    with urllib.request.urlopen(asked) as answer:
+        (brace,) = json.load(answer)["tokens"]
+    return {"logit_bias": {str(brace): 100}}
 
 
 def num_cancelled() -> float:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
+import openai
 import pytest
 
 from services.dispatcher.http.unserved import no_such_url, wrong_method
@@ -40,6 +44,15 @@ def test_what_others_serve_is_a_400_that_says_what_to_do(path: str) -> None:
     error = no_such_url(path, SERVED)
     assert (error.status, error.code, error.type) == (400, "unsupported_url", "invalid_request_error")
     assert "not served" in error.message or "not stored" in error.message
+
+
+def test_each_path_of_openai_s_package_is_served_or_known() -> None:
+    sources = (Path(openai.__file__).parent / "resources").rglob("*.py")
+    paths = {path for source in sources for path in re.findall(r'"(/[a-z_]+[^"\s]*)"', source.read_text())}
+    assert len(paths) > 100
+    paths = {path.removeprefix("/v1").partition("?")[0] for path in paths}
+    unknown = {path for path in paths if no_such_url(f"/v1{path}", SERVED).code != "unsupported_url"}
+    assert unknown == {"/chat/completions", "/completions", "/models", "/models/{model}"}, "which have a route"
 
 
 @pytest.mark.parametrize(("path", "meant"), MEANT.items())

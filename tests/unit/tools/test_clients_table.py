@@ -17,7 +17,7 @@ def test_a_table_says_what_works_and_why_something_does_not() -> None:
     assert lines[:3] == ["|  | one | two |", "|---|---|---|", "| version | 1.0 | 2.0 |"]
     assert f"| {ABILITIES['chat']} | yes | no (1) |" in lines
     assert f"| {ABILITIES['stop']} | no (1) | – |" in lines
-    assert lines[-2:] == ["1. `late`", "2. `BadRequestError: 'tools'?`"]
+    assert lines[-3:] == ["|---|---|", "| 1 | `late` |", "| 2 | `BadRequestError: 'tools'?` |"]
 
 
 def test_what_is_written_is_read_again_without_reasons() -> None:
@@ -28,4 +28,12 @@ def test_what_is_written_is_read_again_without_reasons() -> None:
 
 def test_what_differs_from_run_to_run_is_left_out_of_a_reason() -> None:
     text = render({"one": {"chat": "no: chatcmpl-8f3a at 127.0.0.1:40123 for req_9"}}, VERSIONS)
-    assert text.splitlines()[-1] == "1. `… at … for …`"
+    assert text.splitlines()[-1] == "| 1 | `… at … for …` |"
+
+
+def test_a_reason_stands_once_however_libraries_wrap_it() -> None:
+    wrapped = ["BadRequestError: No.", "BadRequestError: 400 No.", "BadRequestError: Error code: 400 - No."]
+    wrapped.append("BadRequestError: Error code: 400 - litellm.BadRequestError: OpenAIException - No.")
+    outcomes = {str(index): {"chat": f"no: {reason}"} for index, reason in enumerate(wrapped)}
+    text = render(outcomes, dict.fromkeys(outcomes, "1"))
+    assert text.splitlines()[-2:] == ["|---|---|", "| 1 | `BadRequestError: No.` |"]
