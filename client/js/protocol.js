@@ -41,8 +41,9 @@ export class AnswerRecord {
     this.serverStats = { ...this.serverStats, ...stats };
     const numThoughts = this.reasoningParts.length;
     const text = firstChoice(chunk).map((choice) => this.#takeChoice(choice)).join("");
-    const isThought = text === "" && this.reasoningParts.slice(numThoughts).some((part) => part !== "");
-    const count = isThought ? 0 : numTokensOf(numTokens, text); // nobody reads it word by word
+    const hasThought = this.reasoningParts.slice(numThoughts).some((part) => part !== "");
+    const isUnread = text === "" && (hasThought || hasCalls(chunk));
+    const count = isUnread ? 0 : numTokensOf(numTokens, text); // nobody reads it word by word
     return text !== "" || count > 0 ? { text, numTokens: count } : null;
   }
 
@@ -116,6 +117,10 @@ function firstChoice(chunk) {
     throw new ProtocolError("the choices of a chunk are not a list of objects");
   }
   return choices.filter((choice) => (choice.index ?? 0) === 0);
+}
+
+function hasCalls(chunk) {
+  return firstChoice(chunk).some((choice) => isObject(choice.delta) && (choice.delta.tool_calls ?? []).length > 0);
 }
 
 function numTokensOf(value, text) {

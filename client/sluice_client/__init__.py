@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         ChatMessage,
         ChatParams,
         CompletionParams,
+        FunctionTool,
         ReasoningEffort,
         ResponseFormat,
         ServiceTier,
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
         StreamOptions,
         SystemMessage,
         TextPart,
+        ToolCall,
+        ToolChoice,
+        ToolMessage,
         UserMessage,
     )
     from sluice_client.qoe import QoeState, QoeTarget
@@ -60,6 +64,7 @@ __all__ = [
     "ClientLimits",
     "CompletionParams",
     "ConnectionLostError",
+    "FunctionTool",
     "IncompleteStreamError",
     "PacedStream",
     "PacerStats",
@@ -79,6 +84,9 @@ __all__ = [
     "StreamOptions",
     "SystemMessage",
     "TextPart",
+    "ToolCall",
+    "ToolChoice",
+    "ToolMessage",
     "UserMessage",
     "make_pacer",
 ]
@@ -93,7 +101,8 @@ _MODULES = {
     "paced_stream": ("PacedStream",),
     "pacer": ("SmoothPacing", "PacerStats", "Piece", "make_pacer"),
     "params": (
-        *("ChatMessage", "SystemMessage", "UserMessage", "AssistantMessage", "TextPart"),
+        *("ChatMessage", "SystemMessage", "UserMessage", "AssistantMessage", "ToolMessage", "TextPart"),
+        *("FunctionTool", "ToolCall", "ToolChoice"),
         *("ChatParams", "CompletionParams", "ReasoningEffort", "ResponseFormat", "ServiceTier", "SloLimits"),
         "StreamOptions",
     ),

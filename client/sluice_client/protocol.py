@@ -52,8 +52,8 @@ class AnswerRecord:
         self.server_stats |= {k: v for k, v in extension.items() if k != "n"}
         num_thoughts = len(self.reasoning_parts)
         text = "".join(self._take_choice(choice) for choice in _first_choice(chunk))
-        is_thought = not text and any(self.reasoning_parts[num_thoughts:])
-        num_tokens = 0 if is_thought else _num_tokens(extension, text)  # nobody reads it word by word
+        is_unread = not text and (any(self.reasoning_parts[num_thoughts:]) or _has_calls(chunk))
+        num_tokens = 0 if is_unread else _num_tokens(extension, text)  # nobody reads it word by word
         return Piece(text, num_tokens) if text or num_tokens else None
 
     def _take_choice(self, choice: dict[str, Any]) -> str:
@@ -140,6 +140,11 @@ def _first_choice(chunk: dict[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         raise ProtocolError("the choices of a chunk are not a list of objects")
     return [choice for choice in choices if choice.get("index", 0) == 0]
+
+
+def _has_calls(chunk: dict[str, Any]) -> bool:
+    deltas = [choice.get("delta") for choice in _first_choice(chunk)]
+    return any(isinstance(delta, dict) and delta.get("tool_calls") for delta in deltas)
 
 
 def _num_tokens(extension: dict[str, Any], text: str) -> int:

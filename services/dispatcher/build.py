@@ -28,6 +28,7 @@ from services.dispatcher.text.prompts import PromptCodec
 from services.dispatcher.text.template import MAX_MESSAGES, ChatTemplate
 from services.dispatcher.text.template_trial import find_max_messages
 from services.dispatcher.text.thinking import ThinkTags, find_think_tags
+from services.dispatcher.text.tool_forms import ModelCalls, find_model_calls
 from shared.browsers import BrowserRules
 from shared.errors import StartupError
 from shared.ids import new_incarnation
@@ -48,6 +49,8 @@ class ModelText:
     defaults: SamplingDefaults
     think_tags: ThinkTags | None
     """None: the model's thinking is not told apart."""
+    model_calls: ModelCalls | None
+    """None: it is not known how the model calls tools."""
 
 
 def load_text(settings: DispatcherSettings) -> ModelText:
@@ -65,7 +68,8 @@ def load_text(settings: DispatcherSettings) -> ModelText:
     defaults = read_sampling_defaults(settings.model) if from_model else SamplingDefaults()
     codec = PromptCodec(folder, _load_template(folder))
     _say_unknown(codec)
-    return ModelText(folder, codec, defaults, find_think_tags(settings.reasoning_parser, codec))
+    tags = find_think_tags(settings.reasoning_parser, codec)
+    return ModelText(folder, codec, defaults, tags, find_model_calls(settings.tool_parser, codec))
 
 
 def _load_template(folder: ModelFolder) -> ChatTemplate | None:
@@ -139,6 +143,7 @@ class Dispatcher:
             bus=bus,
             codec=text.codec,
             think_tags=text.think_tags,
+            model_calls=text.model_calls,
             pool=TextPool(
                 settings.tokenizer_threads,
                 settings.max_tokenizing,

@@ -12,17 +12,20 @@ from services.dispatcher.endpoints.params import parse_params
 from services.dispatcher.endpoints.salt import cache_salt
 from services.dispatcher.endpoints.sampling import chat_logprobs
 from services.dispatcher.endpoints.template_kwargs import NAMES, parse_template_kwargs
+from services.dispatcher.endpoints.tools import NAMES as TOOL_NAMES
+from services.dispatcher.endpoints.tools import check_model_calls, count_tool_chars, parse_tool_use
 from services.dispatcher.endpoints.unsupported import CHAT, SHARED_NAMES, refuse_unsupported
 from services.dispatcher.http.arrival import Arrival, Caller, check_model
 from services.dispatcher.http.errors import unsupported
 from services.dispatcher.http.front import Front
 from services.dispatcher.text.template import TemplateKwargs
+from services.dispatcher.text.tools import ToolUse
 from shared.messages.request import pack_token_ids
 
 _KNOWN = frozenset(
     {
-        *(*CHAT, *SHARED_NAMES, "messages", "top_logprobs", "store", "parallel_tool_calls"),
-        *("prompt_cache_key", "safety_identifier", "thinking_token_budget", *NAMES),
+        *(*CHAT, *SHARED_NAMES, "messages", "top_logprobs", "store", "prompt_cache_key"),
+        *("safety_identifier", "thinking_token_budget", *NAMES, *TOOL_NAMES),
     }
 )
 
@@ -37,6 +40,9 @@ def chat_call(arrival: Arrival, sender: Caller, body: dict[str, Any]) -> Checked
     check_model(front, fields)
     refuse_unsupported(body, CHAT)
     messages = parse_messages(body.get("messages"))
+    tool_use = parse_tool_use(fields)
+    if tool_use is not None:
+        check_model_calls(front.codec.template, front.model_calls)
     kwargs = parse_template_kwargs(fields, front.codec.template)
     params = parse_params(fields, front.rules_for(sender.grant), chat_logprobs(fields))
     if params.sampling.thinking_budget is not None and (
@@ -50,22 +56,26 @@ def chat_call(arrival: Arrival, sender: Caller, body: dict[str, Any]) -> Checked
         public_id=sender.public_id,
         is_chat=True,
         params=params,
-        encode=lambda: [_encode(front, messages, kwargs)],
+        encode=lambda: [_encode(front, messages, kwargs, tool_use)],
         num_prompts=1,
-        num_chars=count_chars(messages),
+        num_chars=count_chars(messages) + count_tool_chars(tool_use),
         prompt_param="messages",
         default_max_tokens=None,
         cache_salt=cache_salt(sender.caller, params.salt),
         grant=sender.grant,
         arrival_s=arrival.arrival_s,
         created_unix_s=arrival.created_unix_s,
+        tool_use=tool_use,
         retry=retry,
         seen=sender.seen(params, 1, retry),
     )
 
 
-def _encode(front: Front, messages: Sequence[Mapping[str, Any]], kwargs: TemplateKwargs) -> Prompt:
-    ids = front.codec.encode_chat(messages, kwargs=kwargs)
+def _encode(
+    front: Front, messages: Sequence[Mapping[str, Any]], kwargs: TemplateKwargs, tool_use: ToolUse | None
+) -> Prompt:
+    tools = None if tool_use is None else tool_use.definitions()
+    ids = front.codec.encode_chat(messages, kwargs=kwargs, tools=tools)
     if front.think_tags is None:
         return Prompt(pack_token_ids(ids))
     return Prompt(pack_token_ids(ids), stage=front.think_tags.stage_after(ids))

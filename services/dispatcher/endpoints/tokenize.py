@@ -15,6 +15,7 @@ from services.dispatcher.answers.generate import refused_by_template, untokeniza
 from services.dispatcher.endpoints.fields import Fields
 from services.dispatcher.endpoints.messages import count_chars, parse_messages
 from services.dispatcher.endpoints.template_kwargs import NAMES, parse_template_kwargs
+from services.dispatcher.endpoints.tools import check_reads_tools, parse_tools
 from services.dispatcher.endpoints.unsupported import TOKENIZE, refuse_unsupported
 from services.dispatcher.http.arrival import check_model, in_thread, note_arrival
 from services.dispatcher.http.errors import ApiError, invalid
@@ -35,6 +36,7 @@ _KNOWN: Final = frozenset(
         *TOKENIZE,
         *NAMES,
         *("model", "prompt", "messages", "tokens", "add_special_tokens", "add_generation_prompt", "return_token_strs"),
+        "tools",
     }
 )
 
@@ -127,12 +129,15 @@ def _encoder(fields: Fields, codec: PromptCodec) -> tuple[Callable[[], list[int]
         is_special = fields.boolean("add_special_tokens", default=True)
         return lambda: codec.encode_text(text, add_special_tokens=is_special), "prompt"
     conversation = parse_messages(messages)
+    tools = parse_tools(fields.values.get("tools"))
+    if tools:
+        check_reads_tools(codec.template)
     _check_size(count_chars(conversation), "messages")
     is_special = fields.boolean("add_special_tokens")
     is_prompt = fields.boolean("add_generation_prompt", default=True)
     kwargs = parse_template_kwargs(fields, codec.template)
     encode = partial(codec.encode_chat, add_generation_prompt=is_prompt, add_special_tokens=is_special, kwargs=kwargs)
-    return partial(encode, conversation), "messages"
+    return partial(encode, conversation, tools=[tool.definition for tool in tools] or None), "messages"
 
 
 def _check_size(num_chars: int, param: str) -> None:

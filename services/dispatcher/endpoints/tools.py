@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 from services.dispatcher.endpoints.fields import Fields, type_name
 from services.dispatcher.http.errors import invalid, unsupported
+from services.dispatcher.text.template import ChatTemplate
+from services.dispatcher.text.tool_forms import ModelCalls
 from services.dispatcher.text.tools import Tool, ToolUse
 
 NAMES: Final = ("tools", "tool_choice", "parallel_tool_calls")
@@ -64,9 +66,26 @@ def parse_tools(value: Any) -> list[Tool]:
     return tools
 
 
-def count_tool_chars(tools: Sequence[Tool]) -> int:
+def check_model_calls(template: ChatTemplate | None, calls: ModelCalls | None) -> None:
+    """Raise unless the model reads tools, and it is known how it calls them.
+
+    Raises:
+        ApiError: 400, with the reason.
+    """
+    check_reads_tools(template)
+    if calls is None:
+        raise unsupported("tools", "This server does not know how its model calls tools ('--tool-parser' says it).")
+
+
+def check_reads_tools(template: ChatTemplate | None) -> None:
+    """Raise the 400 unless the model's chat template writes the tools that it is given."""
+    if template is not None and not template.tool_forms.reads_tools:
+        raise unsupported("tools", "This model's chat template reads no tools.")
+
+
+def count_tool_chars(tool_use: ToolUse | None) -> int:
     """Return the characters that tools bring to the tokenizer, nearly."""
-    return sum(_num_bytes(tool.definition) for tool in tools)
+    return 0 if tool_use is None else sum(_num_bytes(tool.definition) for tool in tool_use.tools)
 
 
 def _named(choice: Any) -> str:
