@@ -365,6 +365,33 @@ async def test_the_openai_package_and_our_own_client_read_calls(served: Running,
         assert [call["function"]["arguments"] for call in reply.tool_calls] == [FIRST, SECOND]
 
 
+STRICT: Final[dict[str, Any]] = {**ADD, "function": {**ADD["function"], "strict": True}}
+
+
+@pytest.mark.parametrize(
+    ("body", "is_held"),
+    [
+        ({"tools": [ADD]}, False),
+        ({"tools": [STRICT], "tool_choice": "none"}, False),
+        ({"tools": [STRICT]}, True),
+        ({"tools": [ADD], "tool_choice": "required"}, True),
+        ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "add"}}}, True),
+    ],
+)
+async def test_an_answer_that_has_to_call_is_held_to_it(served: Running, body: dict[str, Any], is_held: bool) -> None:
+    status, whole = await served.post(**body, min_tokens=3, ignore_eos=True)
+    assert status == 200, whole
+    sampling = served.worker.submits[-1].sampling
+    assert bool(sampling.grammar) == is_held
+    assert (sampling.min_tokens, sampling.ignore_eos) == ((0, False) if is_held else (3, True))
+    more: dict[str, Any]
+    for more in ({"stop": "a"}, {"stop_token_ids": [65]}):
+        status, error = await served.post(**body, **more)
+        assert status == (400 if is_held else 200)
+        if is_held:
+            assert (error["error"]["code"], error["error"]["param"]) == ("invalid_value", *more)
+
+
 async def test_every_family_is_tried(family: tuple[str, str]) -> None:
     assert set(ANSWERS) == set(FORMS)
     assert family[0] in FORMS

@@ -300,6 +300,9 @@ _CHAT: Final[list[Fields]] = [
     row("40 long name", "string_above_max_length", param=_NAME, tools=[tool("a" * 65)]),
     row("40 name int", "invalid_type", param=_NAME, tools=[tool(3)]),
     row("40 no object", "invalid_type", param=_SCHEMA, tools=[tool("a", parameters=3)]),
+    row(
+        "40 no object schema", "invalid_value", param=f"{_SCHEMA}.type", tools=[tool("a", parameters={"type": "array"})]
+    ),
     row("40 strict", "invalid_type", param="tools.0.function.strict", tools=[tool("a", strict="yes")]),
     row("40 large", "object_above_max_length", param=_SCHEMA, tools=[tool("a", parameters={"a": "x" * 65_536})]),
     row("40 deep", "object_above_max_length", param=_SCHEMA, tools=[tool("a", parameters=nested(33))]),

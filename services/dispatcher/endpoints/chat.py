@@ -13,12 +13,13 @@ from services.dispatcher.endpoints.salt import cache_salt
 from services.dispatcher.endpoints.sampling import chat_logprobs
 from services.dispatcher.endpoints.template_kwargs import NAMES, parse_template_kwargs
 from services.dispatcher.endpoints.tools import NAMES as TOOL_NAMES
-from services.dispatcher.endpoints.tools import check_model_calls, count_tool_chars, parse_tool_use
+from services.dispatcher.endpoints.tools import count_tool_chars, known_calls, parse_tool_use
 from services.dispatcher.endpoints.unsupported import CHAT, SHARED_NAMES, refuse_unsupported
 from services.dispatcher.http.arrival import Arrival, Caller, check_model
 from services.dispatcher.http.errors import unsupported
 from services.dispatcher.http.front import Front
 from services.dispatcher.text.template import TemplateKwargs
+from services.dispatcher.text.tool_grammar import tool_grammar
 from services.dispatcher.text.tools import ToolUse
 from shared.messages.request import pack_token_ids
 
@@ -40,15 +41,16 @@ def chat_call(arrival: Arrival, sender: Caller, body: dict[str, Any]) -> Checked
     check_model(front, fields)
     refuse_unsupported(body, CHAT)
     messages = parse_messages(body.get("messages"))
-    tool_use = parse_tool_use(fields)
+    tool_use, grammar = parse_tool_use(fields), b""
     if tool_use is not None:
-        check_model_calls(front.codec.template, front.model_calls)
+        grammar = tool_grammar(known_calls(front.codec.template, front.model_calls), tool_use)
     kwargs = parse_template_kwargs(fields, front.codec.template)
     params = parse_params(fields, front.rules_for(sender.grant), chat_logprobs(fields))
     if params.sampling.thinking_budget is not None and (
         front.think_tags is None or front.think_tags.closing_id is None
     ):
         raise unsupported("thinking_token_budget", "This model has no token that ends its thinking.")
+    params = params.held_to(grammar) if grammar else params
     front.unknown_names.note(body, _KNOWN)
     retry = sender.retry("chat", body)
     return CheckedCall(

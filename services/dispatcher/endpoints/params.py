@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from services.dispatcher.endpoints.fields import Fields, type_name
@@ -63,6 +63,17 @@ class Params:
     """None if the request says nothing of it."""
     salt: str
     """The request's own."""
+
+    def held_to(self, grammar: bytes) -> Params:
+        """Return the parameters of answers that have to match a grammar.
+
+        Raises:
+            ApiError: something else is to end them.
+        """
+        for name, is_given in (("stop", self.stops), ("stop_token_ids", self.sampling.common.stop_token_ids)):
+            if is_given:
+                raise invalid("invalid_value", name, f"'{name}' does not go with an answer that is held to a schema.")
+        return replace(self, sampling=self.sampling.held_to(grammar))
 
     @property
     def service_tier(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from services.dispatcher.endpoints.fields import Fields
@@ -27,6 +27,11 @@ class Sampling:
     """None: one is drawn, so that any worker continues alike."""
     thinking_budget: int | None = None
     """See `Thinking.budget`."""
+
+    def held_to(self, grammar: bytes) -> Sampling:
+        """Return the same of answers that have to match a grammar, and end where it ends."""
+        held = {"grammar": grammar, "min_tokens": 0, "ignore_eos": False}
+        return replace(self, common=self.common.model_copy(update=held))
 
     def choices(
         self, count: int, max_tokens: int, drawn_seed: int, thinking: Thinking | None = None

@@ -66,15 +66,16 @@ def parse_tools(value: Any) -> list[Tool]:
     return tools
 
 
-def check_model_calls(template: ChatTemplate | None, calls: ModelCalls | None) -> None:
-    """Raise unless the model reads tools, and it is known how it calls them.
+def known_calls(template: ChatTemplate | None, calls: ModelCalls | None) -> ModelCalls:
+    """Return how the model calls tools.
 
     Raises:
-        ApiError: 400, with the reason.
+        ApiError: 400: it reads none, or it is not known.
     """
     check_reads_tools(template)
     if calls is None:
         raise unsupported("tools", "This server does not know how its model calls tools ('--tool-parser' says it).")
+    return calls
 
 
 def check_reads_tools(template: ChatTemplate | None) -> None:
@@ -133,6 +134,9 @@ def _name(name: str | None, path: str) -> str:
 
 
 def _check_schema(schema: Mapping[str, Any], path: str) -> None:
+    kind = schema.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise invalid("invalid_value", f"{path}.type", f"'{path}.type' must be 'object'.")
     if _num_bytes(schema) > MAX_SCHEMA_BYTES:
         message = f"'{path}' has at most {MAX_SCHEMA_BYTES} bytes as JSON."
         raise invalid("object_above_max_length", path, message)

@@ -53,6 +53,17 @@ _TYPED: Final[Head] = ("{", '"type"', ":", '"function"', ",", *_MEMBERS)
 
 
 @dataclass(frozen=True, slots=True)
+class Written:
+    """How calls stand in an answer that is held to them: tags and texts, in order."""
+
+    before: tuple[str, ...]
+    between: tuple[str, ...]
+    after: tuple[str, ...] = ()
+    name_end: str = ""
+    """Tag between a name as it is and its arguments; empty: both are members of an object."""
+
+
+@dataclass(frozen=True, slots=True)
 class CallForm:
     """The form of one family. Pure data."""
 
@@ -62,6 +73,8 @@ class CallForm:
     openings: tuple[str, ...]
     heads: tuple[Head, ...]
     """What may follow an opening."""
+    written: tuple[Written, ...]
+    """The last one, unless a tag of an earlier one is a token."""
     following: tuple[Head, ...] = ()
     """What may follow a call, and makes another one."""
     closings: tuple[str, ...] = ()
@@ -84,19 +97,29 @@ class CallForm:
         return self.id_prefix + sha256(f"{answer} {index}".encode()).hexdigest()[: self.num_id_chars]
 
 
+_IN_TAGS: Final = Written(
+    ("<tool_call>", "\n"), ("\n", "</tool_call>", "\n", "<tool_call>", "\n"), ("\n", "</tool_call>")
+)
+_BY_NAME: Final = Written(("[TOOL_CALLS]",), ("[TOOL_CALLS]",), name_end="[ARGS]")
 _LIST: Final[tuple[Head, ...]] = (("[", *_OBJECT), ("[", *_TYPED))
 _NEXT: Final[tuple[Head, ...]] = ((",", *_OBJECT), (",", *_TYPED))
 FORMS: Final = {
     form.name: form
     for form in (
         CallForm(
-            "hermes", ("<tool_call>", "</tool_call>"), ("<tool_call>",), (_OBJECT, _TYPED), closings=("</tool_call>",)
+            "hermes",
+            ("<tool_call>", "</tool_call>"),
+            ("<tool_call>",),
+            (_OBJECT, _TYPED),
+            (_IN_TAGS,),
+            closings=("</tool_call>",),
         ),
         CallForm(
             "llama3",
             ("<|python_tag|>",),
             ("<|python_tag|>",),
             (_OBJECT, _TYPED),
+            (Written((), ("; ",)),),
             following=tuple((*before, *head) for before in ((), (";",)) for head in (_OBJECT, _TYPED)),
             is_bare=True,
             arguments_name="parameters",
@@ -106,6 +129,7 @@ FORMS: Final = {
             ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
             ("[TOOL_CALLS]",),
             (*_LIST, (Part.WORD,), (Part.WORD, "[ARGS]"), (Part.WORD, "[CALL_ID]", Part.WORD, "[ARGS]")),
+            (_BY_NAME, Written(("[TOOL_CALLS]", "["), (", ",), ("]",))),
             following=_NEXT,
             closings=("]",),
             id_prefix="",
@@ -116,6 +140,10 @@ FORMS: Final = {
             ("<|tool_call|>", "<|/tool_call|>"),
             ("<|tool_call|>", "functools"),
             _LIST,
+            (
+                Written(("<|tool_call|>", "["), (", ",), ("]", "<|/tool_call|>")),
+                Written(("functools", "["), (", ",), ("]",)),
+            ),
             following=_NEXT,
             closings=("]", "<|/tool_call|>"),
         ),
@@ -128,8 +156,20 @@ class ModelCalls:
     """How a model calls tools."""
 
     form: CallForm
+    tag_ids: Mapping[str, int] = field(default_factory=dict)
+    """Tags that are tokens."""
     special_tags: Mapping[int, str] = field(default_factory=dict)
-    """Tags that are special tokens, which have no text elsewhere, by id."""
+    """Those that are special ones, which have no text elsewhere, by id."""
+
+    @property
+    def written(self) -> Written:
+        """How an answer is written that is held to calls."""
+        *firsts, last = self.form.written
+        return next((each for each in firsts if self._has_tokens(each)), last)
+
+    def _has_tokens(self, written: Written) -> bool:
+        pieces = (*written.before, *written.after, written.name_end)
+        return all(tag in self.tag_ids for tag in self.form.tags if tag in pieces)
 
 
 def find_model_calls(parser: ToolParser, codec: PromptCodec) -> ModelCalls | None:
@@ -139,7 +179,9 @@ def find_model_calls(parser: ToolParser, codec: PromptCodec) -> ModelCalls | Non
         return None
     form = FORMS[name]
     added = codec.tokenizer.get_added_tokens_decoder().items()
-    return ModelCalls(form, {i: token.content for i, token in added if token.special and token.content in form.tags})
+    tags = {token.content: token_id for token_id, token in added if token.content in form.tags}
+    special = {token_id: token.content for token_id, token in added if token.special and token.content in tags}
+    return ModelCalls(form, tags, special)
 
 
 def _seen_in(template: str) -> str:
