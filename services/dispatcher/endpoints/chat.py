@@ -18,9 +18,8 @@ from services.dispatcher.endpoints.unsupported import CHAT, SHARED_NAMES, refuse
 from services.dispatcher.http.arrival import Arrival, Caller, check_model
 from services.dispatcher.http.errors import unsupported
 from services.dispatcher.http.front import Front
-from services.dispatcher.text.template import TemplateKwargs
+from services.dispatcher.text.template import TemplateKwargs, ToolDefinitions
 from services.dispatcher.text.tool_grammar import tool_grammar
-from services.dispatcher.text.tools import ToolUse
 from shared.messages.request import pack_token_ids
 
 _KNOWN = frozenset(
@@ -43,8 +42,9 @@ def chat_call(arrival: Arrival, sender: Caller, body: dict[str, Any]) -> Checked
     messages = parse_messages(body.get("messages"))
     tool_use, grammar = parse_tool_use(fields), b""
     if tool_use is not None:
-        grammar = tool_grammar(known_calls(front.codec.template, front.model_calls), tool_use)
-    kwargs = parse_template_kwargs(fields, front.codec.template)
+        grammar = tool_grammar(known_calls(front.codec.tool_template, front.model_calls), tool_use)
+    tools = None if tool_use is None else tool_use.definitions()
+    kwargs = parse_template_kwargs(fields, front.codec.template_for(messages, tools))
     params = parse_params(fields, front.rules_for(sender.grant), chat_logprobs(fields))
     if params.sampling.thinking_budget is not None and (
         front.think_tags is None or front.think_tags.closing_id is None
@@ -58,7 +58,7 @@ def chat_call(arrival: Arrival, sender: Caller, body: dict[str, Any]) -> Checked
         public_id=sender.public_id,
         is_chat=True,
         params=params,
-        encode=lambda: [_encode(front, messages, kwargs, tool_use)],
+        encode=lambda: [_encode(front, messages, kwargs, tools)],
         num_prompts=1,
         num_chars=count_chars(messages) + count_tool_chars(tool_use),
         prompt_param="messages",
@@ -74,9 +74,8 @@ def chat_call(arrival: Arrival, sender: Caller, body: dict[str, Any]) -> Checked
 
 
 def _encode(
-    front: Front, messages: Sequence[Mapping[str, Any]], kwargs: TemplateKwargs, tool_use: ToolUse | None
+    front: Front, messages: Sequence[Mapping[str, Any]], kwargs: TemplateKwargs, tools: ToolDefinitions
 ) -> Prompt:
-    tools = None if tool_use is None else tool_use.definitions()
     ids = front.codec.encode_chat(messages, kwargs=kwargs, tools=tools)
     if front.think_tags is None:
         return Prompt(pack_token_ids(ids))

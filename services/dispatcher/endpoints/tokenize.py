@@ -131,13 +131,14 @@ def _encoder(fields: Fields, codec: PromptCodec) -> tuple[Callable[[], list[int]
     conversation = parse_messages(messages)
     tools = parse_tools(fields.values.get("tools"))
     if tools:
-        check_reads_tools(codec.template)
+        check_reads_tools(codec.tool_template)
     _check_size(count_chars(conversation), "messages")
     is_special = fields.boolean("add_special_tokens")
     is_prompt = fields.boolean("add_generation_prompt", default=True)
-    kwargs = parse_template_kwargs(fields, codec.template)
+    definitions = [tool.definition for tool in tools] or None
+    kwargs = parse_template_kwargs(fields, codec.template_for(conversation, definitions))
     encode = partial(codec.encode_chat, add_generation_prompt=is_prompt, add_special_tokens=is_special, kwargs=kwargs)
-    return partial(encode, conversation, tools=[tool.definition for tool in tools] or None), "messages"
+    return partial(encode, conversation, tools=definitions), "messages"
 
 
 def _check_size(num_chars: int, param: str) -> None:

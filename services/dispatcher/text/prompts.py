@@ -72,7 +72,9 @@ class PromptCodec:
         StartupError: tokenizer or template cannot be used, or write ids that the model does not have.
     """
 
-    def __init__(self, folder: ModelFolder, template: ChatTemplate | None = None) -> None:
+    def __init__(
+        self, folder: ModelFolder, template: ChatTemplate | None = None, tool_template: ChatTemplate | None = None
+    ) -> None:
         self.tokenizer = load_tokenizer(folder.tokenizer_json)
         _add_tokens(self.tokenizer, folder)
         self.vocab_size = folder.vocab_size or self.tokenizer.get_vocab_size(with_added_tokens=True)
@@ -86,7 +88,11 @@ class PromptCodec:
         self.template = template
         if template is None and folder.template is not None:
             self.template = ChatTemplate(folder.template, folder.special_tokens)
-        special, by_template = _control_tokens(self.tokenizer, self.template)
+        if tool_template is None and folder.tool_template is not None:
+            tool_template = ChatTemplate(folder.tool_template, folder.special_tokens)
+        self.tool_template = self.template if tool_template is None else tool_template
+        """For conversations with tools."""
+        special, by_template = _control_tokens(self.tokenizer, self._templates())
         self._control = TokenFinder(special | by_template)
         self._special_only = TokenFinder(special) if by_template else self._control
         self._aliased = alias_tokens(self.tokenizer, special | by_template)
@@ -145,9 +151,10 @@ class PromptCodec:
             TooManyTokensError: more than `MAX_PROMPT_TOKENS`.
             UntokenizableError: as `encode_text`.
         """
-        if self.template is None:
+        template = self.template_for(messages, tools)
+        if template is None:
             raise TemplateRefusalError("this model has no chat template; use /v1/completions")
-        messages = self.template.in_form(messages, add_generation_prompt=add_generation_prompt)
+        messages = template.in_form(messages, add_generation_prompt=add_generation_prompt)
         kwargs = dict(kwargs or {})
         texts = {name: value for name, value in kwargs.items() if isinstance(value, str)}
         mark = ""
@@ -158,11 +165,14 @@ class PromptCodec:
             messages = [self._hide(message, place) for message in messages]
             kwargs |= {name: place(value) for name, value in texts.items() if self._is_suspect(value)}
             tools = _each_string(tools, lambda text: self._guard(text, place))
-        rendered = self.template.render(
-            messages, add_generation_prompt=add_generation_prompt, kwargs=kwargs, tools=tools
-        )
+        rendered = template.render(messages, add_generation_prompt=add_generation_prompt, kwargs=kwargs, tools=tools)
         text = self._name_tokens(rendered, mark, hidden)
         return self.encode_text(text, add_special_tokens=add_special_tokens)
+
+    def template_for(self, messages: Sequence[Mapping[str, Any]], tools: ToolDefinitions) -> ChatTemplate | None:
+        """Return the template for a conversation: that for tools if it has some, or calls; None: the model has none."""
+        has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+        return self.tool_template if tools or has_calls else self.template
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of some ids."""
@@ -233,6 +243,10 @@ class PromptCodec:
         parts[1::2] = [hidden[int(number)] for number in parts[1::2]]
         return "".join(parts)
 
+    def _templates(self) -> list[ChatTemplate]:
+        """Return both templates, or the one that there is."""
+        return [each for each in dict.fromkeys((self.template, self.tool_template)) if each is not None]
+
     def _check_writers(self) -> None:
         """Check that what is written around every text has ids of the model."""
         try:
@@ -243,14 +257,16 @@ class PromptCodec:
         if ids:
             what = f"the tokenizer puts id {ids[0]} around every prompt, and the model has 0 to {self.vocab_size - 1}"
             raise StartupError(what, "Correct post_processor in tokenizer.json")
-        if self.template is None:
-            return
-        for messages in _TRIALS if self.unknown_tokens else ():
+        for template in self._templates() if self.unknown_tokens else ():
+            self._check_template(template)
+
+    def _check_template(self, template: ChatTemplate) -> None:
+        """Check that it writes no token whose id the model does not have."""
+        for messages in _TRIALS:
             for is_prompt in (True, False):
                 with suppress(TemplateRefusalError):
-                    forms = self.template.forms.part_roles, self.template.tool_forms
-                    given = [in_form(message, *forms) for message in messages]
-                    text = self.template.render(given, add_generation_prompt=is_prompt)
+                    given = [in_form(message, template.forms.part_roles, template.tool_forms) for message in messages]
+                    text = template.render(given, add_generation_prompt=is_prompt)
                     if written := [token for token in sorted(self.unknown_tokens) if token in text]:
                         raise _refused_template(written[0], self.vocab_size)
 
@@ -300,11 +316,11 @@ def _refused_template(token: str, vocab_size: int) -> StartupError:
     )
 
 
-def _control_tokens(tokenizer: Tokenizer, template: ChatTemplate | None) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the tokens marked as special, and the others that the template writes."""
+def _control_tokens(tokenizer: Tokenizer, templates: Sequence[ChatTemplate]) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the tokens marked as special, and the others that a template writes."""
     added = tokenizer.get_added_tokens_decoder().values()
     special = frozenset(token.content for token in added if token.special and token.content)
-    source = template.source if template is not None else ""
+    source = "\n".join(template.source for template in templates)
     written = frozenset(
         token.content for token in added if not token.special and token.content.strip() and token.content in source
     )

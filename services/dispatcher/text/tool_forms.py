@@ -33,6 +33,8 @@ class Part(Enum):
 
     NAME = auto()
     """The tool's name, as a JSON string."""
+    STRING = auto()
+    """Any JSON string; it means nothing."""
     WORD = auto()
     """The tool's name as it is; a second one means nothing."""
 
@@ -49,7 +51,7 @@ Head = tuple[str | tuple[str, ...] | Part, ...]
 """What stands before the arguments, in order, with any blanks between: texts (one of several), and parts."""
 _MEMBERS: Final[Head] = ('"name"', ":", Part.NAME, ",", ('"arguments"', '"parameters"'), ":")
 _OBJECT: Final[Head] = ("{", *_MEMBERS)
-_TYPED: Final[Head] = ("{", '"type"', ":", '"function"', ",", *_MEMBERS)
+_TYPED: Final[Head] = ("{", ('"type"', '"id"'), ":", Part.STRING, ",", *_MEMBERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +176,7 @@ class ModelCalls:
 
 def find_model_calls(parser: ToolParser, codec: PromptCodec) -> ModelCalls | None:
     """Return how the model calls tools; None if it is not known."""
-    name = _seen_in("" if codec.template is None else codec.template.source) if parser == "auto" else parser
+    name = _seen_in("" if codec.tool_template is None else codec.tool_template.source) if parser == "auto" else parser
     if name == "none":
         return None
     form = FORMS[name]
@@ -234,7 +236,7 @@ def _read(text: str, at: int, head: Head) -> HeadFound | Reading:
             if isinstance(read, Reading):
                 return read
             found, at = read
-            name = name or found
+            name = name if step is Part.STRING else name or found
             continue
         whole = [choice for choice in ((step,) if isinstance(step, str) else step) if text.startswith(choice, at)]
         if not whole:
@@ -249,7 +251,7 @@ def _read_beginning(end: str, step: str | tuple[str, ...]) -> Reading:
 
 
 def _read_part(text: str, at: int, part: Part) -> tuple[str, int] | Reading:
-    match = (_STRING if part is Part.NAME else _WORD).match(text, at)
+    match = (_WORD if part is Part.WORD else _STRING).match(text, at)
     if match is None:
         return Reading.OTHER
     if part is Part.WORD:

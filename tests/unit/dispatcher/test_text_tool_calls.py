@@ -35,8 +35,9 @@ SPECIAL: Final = ByteLevelTable([*BYTES, *(b"" for _ in TAGS), b""])
 
 WS: Final = "[ \t\r\n]*"
 STRING: Final = r'"(?P<quoted>(?:[^"\\\x00-\x1f]|\\.)*)"'
+ANY: Final = r'"(?:[^"\\\x00-\x1f]|\\.)*"'
 MEMBERS: Final = f'"name"{WS}:{WS}{STRING}{WS},{WS}"(?:arguments|parameters)"{WS}:{WS}(?={{)'
-OBJECT: Final = f'{WS}{{{WS}(?:"type"{WS}:{WS}"function"{WS},{WS})?{MEMBERS}'
+OBJECT: Final = f'{WS}{{{WS}(?:"(?:type|id)"{WS}:{WS}{ANY}{WS},{WS})?{MEMBERS}'
 WORD: Final = rf"{WS}(?P<word>[A-Za-z0-9_.-]+){WS}(?:(?:\[CALL_ID\]{WS}[A-Za-z0-9_.-]+{WS})?\[ARGS\]{WS})?(?={{)"
 
 
@@ -162,6 +163,7 @@ COMMON: Final = [
     *('{"name": "add", "arguments": {"a": "}]</tool_call>", "b": [{}]}}', '{"name": "x", "parameters": {"a": "\\"{"}}'),
     *('{"name": "é\\ud83e\\udd8a\\n", "arguments": {"a": "\\u00e9 🦊 \\\\"}}', '{"name": "', 'ad\\"d", "arguments": '),
     *('{"type": "function", "name": "f", "arguments": {}, "id": "a}"}', '{"name": "", "arguments": {}}'),
+    *('{"id": "a\\"", "name": "f", "arguments": {}}', '{"type": "x", "id": "y", "name": "f", "arguments": {}}'),
     *('{"name": "f", "arguments": "{}"}', '{"name": "\\ud800", "arguments": {}}', '{"arguments": {}, "name": "f"}'),
     *("{", "}", "[", "]", ",", '"', "\\", " ", "\n", "a", "So: ", "é🦊", '"a": 1', ', "id": 7', "{}", "[{"),
 ]

@@ -96,7 +96,8 @@ def test_ids_are_transformers(
 ) -> None:
     codec, reference = codec_of(name)
     messages = talk(json.dumps(arguments), result, content=content, count=1 if name == "llama3" else count)
-    tools = defined({"type": "function", "function": {"description": result, "name": "add", "parameters": schema}})
+    parameters = {"type": "object", "properties": {"a": schema}}
+    tools = defined({"type": "function", "function": {"description": result, "name": "add", "parameters": parameters}})
     assert codec.template is not None
     formed = codec.template.in_form(messages, add_generation_prompt=True)
     given_arguments = formed[1]["tool_calls"][0]["function"]["arguments"]
@@ -157,6 +158,31 @@ def test_a_template_that_writes_calls_only_without_content_is_given_none() -> No
     assert '[TOOL_CALLS]add[ARGS]{"a":1}' in codec.decode(codec.encode_chat(talk('{"a":1}', "3")))
     with pytest.raises(TemplateRefusalError, match="leaves out"):
         codec.encode_chat(talk("{}", "3", content="so"))
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_a_template_of_its_own_for_tools_is_used_for_tools_and_calls(tmp_path: Path, as_file: bool) -> None:
+    folder = write_model_folder(tmp_path, tool_json(plain=PLAIN), template=CHATML)
+    if as_file:
+        (folder / "chat_template.jinja").write_text(CHATML)
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(TEMPLATES["hermes"])
+    else:
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        named = {"default": CHATML, "tool_use": TEMPLATES["hermes"]}
+        config["chat_template"] = [{"name": name, "template": source} for name, source in named.items()]
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    codec, reference = PromptCodec(read_model_folder(folder)), PreTrainedTokenizerFast.from_pretrained(folder)
+    hello = [{"role": "user", "content": "hi <tool_call>"}]
+    tag = codec.tokenizer.token_to_id("<tool_call>")
+    assert tag not in codec.encode_chat(hello)
+    for messages, tools in ((hello[:1], None), (talk('{"a": 1}', "3"), defined(ADD))):
+        template = codec.template_for(messages, tools)
+        assert template is not None
+        formed = template.in_form(messages, add_generation_prompt=True)
+        text = reference.apply_chat_template(formed, tools=tools, add_generation_prompt=True, tokenize=False)
+        assert codec.decode(codec.encode_chat(messages, tools=tools)) == text
+    assert tag in codec.encode_chat(talk("{}", "3"))
 
 
 def test_calls_that_a_template_leaves_out_are_refused(tmp_path: Path) -> None:
