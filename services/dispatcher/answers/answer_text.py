@@ -81,6 +81,7 @@ class AnswerText:
         """
         self._calls = parser
         self._special_tags = special_tags
+        self._is_one_by_one = self._is_one_by_one or not parser.is_parallel
 
     def push(self, token_ids: Sequence[int], finish: FinishReason) -> str:
         """Return the text that becomes visible; "" if it is not decided yet, or the text has been cut.
@@ -90,10 +91,13 @@ class AnswerText:
         visible = token_ids
         if finish is FinishReason.STOP and token_ids and token_ids[-1] not in self._shown_stop_ids:
             visible = token_ids[:-1]
-        if not self._is_one_by_one and not self._tells_parts:
+        if not self._is_one_by_one and not self._has_tags(visible):
             self.num_tokens += len(token_ids)
             text = self._detokenizer.push(visible) if visible else ""
-            return text + self._detokenizer.flush() if finish else text
+            text = text + self._detokenizer.flush() if finish else text
+            if self._calls is None:
+                return text
+            return self._calls.push(text) + (self._calls.flush() if finish else "")
         return self._push_one_by_one(visible, len(token_ids) - len(visible), finish)
 
     def take_thoughts(self) -> str:
@@ -104,11 +108,10 @@ class AnswerText:
         self._thoughts.clear()
         return text
 
-    @property
-    def _tells_parts(self) -> bool:
-        """Whether something may be told apart in what comes now."""
-        has_thoughts = self._splitter is not None and self._splitter.stage is not ThinkStage.SPEAKING
-        return has_thoughts or self._calls is not None
+    def _has_tags(self, token_ids: Sequence[int]) -> bool:
+        """Return whether some of the tokens count as such: those of the thinking, and tags that have no text."""
+        is_thinking = self._splitter is not None and self._splitter.stage is not ThinkStage.SPEAKING
+        return is_thinking or not self._special_tags.keys().isdisjoint(token_ids)
 
     def take_calls(self) -> list[CallPiece]:
         """Return what has become visible of calls since the last time, of each one piece."""

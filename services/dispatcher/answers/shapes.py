@@ -79,9 +79,12 @@ def calls_json(pieces: Sequence[CallPiece]) -> bytes:
 
 
 def _piece_json(piece: CallPiece) -> bytes:
-    named = {"id": piece.call_id, "type": "function"} if piece.call_id else {}
-    function = {**({"name": piece.name} if piece.call_id else {}), "arguments": piece.arguments}
-    return _json({"index": piece.index, **named, "function": function})
+    arguments = json_text(piece.arguments)
+    if not piece.call_id:
+        return b'{"index":%d,"function":{"arguments":%b}}' % (piece.index, arguments)
+    named = b'"id":%b,"type":"function"' % json_text(piece.call_id)
+    function = b'{"name":%b,"arguments":%b}' % (json_text(piece.name), arguments)
+    return b'{"index":%d,%b,"function":%b}' % (piece.index, named, function)
 
 
 class JoinedCalls:

@@ -101,26 +101,18 @@ class ToolCallParser:
     """
 
     __slots__ = (
-        *(
-            "_blanks",
-            "_end",
-            "_form",
-            "_held",
-            "_is_ending",
-            "_is_fresh",
-            "_is_in_object",
-            "_is_parallel",
-            "_make_id",
-            "_num_calls",
-        ),
-        *("_num_closed", "_openings", "_pieces", "_said", "_stage", "_steps", "is_over", "num_completed"),
+        *("_blanks", "_end", "_first_chars", "_form", "_held", "_is_ending", "_is_fresh", "_is_in_object", "_make_id"),
+        *("_num_calls", "_num_closed", "_openings", "_pieces", "_said", "_stage", "_steps", "is_over", "is_parallel"),
+        "num_completed",
     )
 
     def __init__(self, form: CallForm, make_id: Callable[[int], str], *, is_parallel: bool = True) -> None:
         self._form = form
         self._make_id = make_id
-        self._is_parallel = is_parallel
+        self.is_parallel = is_parallel
+        """The answer may go on behind a call."""
         self._openings = re.compile("|".join(map(re.escape, form.openings)))
+        self._first_chars = frozenset(opening[0] for opening in form.openings)
         self._stage = _Stage.BEGIN if form.is_bare else _Stage.TEXT
         self._steps: dict[_Stage, Callable[[], bool]] = {
             _Stage.BEGIN: self._begin,
@@ -147,6 +139,8 @@ class ToolCallParser:
 
     def push(self, text: str) -> str:
         """Return what is said, as far as it is decided now; the calls are in `take`."""
+        if self._is_plain(text):
+            return text
         self._held += text
         while self._held and not self.is_over and self._steps[self._stage]():
             pass
@@ -162,7 +156,11 @@ class ToolCallParser:
 
     def take(self) -> list[CallPiece]:
         """Return what has become visible of calls since the last time: of each one piece, in order."""
+        if not self._pieces:
+            return []
         pieces, self._pieces = self._pieces, []
+        if len(pieces) == 1:
+            return pieces
         joined: dict[int, list[CallPiece]] = {}
         for piece in pieces:
             joined.setdefault(piece.index, []).append(piece)
@@ -170,6 +168,11 @@ class ToolCallParser:
             CallPiece(index, "".join(each.arguments for each in own), own[0].call_id, own[0].name)
             for index, own in joined.items()
         ]
+
+    def _is_plain(self, text: str) -> bool:
+        """Return whether nothing in a text can begin a call: most tokens of most answers."""
+        is_saying = self._stage is _Stage.TEXT and not self._held and not self._is_fresh
+        return is_saying and self._first_chars.isdisjoint(text)
 
     def _begin(self) -> bool:
         return self._try_head(0, _Stage.TEXT)
@@ -221,7 +224,7 @@ class ToolCallParser:
         if end is None:
             return False
         self.num_completed += 1
-        self.is_over = not self._is_parallel
+        self.is_over = not self.is_parallel
         self._stage = _Stage.REST if self._is_in_object else _Stage.BETWEEN
         return True
 
