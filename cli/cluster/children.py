@@ -113,7 +113,7 @@ class ClusterPlan:
         flags = ["--host", settings.host, "--port", str(self.port), "--model", str(self.model.folder)]
         flags += ["--served-model-name", ",".join(self.model_names), "--system", settings.system]
         flags += ["--generation-config", settings.generation_config]
-        flags += ["--reasoning-parser", settings.reasoning_parser]
+        flags += ["--reasoning-parser", settings.reasoning_parser, "--tool-parser", settings.tool_parser]
         flags += ["--drain-limit-s", str(settings.drain_limit_s)]
         if settings.api_keys_file:
             flags += ["--api-keys-file", str(settings.api_keys_file.absolute())]

@@ -45,6 +45,11 @@ _CLUSTER_OPTIONS = (
         "KIND",
         "How thinking is told apart: auto, none, qwen3 or deepseek_r1. [auto: by the template]",
     ),
+    (
+        "tool-parser",
+        "KIND",
+        "How calls of tools are found: auto, none, hermes, llama3, mistral or phi. [auto: by the template]",
+    ),
     ("workers", "N", "Worker processes, each with a whole copy of the model. [up: 1, demo: 2]"),
     ("device", "cpu|cuda", "Where the workers run: cpu, cuda, cuda:<index> or auto. [auto: a card if there is one]"),
     ("dtype", "auto|float32|bfloat16", "Type of parameters and KV. [auto: bfloat16 on a card, or to fit]"),

@@ -21,6 +21,7 @@ from shared.process.config import (
     ReasoningParser,
     ServiceSettings,
     Size,
+    ToolParser,
     load,
 )
 from shared.process.config_fields import AUTO
@@ -42,6 +43,8 @@ class UpSettings(ServiceSettings):
     """Where sampling parameters come from that a request does not give: the model's generation_config.json, or none."""
     reasoning_parser: ReasoningParser = "auto"
     """How the model's thinking is told from what it says: auto (by its chat template), none, qwen3 or deepseek_r1."""
+    tool_parser: ToolParser = "auto"
+    """How the model's calls of tools are found: auto (by its chat template), none, hermes, llama3, mistral or phi."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     """Worker processes; each holds a whole copy of the model."""
     device: str = AUTO

@@ -136,7 +136,7 @@ test("tool calls, reasoning and log-probabilities are collected and not displaye
     part({ delta: { reasoning_content: "hm, " } }),
     { ...part({ delta: { reasoning: "yes" }, logprobs: { content: [{ token: "x" }] } }), sluice: { n: 3 } },
     part({ delta: { tool_calls: [{ index: 0, id: "t1", function: { name: "f", arguments: "" } }] } }),
-    part({ delta: { tool_calls: [{ index: 0, function: { arguments: '{"a":1}' } }] } }),
+    { ...part({ delta: { tool_calls: [{ index: 0, function: { arguments: '{"a":1}' } }] } }), sluice: { n: 2 } },
     part({ delta: {}, finish_reason: "tool_calls", logprobs: { tokens: ["y"] } }),
   );
   await serving([stream(raw)], async (client) => {

@@ -21,10 +21,14 @@ export interface TextPart {
 }
 
 export interface Message {
-  role: "system" | "developer" | "user" | "assistant";
+  role: "system" | "developer" | "user" | "assistant" | "tool";
   content?: string | TextPart[] | null;
   name?: string;
   refusal?: string | null;
+  /** Of the assistant; each is answered by a message of role "tool" right behind. */
+  tool_calls?: ToolCall[];
+  /** Of role "tool": whose result it is. */
+  tool_call_id?: string;
 }
 
 /** What the answer is to be: text, a JSON object, or JSON that a schema allows. */
@@ -51,6 +55,21 @@ export interface StructuredOutputs {
   /** Lark or GBNF. */
   grammar?: string | null;
 }
+
+/** A function that the model may call. */
+export interface FunctionTool {
+  type: "function";
+  function: {
+    name: string;
+    description?: string;
+    /** JSON schema of the arguments. */
+    parameters?: Record<string, unknown>;
+    /** The arguments of a call have to match it. */
+    strict?: boolean;
+  };
+}
+
+export type ToolChoice = "none" | "auto" | "required" | { type: "function"; function: { name: string } };
 
 /** Fields of a request that chat and completions share. What is not here may be given by a name with a `_`. */
 export interface RequestParams {
@@ -91,6 +110,10 @@ export interface ChatParams extends RequestParams {
   /** The answer goes on with the last message, the assistant's own. */
   continue_final_message?: boolean;
   add_generation_prompt?: boolean;
+  tools?: FunctionTool[];
+  tool_choice?: ToolChoice;
+  /** False: an answer has one call at most. */
+  parallel_tool_calls?: boolean;
 }
 
 export interface CompletionParams extends RequestParams {
@@ -133,6 +156,7 @@ export interface Usage {
   completion_tokens_details?: { reasoning_tokens?: number };
 }
 
+/** A call of a tool; its `arguments` are JSON, as the model wrote it: check it before it is used. */
 export interface ToolCall {
   id: string | null;
   type: "function";

@@ -43,9 +43,10 @@ export class AnswerRecord {
     const numThoughts = this.reasoningParts.length;
     const text = firstChoice(chunk).map((choice) => this.#takeChoice(choice)).join("");
     const hasThought = this.reasoningParts.slice(numThoughts).some((part) => part !== "");
-    const count = numTokensOf(numTokens, text);
+    const calls = hasCalls(chunk);
+    const count = calls && text === "" ? 0 : numTokensOf(numTokens, text); // nobody reads calls word by word
     const thinks = hasThought || (this.#thinks && count > 0 && text === ""); // a tag has no text
-    this.#thinks = (this.#thinks || hasThought) && text === "";
+    this.#thinks = (this.#thinks || hasThought) && text === "" && !calls;
     if (thinks && text === "") return { text, numTokens: 0, thinks };
     return text !== "" || count > 0 ? { text, numTokens: count, thinks } : null;
   }
@@ -120,6 +121,10 @@ function firstChoice(chunk) {
     throw new ProtocolError("the choices of a chunk are not a list of objects");
   }
   return choices.filter((choice) => (choice.index ?? 0) === 0);
+}
+
+function hasCalls(chunk) {
+  return firstChoice(chunk).some((choice) => isObject(choice.delta) && (choice.delta.tool_calls ?? []).length > 0);
 }
 
 function numTokensOf(value, text) {

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         ChatMessage,
         ChatParams,
         CompletionParams,
+        FunctionTool,
         ReasoningEffort,
         ResponseFormat,
         ServiceTier,
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
         StructuredOutputs,
         SystemMessage,
         TextPart,
+        ToolCall,
+        ToolChoice,
+        ToolMessage,
         UserMessage,
     )
     from sluice_client.qoe import QoeState, QoeTarget
@@ -61,6 +65,7 @@ __all__ = [
     "ClientLimits",
     "CompletionParams",
     "ConnectionLostError",
+    "FunctionTool",
     "IncompleteStreamError",
     "PacedStream",
     "PacerStats",
@@ -81,6 +86,9 @@ __all__ = [
     "StructuredOutputs",
     "SystemMessage",
     "TextPart",
+    "ToolCall",
+    "ToolChoice",
+    "ToolMessage",
     "UserMessage",
     "make_pacer",
 ]
@@ -95,7 +103,8 @@ _MODULES = {
     "paced_stream": ("PacedStream",),
     "pacer": ("SmoothPacing", "PacerStats", "Piece", "make_pacer"),
     "params": (
-        *("ChatMessage", "SystemMessage", "UserMessage", "AssistantMessage", "TextPart"),
+        *("ChatMessage", "SystemMessage", "UserMessage", "AssistantMessage", "ToolMessage", "TextPart"),
+        *("FunctionTool", "ToolCall", "ToolChoice"),
         *("ChatParams", "CompletionParams", "ReasoningEffort", "ResponseFormat", "ServiceTier", "SloLimits"),
         *("StreamOptions", "StructuredOutputs"),
     ),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from sluice_client.pacer import PacerStats
+from sluice_client.params import ToolCall
 from sluice_client.protocol import AnswerRecord
 
 
@@ -18,7 +19,7 @@ class Reply:
     finish_reason: str | None
     usage: dict[str, Any] | None
     request_id: str | None
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     """The texts of all choices (`n`), by index; the first one is `text`."""
     logprobs: dict[str, Any] | None = None
@@ -47,9 +48,9 @@ class AnswerFacts(ABC):
         return "".join(self.record.reasoning_parts)
 
     @property
-    def tool_calls(self) -> list[dict[str, Any]]:
-        """Tool calls in OpenAI's format, complete after the end."""
-        return [call for _, call in sorted(self.record.tool_calls.items())]
+    def tool_calls(self) -> list[ToolCall]:
+        """Calls of tools, complete after the end; as they are they may go into a message of the assistant."""
+        return [cast("ToolCall", call) for _, call in sorted(self.record.tool_calls.items())]
 
     @property
     def logprobs(self) -> list[dict[str, Any]]:

@@ -41,17 +41,78 @@ class UserMessage(TypedDict):
     name: NotRequired[str | None]
 
 
+class CalledFunction(TypedDict):
+    """What a call asks for."""
+
+    name: str
+    arguments: str
+    """JSON, as the model wrote it: check it before it is used."""
+
+
+class ToolCall(TypedDict):
+    """A call of a tool, in an answer or in a message of the assistant."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AssistantMessage(TypedDict):
-    """What the model said."""
+    """What the model said, and what it called."""
 
     role: Literal["assistant"]
     content: NotRequired[str | Sequence[TextPart] | None]
     refusal: NotRequired[str | None]
     """Taken where there is no content."""
     name: NotRequired[str | None]
+    tool_calls: NotRequired[Sequence[ToolCall] | None]
+    """Each is answered by a `ToolMessage` right behind."""
 
 
-ChatMessage = SystemMessage | UserMessage | AssistantMessage
+class ToolMessage(TypedDict):
+    """The result of a call."""
+
+    role: Literal["tool"]
+    tool_call_id: str
+    content: str | Sequence[TextPart]
+    name: NotRequired[str | None]
+
+
+ChatMessage = SystemMessage | UserMessage | AssistantMessage | ToolMessage
+
+
+class Function(TypedDict):
+    """What the model may call."""
+
+    name: str
+    description: NotRequired[str | None]
+    parameters: NotRequired[Mapping[str, Any] | None]
+    """JSON schema of the arguments."""
+    strict: NotRequired[bool | None]
+    """The arguments of a call have to match it."""
+
+
+class FunctionTool(TypedDict):
+    """A tool; there is no other kind."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(TypedDict):
+    """Names a function."""
+
+    name: str
+
+
+class NamedTool(TypedDict):
+    """The tool that is to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class StreamOptions(TypedDict, total=False):
@@ -152,8 +213,11 @@ class ChatParams(CommonParams, total=False):
     continue_final_message: bool | None
     """The answer goes on with the last message, the assistant's own."""
     add_generation_prompt: bool | None
-    store: bool | None
+    tools: Sequence[FunctionTool] | None
+    tool_choice: ToolChoice | None
     parallel_tool_calls: bool | None
+    """False: an answer has one call at most."""
+    store: bool | None
     prompt_cache_key: str | None
     safety_identifier: str | None
 

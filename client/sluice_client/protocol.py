@@ -53,10 +53,10 @@ class AnswerRecord:
         self.server_stats |= {k: v for k, v in extension.items() if k != "n"}
         num_thoughts = len(self.reasoning_parts)
         text = "".join(self._take_choice(choice) for choice in _first_choice(chunk))
-        has_thought = any(self.reasoning_parts[num_thoughts:])
-        num_tokens = _num_tokens(extension, text)
+        has_thought, has_calls = any(self.reasoning_parts[num_thoughts:]), _has_calls(chunk)
+        num_tokens = 0 if has_calls and not text else _num_tokens(extension, text)  # nobody reads calls word by word
         thinks = has_thought or (self._thinks and num_tokens > 0 and not text)  # a tag has no text
-        self._thinks = (self._thinks or has_thought) and not text
+        self._thinks = (self._thinks or has_thought) and not text and not has_calls
         if thinks and not text:
             num_tokens = 0
         return Piece(text, num_tokens, thinks=thinks) if text or num_tokens or thinks else None
@@ -145,6 +145,11 @@ def _first_choice(chunk: dict[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         raise ProtocolError("the choices of a chunk are not a list of objects")
     return [choice for choice in choices if choice.get("index", 0) == 0]
+
+
+def _has_calls(chunk: dict[str, Any]) -> bool:
+    deltas = [choice.get("delta") for choice in _first_choice(chunk)]
+    return any(isinstance(delta, dict) and delta.get("tool_calls") for delta in deltas)
 
 
 def _num_tokens(extension: dict[str, Any], text: str) -> int:

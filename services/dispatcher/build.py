@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from services.dispatcher.access.access import Access
 from services.dispatcher.answers.live import LiveCalls
@@ -29,6 +30,7 @@ from services.dispatcher.text.prompts import PromptCodec
 from services.dispatcher.text.template import MAX_MESSAGES, ChatTemplate
 from services.dispatcher.text.template_trial import find_max_messages
 from services.dispatcher.text.thinking import ThinkTags, find_think_tags
+from services.dispatcher.text.tool_forms import ModelCalls, find_model_calls
 from shared.browsers import BrowserRules
 from shared.errors import StartupError
 from shared.ids import new_incarnation
@@ -49,6 +51,8 @@ class ModelText:
     defaults: SamplingDefaults
     think_tags: ThinkTags | None
     """None: the model's thinking is not told apart."""
+    model_calls: ModelCalls | None
+    """None: it is not known how the model calls tools."""
 
 
 def load_text(settings: DispatcherSettings) -> ModelText:
@@ -64,21 +68,21 @@ def load_text(settings: DispatcherSettings) -> ModelText:
     folder = read_model_folder(settings.model)
     from_model = settings.generation_config == "auto"
     defaults = read_sampling_defaults(settings.model) if from_model else SamplingDefaults()
-    codec = PromptCodec(folder, _load_template(folder))
+    template = _load_template(folder, folder.template, folder.template_path)
+    codec = PromptCodec(folder, template, _load_template(folder, folder.tool_template, folder.tool_template_path))
     _say_unknown(codec)
-    return ModelText(folder, codec, defaults, find_think_tags(settings.reasoning_parser, codec))
+    tags = find_think_tags(settings.reasoning_parser, codec)
+    return ModelText(folder, codec, defaults, tags, find_model_calls(settings.tool_parser, codec))
 
 
-def _load_template(folder: ModelFolder) -> ChatTemplate | None:
+def _load_template(folder: ModelFolder, source: str | None, path: Path | None) -> ChatTemplate | None:
     """Return the template, tried before it is compiled here."""
-    if folder.template is None:
+    if source is None:
         return None
-    max_messages = find_max_messages(
-        folder.template, tuple(sorted(folder.special_tokens.items())), str(folder.template_path)
-    )
+    max_messages = find_max_messages(source, tuple(sorted(folder.special_tokens.items())), str(path))
     if max_messages < MAX_MESSAGES:
         _log.warning("template_is_slow", max_messages=max_messages, meaning="longer conversations are refused")
-    template = ChatTemplate(folder.template, folder.special_tokens, max_messages=max_messages)
+    template = ChatTemplate(source, folder.special_tokens, max_messages=max_messages)
     if not template.forms.takes_some:
         _log.warning("template_refuses", meaning="it takes no conversation of those that were tried")
     if template.forms.lost_roles:
@@ -145,6 +149,7 @@ class Dispatcher:
             bus=bus,
             codec=text.codec,
             think_tags=text.think_tags,
+            model_calls=text.model_calls,
             pool=TextPool(
                 settings.tokenizer_threads,
                 settings.max_tokenizing,

@@ -7,7 +7,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shared.process.config import ApiKey, Host, HostNames, ModelNames, Origins, ReasoningParser, ServiceSettings, Size
+from shared.process.config import (
+    ApiKey,
+    Host,
+    HostNames,
+    ModelNames,
+    Origins,
+    ReasoningParser,
+    ServiceSettings,
+    Size,
+    ToolParser,
+)
 from shared.systems import DEFAULT_SYSTEM
 
 _Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -26,6 +36,9 @@ class DispatcherSettings(ServiceSettings):
     """How the model's thinking is told from what it says: auto (qwen3 if the chat template knows `</think>`), none (not
     at all), qwen3 (it begins with `<think>`, of the answer or at the end of the prompt), or deepseek_r1 (every answer
     begins with it, unless the prompt has ended it)."""
+    tool_parser: ToolParser = "auto"
+    """How the model's calls of tools are found in its answers: auto (by its chat template), none (requests with tools
+    are refused), or the form of a family of models: hermes (Qwen's too), llama3, mistral or phi."""
     system: str = DEFAULT_SYSTEM
     """Named set of policies (`shared.systems`)."""
     host: Host = "127.0.0.1"

@@ -51,6 +51,7 @@ __all__ = [
     "ServiceSettings",
     "Settings",
     "Size",
+    "ToolParser",
     "load",
     "parse_size",
 ]
@@ -101,6 +102,9 @@ ModelNames = Annotated[
 
 ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1"]
 """How a model's thinking is found in its answers; `auto`: by its chat template."""
+
+ToolParser = Literal["auto", "none", "hermes", "llama3", "mistral", "phi"]
+"""How a model's calls of tools are found in its answers; `auto`: by its chat template."""
 
 HostNames = Annotated[tuple[Annotated[str, AfterValidator(check_host_name)], ...], BeforeValidator(_split_names)]
 """Names of this host, written with commas."""

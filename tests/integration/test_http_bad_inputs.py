@@ -145,7 +145,7 @@ async def _rest(reader: asyncio.StreamReader) -> bytes:
 
 async def test_the_roles_that_are_offered_are_those_that_are_taken(served: Running) -> None:
     _, body = await served.post(CHAT, **message(role="wizard", content="a"))
-    assert "must be one of system, developer, user, assistant." in str(body)
+    assert "must be one of system, developer, user, assistant, tool." in str(body)
 
 
 @pytest.mark.parametrize("model", ["a\x00b", "x" * 100_000])

@@ -15,6 +15,7 @@ from shared.grammars import GrammarCompiler
 from shared.types import SamplingParams, Thinking
 from tests.support.dispatchers import CHAT, COMPLETIONS, TEXT, Running, Serve, make_settings, running_dispatcher
 from tests.support.raw_http import check_error
+from tests.support.schema_suite import tokens_of
 from tests.support.socket_talks import talk
 from tests.support.text_models import THINKER, byte_level_json, thinking_json, write_model_folder
 
@@ -50,7 +51,7 @@ def allows(served: Running, grammar: bytes, *texts: str) -> list[bool]:
     compiler = GrammarCompiler(tokenizer.to_str(), served.front.codec.vocab_size, [served.end_id])
     found = []
     for text in texts:
-        matcher, ids = compiler.compile(grammar), compiler.tokens_of(text)
+        matcher, ids = compiler.compile(grammar), tokens_of(compiler, text)
         found.append(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
     return found
 

@@ -64,7 +64,6 @@ BOTH: Final[dict[str, list[Any]]] = {
     "extra_name_of_next_month": [0, False, [], {}],
 }
 TEMPLATE: Final[dict[str, list[Any]]] = {
-    "tools": [[]],
     "documents": [[]],
     "chat_template": [""],
     "chat_template_kwargs": [{}, {"enable_thinking": None}],
@@ -79,6 +78,7 @@ NEUTRAL: Final[dict[str, dict[str, list[Any]]]] = {
         **TEMPLATE,
         "logprobs": [False],
         "top_logprobs": [0],
+        "tools": [[]],
         "tool_choice": ["none", "auto", ""],
         "functions": [[]],
         "function_call": ["none", "auto", ""],
@@ -91,7 +91,7 @@ NEUTRAL: Final[dict[str, dict[str, list[Any]]]] = {
         "safety_identifier": [""],
     },
     COMPLETIONS: {**BOTH, "logprobs": [False], "suffix": [""], "prompt_embeds": [""]},
-    TOKENIZE: {**TEMPLATE, "prompt": [], "tokens": [], "return_token_strs": [False]},
+    TOKENIZE: {**TEMPLATE, "tools": [[]], "prompt": [], "tokens": [], "return_token_strs": [False]},
 }
 """By path and parameter: what asks for nothing, besides null, which does so everywhere."""
 KNOWN: Final = {CHAT: chat._KNOWN, COMPLETIONS: completions._KNOWN, TOKENIZE: tokenize._KNOWN}

@@ -25,6 +25,7 @@ from tests.support.dispatchers import (
     running_dispatcher,
 )
 from tests.support.text_models import sentencepiece_json, write_model_folder
+from tests.support.tool_templates import ADD
 from tests.support.waiting import until
 
 HELLO = [{"role": "user", "content": "hi <|im_end|> there"}]
@@ -256,7 +257,8 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("/tokenize", {"prompt": "a", "return_token_strs": "yes"}, "invalid_type", "return_token_strs"),
     ("/tokenize", {"messages": HELLO, "add_generation_prompt": 0}, "invalid_type", "add_generation_prompt"),
     ("/tokenize", {"messages": HELLO, "chat_template": "{{ 1 }}"}, "unsupported_parameter", "chat_template"),
-    ("/tokenize", {"messages": HELLO, "tools": [{}]}, "unsupported_parameter", "tools"),
+    ("/tokenize", {"messages": HELLO, "tools": [{}]}, "unsupported_parameter", "tools.0.type"),
+    ("/tokenize", {"messages": HELLO, "tools": [ADD]}, "unsupported_parameter", "tools"),
     ("/tokenize", {"prompt": "x" * (MAX_CHARS + 1)}, "string_above_max_length", "prompt"),
     ("/tokenize", {"prompt": "\u0301" * 130_000}, "context_length_exceeded", "prompt"),
     ("/detokenize", {}, "missing_required_parameter", "tokens"),

@@ -143,4 +143,4 @@ def test_its_own_tools_are_refused_with_a_sentence_that_it_can_show(cluster: str
     body = {"stream": True, **STORY, "tools": [{"type": "function", "function": CLOCK}]}
     status, kind, answer = post(cluster, body, headers())
     assert (status, kind) == (400, "application/json")
-    assert json.loads(answer)["error"]["message"] == "Tool calls are not supported."
+    assert json.loads(answer)["error"]["message"] == "This model's chat template reads no tools."

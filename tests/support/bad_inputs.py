@@ -80,8 +80,29 @@ def nested(depth: int) -> dict[str, Any]:
     return schema
 
 
-def tool(name: str, **fields: Any) -> dict[str, Any]:
+def tool(name: Any, **fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **fields}}
+
+
+def called(call_id: Any, **fields: Any) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": "f", "arguments": "{}"}, **fields}
+
+
+def calls(*made: Any) -> dict[str, Any]:
+    return message(role="assistant", tool_calls=[*made])
+
+
+def answered(made: list[Any], *call_ids: str, late: str = "") -> dict[str, Any]:
+    """Return a conversation with calls and results, the last of them behind another message."""
+    results = [{"role": "tool", "tool_call_id": call_id, "content": "3"} for call_id in [*call_ids, late]]
+    first = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": made}]
+    return {"messages": [*first, *results[:-1], *([{"role": "user", "content": "b"}, results[-1]] if late else [])]}
+
+
+_NAME: Final = "tools.0.function.name"
+_SCHEMA: Final = "tools.0.function.parameters"
+_CALLS: Final = "messages.0.tool_calls"
+_ALLOWED: Final = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [tool("a")]}}
 
 
 DEEP: Final = b"[" * 100_000
@@ -172,7 +193,7 @@ _CHAT: Final[list[Fields]] = [
     (
         "24 tool answer without a call",
         {"messages": [*HELLO, *HELLO, {"role": "tool", "content": "x", "tool_call_id": "c"}]},
-        "unsupported_parameter",
+        "invalid_value",
         "messages.2.tool_call_id",
     ),
     ("25 far too long", message(role="user", content="a b" * 40_000), "context_length_exceeded", "messages"),
@@ -303,12 +324,36 @@ _CHAT: Final[list[Fields]] = [
         param="structured_outputs.structural_tag",
         structured_outputs={"structural_tag": {"a": 1}},
     ),
-    row("40 129 tools", "unsupported_parameter", tools=[tool("a")] * 129),
-    row("40 name with spaces", "unsupported_parameter", tools=[tool("a b")]),
-    row("40 long name", "unsupported_parameter", tools=[tool("a" * 65)]),
-    row("40 no object", "unsupported_parameter", tools=[tool("a", parameters=3)]),
-    row("40 choice of none", "unsupported_parameter", tool_choice={"type": "function", "function": {"name": "b"}}),
-    row("40 choice", "unsupported_parameter", tool_choice="required"),
+    row("40 129 tools", "array_above_max_length", tools=[tool("a")] * 129),
+    row("40 tools object", "invalid_type", tools={}),
+    row("40 tool list", "invalid_type", param="tools.0", tools=[[]]),
+    row("40 no type", "unsupported_parameter", param="tools.0.type", tools=[{}]),
+    row("40 custom", "unsupported_parameter", param="tools.1.type", tools=[tool("a"), {"type": "custom"}]),
+    row("40 no function", "invalid_type", param="tools.0.function", tools=[{"type": "function"}]),
+    row("40 no name", "missing_required_parameter", param=_NAME, tools=[tool(None)]),
+    row("40 name with spaces", "invalid_value", param=_NAME, tools=[tool("a b")]),
+    row("40 empty name", "invalid_value", param=_NAME, tools=[tool("")]),
+    row("40 long name", "string_above_max_length", param=_NAME, tools=[tool("a" * 65)]),
+    row("40 name int", "invalid_type", param=_NAME, tools=[tool(3)]),
+    row("40 no object", "invalid_type", param=_SCHEMA, tools=[tool("a", parameters=3)]),
+    row(
+        "40 no object schema", "invalid_value", param=f"{_SCHEMA}.type", tools=[tool("a", parameters={"type": "array"})]
+    ),
+    row("40 strict", "invalid_type", param="tools.0.function.strict", tools=[tool("a", strict="yes")]),
+    row("40 large", "object_above_max_length", param=_SCHEMA, tools=[tool("a", parameters={"a": "x" * 65_536})]),
+    row("40 deep", "object_above_max_length", param=_SCHEMA, tools=[tool("a", parameters=nested(33))]),
+    row("40 all", "object_above_max_length", tools=[tool("a", parameters={"a": "x" * 60_000})] * 9),
+    row("40 unread", "unsupported_parameter", param="tools", tools=[tool("a")]),
+    row("40 choice of nothing", "invalid_value", tool_choice={"type": "function", "function": {"name": "b"}}),
+    row("40 choice of none", "invalid_value", param="tool_choice", tools=[tool("a")], tool_choice=tool("b")),
+    row("40 choice", "invalid_value", tool_choice="required"),
+    row("40 choice word", "invalid_value", tool_choice="any"),
+    row("40 choice int", "invalid_value", tool_choice=1),
+    row("40 choice list", "invalid_value", tool_choice=[]),
+    row("40 allowed", "unsupported_parameter", param="tool_choice", tools=[tool("a")], tool_choice=_ALLOWED),
+    row("40 parallel", "invalid_type", parallel_tool_calls="no"),
+    row("functions", "unsupported_parameter", functions=[{"name": "a"}]),
+    row("function_call", "unsupported_parameter", function_call={"name": "a"}),
     row("a search", "unsupported_parameter", web_search_options={}),
     row("logprobs of the prompt", "unsupported_parameter", prompt_logprobs=0),
     row("special tokens", "unsupported_parameter", add_special_tokens=True),
@@ -340,7 +385,22 @@ _CHAT: Final[list[Fields]] = [
         param="qoe.thinking_speed_tokens_per_s",
         qoe={"thinking_speed_tokens_per_s": 21},
     ),
-    ("assistant calls", message(role="assistant", tool_calls=[{}]), "unsupported_parameter", "messages.0.tool_calls"),
+    ("calls object", message(role="assistant", tool_calls={"a": 1}), "invalid_type", _CALLS),
+    ("calls int", calls(1), "invalid_type", f"{_CALLS}.0"),
+    ("calls of a user", message(content="a", role="user", tool_calls=[called("a")]), "invalid_value", _CALLS),
+    ("129 calls", calls(*[called("a")] * 129), "array_above_max_length", _CALLS),
+    ("no id", calls(called(None)), "missing_required_parameter", f"{_CALLS}.0.id"),
+    ("custom call", calls(called("a", type="custom")), "unsupported_parameter", f"{_CALLS}.0.type"),
+    ("no function", calls(called("a", function=1)), "invalid_type", f"{_CALLS}.0.function"),
+    ("no arguments", calls(tool("a") | {"id": "a"}), "missing_required_parameter", f"{_CALLS}.0.function.arguments"),
+    ("arguments", calls(tool("a", arguments={}) | {"id": "a"}), "invalid_type", f"{_CALLS}.0.function.arguments"),
+    ("no answer", calls(called("a")), "invalid_value", _CALLS),
+    ("half an answer", answered([called("a"), called("b")], "a"), "invalid_value", "messages.1.tool_calls"),
+    ("another's answer", answered([called("a")], "a", "c"), "invalid_value", "messages.3.tool_call_id"),
+    ("24 late", answered([called("a")], "a", late="a"), "invalid_value", "messages.4.tool_call_id"),
+    ("24 no call", message(role="tool", content="3", tool_call_id="a"), "invalid_value", "messages.0.tool_call_id"),
+    ("24 no id", message(role="tool", content="3"), "missing_required_parameter", "messages.0.tool_call_id"),
+    ("24 id int", message(role="tool", content="3", tool_call_id=1), "invalid_type", "messages.0.tool_call_id"),
 ]
 
 

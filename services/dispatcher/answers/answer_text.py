@@ -1,15 +1,19 @@
-"""The text of one answer while its tokens come: detokenised, cut at a stop string, split, counted."""
+"""The text of one answer while its tokens come: detokenised, cut at a stop string, split, counted.
+
+tokens ─► detokeniser ─► stop strings ─► thinking ─► calls of tools ─► what is said
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from json.encoder import encode_basestring
 from typing import Final
 
 from services.dispatcher.session.stop_strings import StopMatcher
 from services.dispatcher.text.detokenizer import Detokenizer
 from services.dispatcher.text.thinking import ThinkSplitter, ThinkStage, ThinkTags
+from services.dispatcher.text.tool_calls import CallPiece, ToolCallParser
 from shared.types import FinishReason
 
 MAX_LOGPROB_TOKENS: Final = 32
@@ -31,8 +35,8 @@ class AnswerText:
     """
 
     __slots__ = (
-        *("_detokenizer", "_is_one_by_one", "_ledger", "_min_tokens", "_shown_stop_ids", "_splitter", "_stops"),
-        *("_thoughts", "num_tokens", "was_cut"),
+        *("_calls", "_detokenizer", "_is_one_by_one", "_ledger", "_min_tokens", "_shown_stop_ids", "_splitter"),
+        *("_special_tags", "_stops", "_thoughts", "num_tokens", "was_cut"),
     )
 
     def __init__(
@@ -52,10 +56,12 @@ class AnswerText:
         self._ledger = _TokenLedger() if with_tokens else None
         self._splitter: ThinkSplitter | None = None
         self._thoughts: list[str] = []
+        self._calls: ToolCallParser | None = None
+        self._special_tags: Mapping[int, str] = {}
         self.num_tokens = 0
         """Tokens of the answer so far, for the bill: up to the one that completed a stop string."""
         self.was_cut = False
-        """A stop string has ended the text."""
+        """A stop string has ended the text, or the only call that the answer may have."""
 
     def split_thinking(self, tags: ThinkTags, stage: ThinkStage) -> None:
         """Tell the model's thinking apart from now on; called before the first token.
@@ -66,18 +72,32 @@ class AnswerText:
         """
         self._splitter = ThinkSplitter(tags, stage)
 
+    def tell_calls(self, parser: ToolCallParser, special_tags: Mapping[int, str]) -> None:
+        """Tell calls of tools apart from now on; called before the first token.
+
+        Args:
+            parser: a fresh one.
+            special_tags: tags of calls that are special tokens: their texts, by id.
+        """
+        self._calls = parser
+        self._special_tags = special_tags
+        self._is_one_by_one = self._is_one_by_one or not parser.is_parallel
+
     def push(self, token_ids: Sequence[int], finish: FinishReason) -> str:
         """Return the text that becomes visible; "" if it is not decided yet, or the text has been cut.
 
-        What the model thinks is not in it (`take_thoughts`); stop strings end both.
+        What the model thinks is not in it (`take_thoughts`), nor are calls (`take_calls`); stop strings end them all.
         """
         visible = token_ids
         if finish is FinishReason.STOP and token_ids and token_ids[-1] not in self._shown_stop_ids:
             visible = token_ids[:-1]
-        if not self._is_one_by_one and (self._splitter is None or self._splitter.stage is ThinkStage.SPEAKING):
+        if not self._is_one_by_one and not self._has_tags(visible):
             self.num_tokens += len(token_ids)
             text = self._detokenizer.push(visible) if visible else ""
-            return text + self._detokenizer.flush() if finish else text
+            text = text + self._detokenizer.flush() if finish else text
+            if self._calls is None:
+                return text
+            return self._calls.push(text) + (self._calls.flush() if finish else "")
         return self._push_one_by_one(visible, len(token_ids) - len(visible), finish)
 
     def take_thoughts(self) -> str:
@@ -87,6 +107,20 @@ class AnswerText:
         text = "".join(self._thoughts)
         self._thoughts.clear()
         return text
+
+    def _has_tags(self, token_ids: Sequence[int]) -> bool:
+        """Return whether some of the tokens count as such: those of the thinking, and tags that have no text."""
+        is_thinking = self._splitter is not None and self._splitter.stage is not ThinkStage.SPEAKING
+        return is_thinking or not self._special_tags.keys().isdisjoint(token_ids)
+
+    def take_calls(self) -> list[CallPiece]:
+        """Return what has become visible of calls since the last time, of each one piece."""
+        return [] if self._calls is None else self._calls.take()
+
+    @property
+    def has_called(self) -> bool:
+        """Whether one of its calls is whole."""
+        return self._calls is not None and self._calls.num_completed > 0
 
     @property
     def tells_thinking(self) -> bool:
@@ -113,14 +147,17 @@ class AnswerText:
         return self._ledger.num_waiting if self._ledger is not None else 0
 
     def _push_one_by_one(self, token_ids: Sequence[int], num_hidden: int, finish: FinishReason) -> str:
-        """One by one: the bill ends with the token that completes a stop string, the thinking with its tag."""
+        """One by one: the bill ends with the token that completes a stop string, the thinking with its tag.
+
+        So it does with the end of the only call.
+        """
         texts: list[str] = []
         num_shown = 0
         for token_id in token_ids:
             if self.was_cut:
                 break
             self.num_tokens += 1
-            text = self._detokenizer.push((token_id,))
+            text = self._detokenizer.push((token_id,)) + self._special_tags.get(token_id, "")
             if self._ledger is not None:
                 self._ledger.add(len(text))
             if self._splitter is not None:
@@ -128,6 +165,7 @@ class AnswerText:
             text, self.was_cut = self._stops.push(text, may_end=self.num_tokens > self._min_tokens)
             num_shown += len(text)
             texts.append(self._split(text))
+            self.was_cut = self.was_cut or (self._calls is not None and self._calls.is_over)
         if finish and not self.was_cut:
             self.num_tokens += num_hidden
             flushed = self._detokenizer.flush()
@@ -135,22 +173,27 @@ class AnswerText:
             text = text if self.was_cut else text + self._stops.flush()
             num_shown += len(text)
             texts.append(self._split(text))
-        if self._splitter is not None and (finish or self.was_cut):
-            thought, text = self._splitter.flush()
-            self._thoughts.append(thought)
-            texts.append(text)
+        if finish or self.was_cut:
+            texts.append(self._flush_parts())
         if self._ledger is not None:
             self._ledger.show(num_shown, is_end=bool(finish) and not self.was_cut)
         return "".join(texts)
 
     def _split(self, text: str) -> str:
-        """Return what is said of the text; what is thought is kept."""
-        if self._splitter is None:
-            return text
-        thought, said = self._splitter.push(text)
-        if thought:
+        """Return what is said of the text; what is thought, and calls, are kept."""
+        if self._splitter is not None:
+            thought, text = self._splitter.push(text)
+            if thought:
+                self._thoughts.append(thought)
+        return text if self._calls is None else self._calls.push(text)
+
+    def _flush_parts(self) -> str:
+        """Return what is said of the text that was held back."""
+        text = ""
+        if self._splitter is not None:
+            thought, text = self._splitter.flush()
             self._thoughts.append(thought)
-        return said
+        return text if self._calls is None else self._calls.push(text) + self._calls.flush()
 
 
 class _TokenLedger:

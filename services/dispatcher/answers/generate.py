@@ -31,6 +31,7 @@ from services.dispatcher.text.pool import TextPoolFullError
 from services.dispatcher.text.prompts import TooManyTokensError, UntokenizableError
 from services.dispatcher.text.template import TemplateRefusalError
 from services.dispatcher.text.thinking import ThinkStage
+from services.dispatcher.text.tool_calls import ToolCallParser
 from shared.ids import RequestId
 
 SLACK: Final = 4
@@ -117,20 +118,25 @@ def _make_choices(front: Front, call: CheckedCall) -> list[Choice]:
     for _ in range(call.num_prompts):
         parent: Choice | None = None
         for _ in range(call.params.num_choices):
-            choices.append(Choice(len(choices), _answer_text(front, call), parent))
+            choices.append(Choice(len(choices), _answer_text(front, call, len(choices)), parent))
             parent = parent or choices[-1]
     return choices
 
 
-def _answer_text(front: Front, call: CheckedCall) -> AnswerText:
+def _answer_text(front: Front, call: CheckedCall, index: int) -> AnswerText:
     sampling = call.params.sampling.common
-    return AnswerText(
+    text = AnswerText(
         front.codec.table.start(first=call.is_chat),
         call.params.stops,
         sampling.stop_token_ids,
         min_tokens=sampling.min_tokens,
         with_tokens=sampling.logprobs is not None,
     )
+    if call.tool_use is not None and front.model_calls is not None:
+        form, answer = front.model_calls.form, f"{call.request_id} {index}"
+        parser = ToolCallParser(form, partial(form.call_id, answer), is_parallel=call.tool_use.is_parallel)
+        text.tell_calls(parser, front.model_calls.special_tags)
+    return text
 
 
 def _finish_of(choices: Sequence[Choice]) -> str:

@@ -8,7 +8,16 @@ from typing import Any, Protocol
 
 from services.dispatcher.answers.answer_text import MAX_LOGPROB_TOKENS, json_text
 from services.dispatcher.answers.logprobs import KeptLogprobs, LogprobWriter
-from services.dispatcher.answers.shapes import FINISH_NAMES, NO_LOGPROBS, AnswerShape, ChoiceShape, WholeText
+from services.dispatcher.answers.shapes import (
+    NO_LOGPROBS,
+    AnswerShape,
+    ChoiceShape,
+    JoinedCalls,
+    WholeText,
+    calls_json,
+    finish_name,
+    thoughts_json,
+)
 from services.dispatcher.endpoints.call import Choice
 from services.dispatcher.http.sse import EventWriter
 from services.dispatcher.session.request import Reader
@@ -69,10 +78,10 @@ class Streamer:
 
     def _write(self, text: str, now_s: float, logprobs: bytes | None = None) -> None:
         """Write an event, if there is anything to say."""
-        thought = self._text.take_thoughts()
-        if text or thought or logprobs is not None:
-            shown = json_text(thought) if thought else b""
-            self._send(self._shape.chunk(json_text(text), self._num_pending, logprobs, shown), now_s)
+        thought, calls = self._text.take_thoughts(), self._text.take_calls()
+        if text or thought or calls or logprobs is not None:
+            more = thoughts_json(thought) + calls_json(calls)
+            self._send(self._shape.chunk(json_text(text), self._num_pending, logprobs, more), now_s)
             self._num_pending = 0
 
     def _send(self, data: bytes, now_s: float) -> None:
@@ -97,7 +106,7 @@ class Streamer:
 
     def end(self, estimate: dict[str, Any], now_s: float) -> None:
         """Write the finish reason of a choice that has one."""
-        self._send(self._shape.finish_chunk(self._choice.opened.finish, estimate), now_s)
+        self._send(self._shape.finish_chunk(finish_name(self._choice), estimate), now_s)
 
 
 class Collector:
@@ -108,12 +117,13 @@ class Collector:
         logprobs: None if nobody asked for them.
     """
 
-    __slots__ = ("_choice", "_kept", "_logprobs", "_texts", "_thoughts")
+    __slots__ = ("_calls", "_choice", "_kept", "_logprobs", "_texts", "_thoughts")
 
     def __init__(self, choice: Choice, logprobs: LogprobWriter | None) -> None:
         self._choice = choice
         self._texts = [choice.echo]
         self._thoughts: list[str] = []
+        self._calls = JoinedCalls()
         self._logprobs = logprobs
         self._kept = KeptLogprobs()
 
@@ -121,6 +131,7 @@ class Collector:
         """Take the next tokens (the session's `Reader`)."""
         self._texts.append(self._choice.text.push(token_ids, finish))
         self._thoughts.append(self._choice.text.take_thoughts())
+        self._calls.add(self._choice.text.take_calls())
         if self._logprobs is not None:
             self._kept.add(self._choice, self._choice.text.take_shown())
         return not self._choice.text.was_cut
@@ -140,7 +151,8 @@ class Collector:
             error: None if the choice is whole.
         """
         choice = self._choice
-        reason = FINISH_NAMES[choice.opened.finish] if error is None else None
+        reason = finish_name(choice) if error is None else None
         logprobs = self._logprobs.parts(self._kept) if self._logprobs is not None else iter((NO_LOGPROBS,))
-        said = WholeText("".join(self._texts), "".join(self._thoughts) if choice.text.tells_thinking else None)
+        thought = "".join(self._thoughts) if choice.text.tells_thinking else None
+        said = WholeText("".join(self._texts), thought, self._calls)
         return shape.whole_choice(choice.index, said, reason, logprobs, error)

@@ -90,6 +90,7 @@ class ResumableStreamer(Streamer):
     def _drop_shown(self) -> None:
         self._num_pending = 0
         self._text.take_thoughts()
+        self._text.take_calls()
         for index, _ in self._text.take_shown():
             self._choice.opened.take_logprob(index)
 

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from services.dispatcher.answers.answer_text import escape_line_ends, json_text_parts
+from services.dispatcher.answers.answer_text import escape_line_ends, json_text, json_text_parts
 from services.dispatcher.endpoints.call import Choice
+from services.dispatcher.text.tool_calls import CallPiece
 from shared.types import FinishReason
 
-FINISH_NAMES: Final = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+_FINISH_NAMES: Final = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 FINGERPRINT: Final = "sluice"
 DONE: Final = b"data: [DONE]\n\n"
 NO_LOGPROBS: Final = b"null"
@@ -60,6 +61,64 @@ def usage_of(choices: Sequence[Choice]) -> Usage:
     )
 
 
+def finish_name(choice: Choice) -> str:
+    """Return how a choice has ended, in OpenAI's words: with a whole call, if its model stopped by itself."""
+    finish = choice.opened.finish
+    return "tool_calls" if finish is FinishReason.STOP and choice.text.has_called else _FINISH_NAMES[finish]
+
+
+def thoughts_json(thought: str) -> bytes:
+    """Return the members of a `delta` that hold a part of the thinking, each with a comma behind it."""
+    text = json_text(thought) if thought else b""
+    return b"".join([b'"%b":%b,' % (name.encode(), text) for name in _THOUGHTS]) if thought else b""
+
+
+def calls_json(pieces: Sequence[CallPiece]) -> bytes:
+    """Return the member of a `delta` that holds parts of calls, with a comma behind it."""
+    return b'"tool_calls":[%b],' % b",".join([_piece_json(piece) for piece in pieces]) if pieces else b""
+
+
+def _piece_json(piece: CallPiece) -> bytes:
+    arguments = json_text(piece.arguments)
+    if not piece.call_id:
+        return b'{"index":%d,"function":{"arguments":%b}}' % (piece.index, arguments)
+    named = b'"id":%b,"type":"function"' % json_text(piece.call_id)
+    function = b'{"name":%b,"arguments":%b}' % (json_text(piece.name), arguments)
+    return b'{"index":%d,%b,"function":%b}' % (piece.index, named, function)
+
+
+class JoinedCalls:
+    """The calls of a choice that is not streamed."""
+
+    def __init__(self) -> None:
+        self._firsts: list[CallPiece] = []
+        self._arguments: list[list[str]] = []
+
+    def add(self, pieces: Sequence[CallPiece]) -> None:
+        """Take what came."""
+        for piece in pieces:
+            if piece.call_id:
+                self._firsts.append(piece)
+                self._arguments.append([])
+            self._arguments[piece.index].append(piece.arguments)
+
+    def __len__(self) -> int:
+        return len(self._firsts)
+
+    def parts(self) -> Iterator[bytes]:
+        """Return them as JSON, piece by piece."""
+        before = b"["
+        for first, arguments in zip(self._firsts, self._arguments, strict=True):
+            function = {"name": first.name, "arguments": _MARK}
+            call = {"id": first.call_id, "type": "function", "function": function}
+            head, tail = _json(call).split(_json(_MARK))
+            yield before + head
+            yield from json_text_parts("".join(arguments))
+            yield tail
+            before = b","
+        yield b"]"
+
+
 @dataclass(frozen=True, slots=True)
 class WholeText:
     """What a choice says that is not streamed."""
@@ -67,6 +126,7 @@ class WholeText:
     said: str
     thought: str | None
     """None if thinking is not told apart."""
+    calls: JoinedCalls
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +194,17 @@ class AnswerShape:
     ) -> Iterator[bytes]:
         """Return one choice of such a body, piece by piece; `logprobs` is JSON."""
         choice: dict[str, Any] = {"index": index, "logprobs": _MARK, "finish_reason": finish_reason}
-        said = iter((b"null",)) if text.thought and not text.said else json_text_parts(text.said)
+        has_other = bool(text.thought) or len(text.calls) > 0
+        said = iter((b"null",)) if has_other and not text.said else json_text_parts(text.said)
         values = [logprobs, said]
         if self.is_chat:
             choice["message"] = {"role": "assistant", "content": _MARK, "refusal": None}
             if text.thought is not None:
                 choice["message"] |= dict.fromkeys(_THOUGHTS, _MARK if text.thought else None)
                 values += [json_text_parts(text.thought) for _ in _THOUGHTS if text.thought]
+            if text.calls:
+                choice["message"]["tool_calls"] = _MARK
+                values.append(text.calls.parts())
         else:
             choice["text"] = _MARK
         if error is not None:
@@ -183,21 +247,18 @@ class ChoiceShape:
         shown = {"delta": {"content": text}} if self.shape.is_chat else {"text": text}
         return {"index": self.index, **shown, **_UNFINISHED}
 
-    def chunk(self, text: bytes, num_tokens: int, logprobs: bytes | None = None, thought: bytes = b"") -> bytes:
+    def chunk(self, text: bytes, num_tokens: int, logprobs: bytes | None = None, more: bytes = b"") -> bytes:
         """Return the event with some text.
 
         Args:
             text: as a JSON string (`json_text`).
             num_tokens: tokens that it holds.
             logprobs: of these tokens, as JSON; None if nobody asked.
-            thought: part of the model's thinking, as a JSON string; empty if there is none. With it, a text that is
-                empty is left out.
+            more: thinking and calls (`thoughts_json`, `calls_json`). With it, a text that is empty is left out.
         """
         head = self.head
-        if thought:
-            head = self.head_of_delta
-            members = [*(b'"%b":%b' % (name.encode(), thought) for name in _THOUGHTS), _CONTENT + text]
-            text = b",".join(members[:-1] if text == _EMPTY else members)
+        if more:
+            head, text = self.head_of_delta, more[:-1] if text == _EMPTY else more + _CONTENT + text
         if num_tokens == 1 and logprobs is None:  # nearly always
             return head + text + self.tail
         tail = self.tail if num_tokens == 1 else self.tail_with_count % num_tokens
@@ -212,10 +273,10 @@ class ChoiceShape:
         choice = {"index": self.index, "delta": {"role": "assistant", "content": ""}, **_UNFINISHED}
         return self.shape.event([choice], {})
 
-    def finish_chunk(self, finish: FinishReason, extra: dict[str, Any]) -> bytes:
+    def finish_chunk(self, finish_reason: str, extra: dict[str, Any]) -> bytes:
         """Return the event with the finish reason; `extra` stands in it unless an event with usage follows."""
         choice: dict[str, Any] = {"index": self.index, **({"delta": {}} if self.shape.is_chat else {"text": ""})}
-        choice |= {"logprobs": None, "finish_reason": FINISH_NAMES[finish]}
+        choice |= {"logprobs": None, "finish_reason": finish_reason}
         return self.shape.event([choice], {} if self.shape.include_usage else {"sluice": extra})
 
 

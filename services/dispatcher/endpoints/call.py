@@ -15,6 +15,7 @@ from services.dispatcher.endpoints.params import Params
 from services.dispatcher.session.request import FailureCode, RequestFailedError
 from services.dispatcher.session.session import Session
 from services.dispatcher.text.thinking import ThinkStage, ThinkTags
+from services.dispatcher.text.tools import ToolUse
 from shared.ids import RequestId
 
 
@@ -106,6 +107,8 @@ class CheckedCall:
     """Of who asks."""
     arrival_s: float
     created_unix_s: int
+    tool_use: ToolUse | None = None
+    """None: calls of tools are not looked for in its answers."""
     retry: Retry | None = None
     """None: the client gave no key."""
     seen: Seen = ()

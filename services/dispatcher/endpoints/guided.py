@@ -17,6 +17,9 @@ from llguidance import LLMatcher
 from services.dispatcher.endpoints.fields import Fields, type_name
 from services.dispatcher.endpoints.schema_rules import SchemaRefusedError, grammar_of_schema
 from services.dispatcher.http.errors import ApiError, invalid, unsupported
+from services.dispatcher.text.tool_forms import ModelCalls
+from services.dispatcher.text.tool_grammar import tool_grammar
+from services.dispatcher.text.tools import ToolUse
 from shared.reading import parse_json
 from shared.types import MAX_GRAMMAR_BYTES
 
@@ -214,3 +217,23 @@ def refuse_stops(guide: Guide) -> ApiError:
     """Return the 400 for stop strings beside a form."""
     message = f"'stop' cannot be combined with '{guide.param}': the answer ends where its form is complete."
     return invalid("invalid_value", "stop", message)
+
+
+def tool_guide(calls: ModelCalls, use: ToolUse, said: Guide | None) -> Guide | None:
+    """Return what an answer is held to that may call tools; None: it is free.
+
+    Args:
+        calls: of the model.
+        use: what the request says of tools.
+        said: what it is held to otherwise.
+
+    Raises:
+        ApiError: both ask for something.
+    """
+    grammar = tool_grammar(calls, use)
+    if not grammar:
+        return said
+    if said is not None:
+        message = f"'{said.param}' does not go with tools that are strict or have to be called."
+        raise invalid("invalid_value", said.param, message)
+    return Guide("tools", grammar, GuideCode.SCHEMA)

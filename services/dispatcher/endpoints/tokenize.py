@@ -15,6 +15,7 @@ from services.dispatcher.answers.generate import refused_by_template, untokeniza
 from services.dispatcher.endpoints.fields import Fields
 from services.dispatcher.endpoints.messages import count_chars, parse_messages
 from services.dispatcher.endpoints.template_kwargs import NAMES, parse_prompt_end, parse_template_kwargs
+from services.dispatcher.endpoints.tools import check_reads_tools, parse_tools
 from services.dispatcher.endpoints.unsupported import TOKENIZE, refuse_unsupported
 from services.dispatcher.http.arrival import check_model, in_thread, note_arrival
 from services.dispatcher.http.errors import ApiError, invalid
@@ -35,6 +36,7 @@ _KNOWN: Final = frozenset(
         *TOKENIZE,
         *NAMES,
         *("model", "prompt", "messages", "tokens", "add_special_tokens", "return_token_strs"),
+        "tools",
     }
 )
 
@@ -127,11 +129,15 @@ def _encoder(fields: Fields, codec: PromptCodec) -> tuple[Callable[[], list[int]
         is_special = fields.boolean("add_special_tokens", default=True)
         return lambda: codec.encode_text(text, add_special_tokens=is_special), "prompt"
     conversation = parse_messages(messages)
+    tools = parse_tools(fields.values.get("tools"))
+    if tools:
+        check_reads_tools(codec.tool_template)
     _check_size(count_chars(conversation), "messages")
     is_special = fields.boolean("add_special_tokens")
     end = parse_prompt_end(fields, conversation)
-    kwargs = parse_template_kwargs(fields, codec.template)
-    encode = partial(codec.encode_chat, add_special_tokens=is_special, kwargs=kwargs)
+    definitions = [tool.definition for tool in tools] or None
+    kwargs = parse_template_kwargs(fields, codec.template_for(conversation, definitions))
+    encode = partial(codec.encode_chat, add_special_tokens=is_special, kwargs=kwargs, tools=definitions)
     return partial(
         encode, conversation, add_generation_prompt=end.begins_answer, continues_last=end.continues_last
     ), "messages"

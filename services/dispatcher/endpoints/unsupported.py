@@ -46,14 +46,12 @@ _COMMON: Final[dict[str, _IsNeutral]] = {
     "bad_words": _one_of("", [], [""]),
 }
 _TEMPLATE: Final[dict[str, _IsNeutral]] = {
-    "tools": _is_empty,
     "documents": _is_empty,
     "chat_template": _is_empty,
 }
 CHAT: Final[dict[str, _IsNeutral]] = {
     **_COMMON,
     **_TEMPLATE,
-    "tool_choice": _one_of("none", "auto", ""),  # without tools `auto` can only choose none
     "functions": _is_empty,
     "function_call": _one_of("none", "auto", ""),
     "add_special_tokens": _is_false,
@@ -82,10 +80,8 @@ SHARED_NAMES: Final = (
 _REASONS: Final = {
     "thinking_token_budget": "Completions know no thinking; chat does.",
     "chat_template": "Chat templates come with the model; a request cannot bring one.",
-    "tools": "Tool calls are not supported.",
-    "functions": "Tool calls are not supported.",
-    "tool_choice": "Tool calls are not supported; only 'none' and 'auto' are accepted, and no tools.",
-    "function_call": "Tool calls are not supported; only 'none' and 'auto' are accepted, and no functions.",
+    "functions": "Functions of the old kind are not supported; use 'tools'.",
+    "function_call": "Functions of the old kind are not supported; use 'tools' and 'tool_choice'.",
 }
 
 

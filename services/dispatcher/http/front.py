@@ -21,6 +21,7 @@ from services.dispatcher.text.grammar_trials import GrammarTrials
 from services.dispatcher.text.pool import TextPool
 from services.dispatcher.text.prompts import PromptCodec
 from services.dispatcher.text.thinking import ThinkTags
+from services.dispatcher.text.tool_forms import ModelCalls
 from shared.browsers import BrowserRules
 from shared.messages.request import MAX_PROMPT_TOKENS
 from shared.process.log import get_logger
@@ -55,6 +56,8 @@ class Front:
     codec: PromptCodec
     think_tags: ThinkTags | None
     """None: the model's thinking is not told apart."""
+    model_calls: ModelCalls | None
+    """None: it is not known how the model calls tools."""
     pool: TextPool
     bodies: TextPool
     """Of one thread, which reads long bodies: while it does, the event loop has its turns between two long calls."""

@@ -32,6 +32,9 @@ class ModelFolder:
     """Source of the chat template; None for a model without one (it completes, but does not chat)."""
     template_path: Path | None
     """Where the template stands."""
+    tool_template: str | None
+    """Source of another one for conversations with tools (`tool_use`); None: there is none of its own."""
+    tool_template_path: Path | None
     special_tokens: Mapping[str, str]
     """`bos_token`, `eos_token`, … as the chat template sees them."""
     added_tokens: Mapping[int, AddedToken]
@@ -60,11 +63,14 @@ def read_model_folder(folder: Path) -> ModelFolder:
     tokenizer_config = read_object(folder / "tokenizer_config.json", required=False)
     older = read_object(folder / "special_tokens_map.json", required=False)
     named = special_tokens(tokenizer_config, older)
-    template, template_path = _find_template(folder, tokenizer_config)
+    template, template_path = _find_template(folder, tokenizer_config, "default")
+    tool_template, tool_template_path = _find_template(folder, tokenizer_config, "tool_use")
     return ModelFolder(
         tokenizer_json=tokenizer_json,
         template=template,
         template_path=template_path,
+        tool_template=tool_template,
+        tool_template_path=tool_template_path,
         special_tokens=named,
         added_tokens=_added_tokens(folder, tokenizer_config, named),
         added_tokens_win="added_tokens_decoder" in tokenizer_config,
@@ -73,21 +79,24 @@ def read_model_folder(folder: Path) -> ModelFolder:
     )
 
 
-def _find_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> tuple[str | None, Path | None]:
+def _find_template(folder: Path, tokenizer_config: Mapping[str, Any], name: str) -> tuple[str | None, Path | None]:
     """Return the template as transformers finds it, a file first, then the tokenizer's configuration; and where.
 
-    Of several by name, `default` is the one for plain chat.
+    Of several by name, `default` is the one for plain chat; one that stands alone is that too.
     """
-    for path in (folder / "additional_chat_templates" / "default.jinja", folder / "chat_template.jinja"):
+    alone = [folder / "chat_template.jinja"] if name == "default" else []
+    for path in (folder / "additional_chat_templates" / f"{name}.jinja", *alone):
         file = InputFile(path, 4 * MAX_TEMPLATE_CHARS, hint=COPY_AGAIN)
         if file.exists():
             return _check_template(file.read_text(), path), path
     source = tokenizer_config.get("chat_template")
     if isinstance(source, list):
-        named = [item for item in source if isinstance(item, dict) and item.get("name") == "default"]
+        named = [item for item in source if isinstance(item, dict) and item.get("name") == name]
         source = named[-1].get("template") if named else None
     elif isinstance(source, dict):
-        source = source.get("default")
+        source = source.get(name)
+    elif name != "default":
+        source = None
     if source is None:
         return None, None
     path = folder / "tokenizer_config.json"

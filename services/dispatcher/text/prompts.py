@@ -7,15 +7,17 @@ exactly those of transformers' `apply_chat_template` (or of plain encoding); wit
 word like others.
 
 A control token is an added token that is marked as special, or that the model's own template writes (`<tool_call>`).
-The latter stays itself in an assistant's message: there it is the model's own earlier output.
+The latter stays itself in an assistant's message: there it is the model's own earlier output. Tools, the arguments of
+their calls and their results are texts of users: in each of their strings, names of members too, all of them are words.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 from tokenizers import Tokenizer
@@ -23,7 +25,7 @@ from tokenizers import Tokenizer
 from services.dispatcher.text.aliases import alias_tokens, load_tokenizer
 from services.dispatcher.text.detokenizer import DetokenizerTable, load_table
 from services.dispatcher.text.model_folder import ModelFolder
-from services.dispatcher.text.template import ChatTemplate, TemplateKwargs, TemplateRefusalError
+from services.dispatcher.text.template import ChatTemplate, TemplateKwargs, TemplateRefusalError, ToolDefinitions
 from services.dispatcher.text.template_forms import TALKS, in_form
 from services.dispatcher.text.token_finder import TokenFinder
 from services.dispatcher.text.token_names import TokenNames
@@ -70,7 +72,9 @@ class PromptCodec:
         StartupError: tokenizer or template cannot be used, or write ids that the model does not have.
     """
 
-    def __init__(self, folder: ModelFolder, template: ChatTemplate | None = None) -> None:
+    def __init__(
+        self, folder: ModelFolder, template: ChatTemplate | None = None, tool_template: ChatTemplate | None = None
+    ) -> None:
         self.tokenizer = load_tokenizer(folder.tokenizer_json)
         _add_tokens(self.tokenizer, folder)
         self.vocab_size = folder.vocab_size or self.tokenizer.get_vocab_size(with_added_tokens=True)
@@ -84,7 +88,11 @@ class PromptCodec:
         self.template = template
         if template is None and folder.template is not None:
             self.template = ChatTemplate(folder.template, folder.special_tokens)
-        special, by_template = _control_tokens(self.tokenizer, self.template)
+        if tool_template is None and folder.tool_template is not None:
+            tool_template = ChatTemplate(folder.tool_template, folder.special_tokens)
+        self.tool_template = self.template if tool_template is None else tool_template
+        """For conversations with tools."""
+        special, by_template = _control_tokens(self.tokenizer, self._templates())
         self._control = TokenFinder(special | by_template)
         self._special_only = TokenFinder(special) if by_template else self._control
         self._aliased = alias_tokens(self.tokenizer, special | by_template)
@@ -128,6 +136,7 @@ class PromptCodec:
         add_special_tokens: bool = False,
         continues_last: bool = False,
         kwargs: TemplateKwargs | None = None,
+        tools: ToolDefinitions = None,
     ) -> list[int]:
         """Return the ids of a conversation.
 
@@ -137,31 +146,41 @@ class PromptCodec:
             add_special_tokens: with the tokenizer's own BOS or EOS; most templates write theirs.
             continues_last: they end where the text of the last message ends; then without `add_generation_prompt`.
             kwargs: values of some of the template's variables; nothing in them becomes a control token.
+            tools: that the model may call; the same holds for them.
 
         Raises:
             TemplateRefusalError: the template does not take them all, or the model has none.
             TooManyTokensError: more than `MAX_PROMPT_TOKENS`.
             UntokenizableError: as `encode_text`.
         """
-        if self.template is None:
+        template = self.template_for(messages, tools)
+        if template is None:
             raise TemplateRefusalError("this model has no chat template; use /v1/completions")
-        messages = self.template.in_form(messages, add_generation_prompt=add_generation_prompt)
+        messages = template.in_form(messages, add_generation_prompt=add_generation_prompt)
         kwargs = dict(kwargs or {})
         texts = {name: value for name, value in kwargs.items() if isinstance(value, str)}
         mark = ""
         hidden: list[str] = []
-        if continues_last or any(map(self._find, messages)) or any(map(self._is_suspect, texts.values())):
-            mark = _unused_mark([*messages, texts])
-            messages = [self._hide(message, mark, hidden) for message in messages]
-            kwargs |= self._hide_values(texts, mark, hidden)
+        is_hidden = any(map(self._find, messages)) or any(map(self._is_suspect, texts.values()))
+        if continues_last or is_hidden or self._find_inside(tools):
+            mark = _unused_mark([*messages, texts, tools])
+            place = partial(_place, mark, hidden)
+            messages = [self._hide(message, place) for message in messages]
+            kwargs |= {name: place(value) for name, value in texts.items() if self._is_suspect(value)}
+            tools = _each_string(tools, lambda text: self._guard(text, place))
         if continues_last:
-            end, hidden = _placeholder(mark, len(hidden)), [*hidden, ""]
+            end = _place(mark, hidden, "")
             messages = [*messages[:-1], _with_end(messages[-1], end)]
-        rendered = self.template.render(messages, add_generation_prompt=add_generation_prompt, kwargs=kwargs)
+        rendered = template.render(messages, add_generation_prompt=add_generation_prompt, kwargs=kwargs, tools=tools)
         if continues_last:
             rendered = _cut_at(rendered, end, _last_text(messages[-1]))
         text = self._name_tokens(rendered, mark, hidden)
         return self.encode_text(text, add_special_tokens=add_special_tokens)
+
+    def template_for(self, messages: Sequence[Mapping[str, Any]], tools: ToolDefinitions) -> ChatTemplate | None:
+        """Return the template for a conversation: that for tools if it has some, or calls; None: the model has none."""
+        has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+        return self.tool_template if tools or has_calls else self.template
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of some ids."""
@@ -174,50 +193,67 @@ class PromptCodec:
         return [self.tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
     def _find(self, message: Mapping[str, Any]) -> bool:
-        return any(map(self._finder_for(message).stands_in, _texts_of(message)))
+        """Return whether a control token is, or could be put together with what a template writes beside it."""
+        if self._find_inside(message.get("tool_calls")):
+            return True
+        texts = (_joined(value) for name, value in message.items() if name != "tool_calls")
+        return any(map(self._finder_for(message).stands_in, texts))
+
+    def _find_inside(self, value: Any) -> bool:
+        """The same of every string in tools or calls."""
+        control = self._control
+        strings = set(_strings_of(value))
+        return any(control.may_begin_in(text) or control.may_end_in(text) for text in strings) or any(
+            map(control.stands_in, strings)
+        )
 
     def _finder_for(self, message: Mapping[str, Any]) -> TokenFinder:
         return self._special_only if message.get("role") == "assistant" else self._control
 
-    def _hide(self, message: Mapping[str, Any], mark: str, hidden: list[str]) -> dict[str, Any]:
-        """Return the message with placeholders; what they stand for is appended to `hidden`.
+    def _hide(self, message: Mapping[str, Any], place: Callable[[str], str]) -> dict[str, Any]:
+        """Return the message with placeholders.
 
         Between two parts stands one for nothing: what they make together is no control token either.
         """
         finder = self._finder_for(message)
 
-        def place(text: str) -> str:
-            hidden.append(text)
-            return _placeholder(mark, len(hidden) - 1)
-
-        def guard(value: Any) -> Any:
+        def guard(name: str, value: Any) -> Any:
+            if name == "role" or value is None:
+                return value
+            if name == "tool_calls":
+                return _each_string(value, lambda text: self._guard(text, place))
             if isinstance(value, str):
                 return finder.replace(value, place)
-            texts = [guard(part["text"]) for part in value]
+            texts = [finder.replace(part["text"], place) for part in value]
             return [{**part, "text": (place("") if i else "") + texts[i]} for i, part in enumerate(value)]
 
-        return {key: value if key == "role" else guard(value) for key, value in message.items()}
+        return {name: guard(name, value) for name, value in message.items()}
+
+    def _guard(self, text: str, place: Callable[[str], str]) -> str:
+        """Return the text with placeholders, also at an end where a control token could be made with its neighbour."""
+        before = place("") if self._control.may_end_in(text) else ""
+        after = place("") if self._control.may_begin_in(text) else ""
+        return before + self._control.replace(text, place) + after
 
     def _is_suspect(self, value: str) -> bool:
-        """Return whether a control token could be made of the value of a variable, alone or with its neighbours."""
-        return not _HARMLESS.fullmatch(value) or self._control.stands_in(value)
+        """Return whether a control token could be made of the value of a variable, alone or with its neighbours.
 
-    def _hide_values(self, values: Mapping[str, str], mark: str, hidden: list[str]) -> dict[str, str]:
-        """Return the suspect values as one placeholder each, and the others as they are: templates compare them."""
-        shown = dict(values)
-        for name, value in values.items():
-            if self._is_suspect(value):
-                shown[name] = _placeholder(mark, len(hidden))
-                hidden.append(value)
-        return shown
+        Such a value is hidden as a whole; others stay as they are, because templates compare them.
+        """
+        return not _HARMLESS.fullmatch(value) or self._control.stands_in(value)
 
     def _name_tokens(self, rendered: str, mark: str, hidden: Sequence[str]) -> str:
         """Return the text with the secret names of what the template wrote, and in it what users wrote."""
-        parts = re.split(f"{mark}([0-9]+){mark}", rendered) if mark else [rendered]
+        any_mark = "|".join(map(re.escape, _spellings(mark)))
+        parts = re.split(f"(?:{any_mark})([0-9]+)(?:{any_mark})", rendered) if mark else [rendered]
         aliases = self._aliased.aliases
         parts[::2] = [self._control.replace(part, aliases.__getitem__) for part in parts[::2]]
         parts[1::2] = [hidden[int(number)] for number in parts[1::2]]
         return "".join(parts)
+
+    def _templates(self) -> list[ChatTemplate]:
+        """Return both templates, or the one that there is."""
+        return [each for each in dict.fromkeys((self.template, self.tool_template)) if each is not None]
 
     def _check_writers(self) -> None:
         """Check that what is written around every text has ids of the model."""
@@ -229,13 +265,16 @@ class PromptCodec:
         if ids:
             what = f"the tokenizer puts id {ids[0]} around every prompt, and the model has 0 to {self.vocab_size - 1}"
             raise StartupError(what, "Correct post_processor in tokenizer.json")
-        if self.template is None:
-            return
-        for messages in _TRIALS if self.unknown_tokens else ():
+        for template in self._templates() if self.unknown_tokens else ():
+            self._check_template(template)
+
+    def _check_template(self, template: ChatTemplate) -> None:
+        """Check that it writes no token whose id the model does not have."""
+        for messages in _TRIALS:
             for is_prompt in (True, False):
                 with suppress(TemplateRefusalError):
-                    given = [in_form(message, self.template.forms.part_roles) for message in messages]
-                    text = self.template.render(given, add_generation_prompt=is_prompt)
+                    given = [in_form(message, template.forms.part_roles, template.tool_forms) for message in messages]
+                    text = template.render(given, add_generation_prompt=is_prompt)
                     if written := [token for token in sorted(self.unknown_tokens) if token in text]:
                         raise _refused_template(written[0], self.vocab_size)
 
@@ -285,25 +324,22 @@ def _refused_template(token: str, vocab_size: int) -> StartupError:
     )
 
 
-def _control_tokens(tokenizer: Tokenizer, template: ChatTemplate | None) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the tokens marked as special, and the others that the template writes."""
+def _control_tokens(tokenizer: Tokenizer, templates: Sequence[ChatTemplate]) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the tokens marked as special, and the others that a template writes."""
     added = tokenizer.get_added_tokens_decoder().values()
     special = frozenset(token.content for token in added if token.special and token.content)
-    source = template.source if template is not None else ""
+    source = "\n".join(template.source for template in templates)
     written = frozenset(
         token.content for token in added if not token.special and token.content.strip() and token.content in source
     )
     return special, written
 
 
-def _texts_of(message: Mapping[str, Any]) -> list[str]:
-    """Return the texts of a message; parts of a content together, as a template may write them."""
-    values = message.values()
-    return [value if isinstance(value, str) else "".join([part["text"] for part in value]) for value in values]
-
-
-def _placeholder(mark: str, number: int) -> str:
-    return f"{mark}{number}{mark}"
+def _joined(value: str | Sequence[Mapping[str, str]] | None) -> str:
+    """Return the text of a message's member; parts of a content together, as a template may write them."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    return "".join([part["text"] for part in value])
 
 
 def _last_text(message: Mapping[str, Any]) -> str:
@@ -335,9 +371,42 @@ def _cut_at(rendered: str, end: str, text: str) -> str:
     return before if behind.startswith(" ") else before.rstrip()
 
 
-def _unused_mark(messages: Sequence[Mapping[str, Any]]) -> str:
-    used = {char for message in messages for text in _texts_of(message) for char in set(text)}
+def _strings_of(value: Any) -> Iterator[str]:
+    """Return every string in a value of JSON, names of members too."""
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, Mapping):
+            pending += [*item, *item.values()]
+        elif isinstance(item, Sequence):
+            pending += item
+
+
+def _each_string(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a value of JSON with another string in place of each."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(name): _each_string(inner, change) for name, inner in value.items()}
+    return [_each_string(inner, change) for inner in value] if isinstance(value, Sequence) else value
+
+
+def _place(mark: str, hidden: list[str], text: str) -> str:
+    """Return a placeholder for the text, which is appended to `hidden`."""
+    hidden.append(text)
+    return f"{mark}{len(hidden) - 1}{mark}"
+
+
+def _spellings(mark: str) -> tuple[str, str, str]:
+    """Return the mark as it stands in a prompt, also where a template writes a list as Python does, or ASCII JSON."""
+    return mark, repr(mark)[1:-1], json.dumps(mark)[1:-1]
+
+
+def _unused_mark(values: Sequence[Any]) -> str:
+    used = "\n".join(_strings_of(values))
     for code in _OPEN_CANDIDATES:
-        if chr(code) not in used:
+        if not any(spelling in used for spelling in _spellings(chr(code))):
             return chr(code)
     raise TemplateRefusalError("the messages use too many private-use characters")

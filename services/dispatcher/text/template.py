@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, Final
@@ -19,7 +20,16 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from services.dispatcher.text.template_forms import Forms, Shape, find_forms, find_left_out, in_form, shape_of
+from services.dispatcher.text.template_forms import (
+    Forms,
+    Shape,
+    ToolForms,
+    find_forms,
+    find_left_out,
+    find_tool_forms,
+    in_form,
+    shape_of,
+)
 from shared.errors import StartupError
 from shared.model_files import SPECIAL_TOKEN_NAMES
 
@@ -42,6 +52,8 @@ _OWN_VARIABLES: Final = frozenset(
 
 TemplateKwargs = Mapping[str, bool | int | float | str]
 """What a request gives to variables of the template."""
+ToolDefinitions = Sequence[Mapping[str, Any]] | None
+"""`{"type": "function", "function": {…}}` each; None: there are no tools."""
 
 
 class TemplateRefusalError(ValueError):
@@ -113,6 +125,11 @@ class ChatTemplate:
         """Names that a request may give a value."""
         self.forms: Forms = find_forms(self._try)
         """How it reads what messages say."""
+        forms, has_parts = find_tool_forms(self._try, self.forms.part_roles)
+        self.tool_forms: ToolForms = forms
+        """How it reads tools and their calls."""
+        if has_parts:
+            self.forms = replace(self.forms, part_roles=self.forms.part_roles | {"tool"})
         self._left_out = lru_cache(MAX_SHAPES)(self._find_left_out)
 
     def render(
@@ -121,6 +138,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         kwargs: TemplateKwargs | None = None,
+        tools: ToolDefinitions = None,
     ) -> str:
         """Return the prompt of a conversation.
 
@@ -128,6 +146,7 @@ class ChatTemplate:
             messages: `role`, `content`, and what else the template may read.
             add_generation_prompt: it ends where the assistant's answer begins; else after the last message.
             kwargs: values of some of `variables`.
+            tools: that the model may call.
 
         Raises:
             TemplateRefusalError: the template refuses the messages, fails on them, or makes too much of them.
@@ -135,7 +154,7 @@ class ChatTemplate:
         if len(messages) > self.max_messages:
             raise TemplateRefusalError(f"it takes at most {self.max_messages} messages in good time")
         try:
-            return self._render(messages, kwargs or {}, add_generation_prompt=add_generation_prompt)
+            return self._render(messages, kwargs or {}, tools, add_generation_prompt=add_generation_prompt)
         except _RaisedByTemplateError as error:
             reason = "".join(char for char in str(error.message) if char.isprintable())
             raise TemplateRefusalError(reason[:MAX_REASON_CHARS]) from None
@@ -154,32 +173,47 @@ class ChatTemplate:
         Raises:
             TemplateRefusalError: the template would leave one of them out.
         """
-        formed = [in_form(message, self.forms.part_roles) for message in messages]
+        formed = [in_form(message, self.forms.part_roles, self.tool_forms) for message in messages]
         find = self._left_out if len(formed) <= MAX_SHAPE_MESSAGES else self._find_left_out
         left_out = find(shape_of(formed), add_generation_prompt) if len(formed) <= self.max_messages else ()
         for index in sorted(left_out):
-            if not _is_blank(formed[index]["content"]):
-                role = formed[index]["role"]
-                raise TemplateRefusalError(f"it leaves out what message {index} (role '{role}') says", index)
+            has_calls = "tool_calls" in formed[index]
+            if has_calls or not _is_blank(formed[index]["content"]):
+                role, what = formed[index]["role"], "calls" if has_calls else "says"
+                raise TemplateRefusalError(f"it leaves out what message {index} (role '{role}') {what}", index)
         return formed
 
     def _find_left_out(self, shape: Shape, add_generation_prompt: bool) -> frozenset[int]:  # noqa: FBT001  a cache's key
-        return find_left_out(lambda messages: self._try(messages, add_generation_prompt=add_generation_prompt), shape)
+        def render(messages: Sequence[Mapping[str, Any]]) -> str | None:
+            return self._try(messages, add_generation_prompt=add_generation_prompt)
 
-    def _try(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str | None:
+        return find_left_out(render, shape, self.tool_forms)
+
+    def _try(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: ToolDefinitions = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str | None:
         try:
-            return self.render(messages, add_generation_prompt=add_generation_prompt)
+            return self.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
         except TemplateRefusalError:
             return None
 
     def _render(
-        self, messages: Sequence[Mapping[str, Any]], kwargs: TemplateKwargs, *, add_generation_prompt: bool
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        kwargs: TemplateKwargs,
+        tools: ToolDefinitions,
+        *,
+        add_generation_prompt: bool,
     ) -> str:
         pieces: list[str] = []
         num_chars, end_s = 0, time.monotonic() + RENDER_LIMIT_S
         for piece in self._template.generate(
             messages=messages,
-            tools=None,
+            tools=tools,
             documents=None,
             add_generation_prompt=add_generation_prompt,
             **self._special_tokens,

@@ -412,7 +412,11 @@ def test_the_dispatcher_is_told_by_which_names_and_for_whose_pages_it_may_be_ask
 
 def test_of_several_names_a_worker_gets_the_first_and_the_dispatcher_all() -> None:
     plan = plan_of(
-        served_model_name="mine,org/other", generation_config="none", max_model_len=128, reasoning_parser="qwen3"
+        served_model_name="mine,org/other",
+        generation_config="none",
+        max_model_len=128,
+        reasoning_parser="qwen3",
+        tool_parser="phi",
     )
     specs = {spec.name: spec.argv for spec in plan.specs()}
     assert plan.model_name == flag(specs["worker-0"], "--served-model-name") == "mine"
@@ -420,6 +424,7 @@ def test_of_several_names_a_worker_gets_the_first_and_the_dispatcher_all() -> No
     assert flag(specs["dispatcher"], "--served-model-name") == "mine,org/other"
     assert flag(specs["dispatcher"], "--generation-config") == "none"
     assert flag(specs["dispatcher"], "--reasoning-parser") == "qwen3"
+    assert flag(specs["dispatcher"], "--tool-parser") == "phi"
 
 
 @pytest.mark.parametrize(

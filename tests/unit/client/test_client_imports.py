@@ -13,7 +13,7 @@ import sluice_client
 
 PACKAGE = Path(sluice_client.__file__).parent
 LIGHT_MODULES = ["sluice_client", "sluice_client.qoe", "sluice_client.pacer", "sluice_client.paced_stream"]
-ALIASES = {"ChatMessage", "ReasoningEffort", "ResponseFormat", "ServiceTier"}
+ALIASES = {"ChatMessage", "ReasoningEffort", "ResponseFormat", "ServiceTier", "ToolChoice"}
 """Of types, which have no name of their own."""
 
 

@@ -58,8 +58,8 @@ async def test_a_misspelled_name_is_refused_with_the_one_that_was_meant() -> Non
         client.chat("hi", idempotence_key="x")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="did you mean 'logprobs'"):
         client.complete("hi", top_logprobs=2)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="'tools'; what another server knows goes into extra_body"):
-        await client.chat_once("hi", tools=[])  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="'documents'; what another server knows goes into extra_body"):
+        await client.chat_once("hi", documents=[])  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="'stream': chat and complete always stream"):
         await client.complete_once("hi", stream=True)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="extra_body must be a mapping, not list"):
@@ -74,6 +74,8 @@ def test_a_value_of_a_wrong_type_is_refused_by_mypy() -> None:
     client.chat("hi", stop=[1])  # type: ignore[list-item]
     client.chat("hi", logit_bias={5: "much"})  # type: ignore[arg-type]
     client.chat("hi", logprobs=3)  # type: ignore[arg-type]
+    client.chat("hi", tools=[{"type": "function"}])  # type: ignore[typeddict-item]
+    client.chat("hi", tool_choice="any")  # type: ignore[arg-type]
     client.chat([{"role": "robot", "content": "hi"}])  # type: ignore[list-item, misc]
     client.complete("hi", metadata={"run": 1})  # type: ignore[dict-item]
 

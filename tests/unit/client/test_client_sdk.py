@@ -142,7 +142,7 @@ async def test_tool_calls_and_reasoning_are_collected_and_not_displayed() -> Non
         call(reasoning_content="hm, "),
         {**call(reasoning_content="yes", reasoning="yes"), "sluice": {"n": 3}},
         call(tool_calls=[{"index": 0, "id": "t1", "type": "function", "function": {"name": "f", "arguments": ""}}]),
-        call(tool_calls=[{"index": 0, "function": {"arguments": '{"a":'}}]),
+        {**call(tool_calls=[{"index": 0, "function": {"arguments": '{"a":'}}]), "sluice": {"n": 2}},
         call(tool_calls=[{"index": 0, "function": {"arguments": "1}"}}]),
         chunk(choices=[{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]),
     )
