@@ -54,8 +54,9 @@ def parse_prompt_end(fields: Fields, messages: Sequence[Mapping[str, Any]]) -> P
     if begins_answer:
         what = f"'{_CONTINUE}' and '{_BEGIN}' exclude each other: the answer is a part of a message, or its own."
         raise invalid("invalid_value", _CONTINUE, what)
-    if messages[-1]["role"] != "assistant":
-        raise invalid("invalid_value", _CONTINUE, f"'{_CONTINUE}' needs a last message of role 'assistant'.")
+    if messages[-1]["role"] != "assistant" or messages[-1].get("tool_calls"):
+        what = f"'{_CONTINUE}' needs a last message of role 'assistant' that calls no tools."
+        raise invalid("invalid_value", _CONTINUE, what)
     return PromptEnd(begins_answer, continues_last)
 
 

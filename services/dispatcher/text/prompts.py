@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
@@ -25,6 +25,16 @@ from tokenizers import Tokenizer
 from services.dispatcher.text.aliases import alias_tokens, load_tokenizer
 from services.dispatcher.text.detokenizer import DetokenizerTable, load_table
 from services.dispatcher.text.model_folder import ModelFolder
+from services.dispatcher.text.placeholders import (
+    cut_at,
+    each_string,
+    last_text,
+    place_text,
+    spellings,
+    strings_of,
+    unused_mark,
+    with_end,
+)
 from services.dispatcher.text.template import ChatTemplate, TemplateKwargs, TemplateRefusalError, ToolDefinitions
 from services.dispatcher.text.template_forms import TALKS, in_form
 from services.dispatcher.text.token_finder import TokenFinder
@@ -32,9 +42,6 @@ from services.dispatcher.text.token_names import TokenNames
 from shared.errors import StartupError
 from shared.messages.request import MAX_PROMPT_TOKENS
 from shared.model_files import COPY_AGAIN, TOKENIZER_HINT
-
-_OPEN_CANDIDATES: Final = range(0xF0000, 0xF0400)
-"""Private-use characters that may mark a placeholder; one that no message contains is taken."""
 
 _TRIALS: Final = tuple([{"role": role, "content": "a"} for role in roles] for roles in TALKS)
 """Conversations of which the template's own tokens are seen."""
@@ -163,17 +170,17 @@ class PromptCodec:
         hidden: list[str] = []
         is_hidden = any(map(self._find, messages)) or any(map(self._is_suspect, texts.values()))
         if continues_last or is_hidden or self._find_inside(tools):
-            mark = _unused_mark([*messages, texts, tools])
-            place = partial(_place, mark, hidden)
+            mark = unused_mark([*messages, texts, tools])
+            place = partial(place_text, mark, hidden)
             messages = [self._hide(message, place) for message in messages]
             kwargs |= {name: place(value) for name, value in texts.items() if self._is_suspect(value)}
-            tools = _each_string(tools, lambda text: self._guard(text, place))
+            tools = each_string(tools, lambda text: self._guard(text, place))
         if continues_last:
-            end = _place(mark, hidden, "")
-            messages = [*messages[:-1], _with_end(messages[-1], end)]
+            end = place_text(mark, hidden, "")
+            messages = [*messages[:-1], with_end(messages[-1], end)]
         rendered = template.render(messages, add_generation_prompt=add_generation_prompt, kwargs=kwargs, tools=tools)
         if continues_last:
-            rendered = _cut_at(rendered, end, _last_text(messages[-1]))
+            rendered = cut_at(rendered, end, last_text(messages[-1]))
         text = self._name_tokens(rendered, mark, hidden)
         return self.encode_text(text, add_special_tokens=add_special_tokens)
 
@@ -202,7 +209,7 @@ class PromptCodec:
     def _find_inside(self, value: Any) -> bool:
         """The same of every string in tools or calls."""
         control = self._control
-        strings = set(_strings_of(value))
+        strings = set(strings_of(value))
         return any(control.may_begin_in(text) or control.may_end_in(text) for text in strings) or any(
             map(control.stands_in, strings)
         )
@@ -221,7 +228,7 @@ class PromptCodec:
             if name == "role" or value is None:
                 return value
             if name == "tool_calls":
-                return _each_string(value, lambda text: self._guard(text, place))
+                return each_string(value, lambda text: self._guard(text, place))
             if isinstance(value, str):
                 return finder.replace(value, place)
             texts = [finder.replace(part["text"], place) for part in value]
@@ -244,7 +251,7 @@ class PromptCodec:
 
     def _name_tokens(self, rendered: str, mark: str, hidden: Sequence[str]) -> str:
         """Return the text with the secret names of what the template wrote, and in it what users wrote."""
-        any_mark = "|".join(map(re.escape, _spellings(mark)))
+        any_mark = "|".join(map(re.escape, spellings(mark)))
         parts = re.split(f"(?:{any_mark})([0-9]+)(?:{any_mark})", rendered) if mark else [rendered]
         aliases = self._aliased.aliases
         parts[::2] = [self._control.replace(part, aliases.__getitem__) for part in parts[::2]]
@@ -340,73 +347,3 @@ def _joined(value: str | Sequence[Mapping[str, str]] | None) -> str:
     if value is None or isinstance(value, str):
         return value or ""
     return "".join([part["text"] for part in value])
-
-
-def _last_text(message: Mapping[str, Any]) -> str:
-    content: str | Sequence[Mapping[str, str]] = message["content"]
-    return content if isinstance(content, str) else content[-1]["text"]
-
-
-def _with_end(message: Mapping[str, Any], end: str) -> dict[str, Any]:
-    """Return the message with a mark behind its text, and a blank behind that: what trims the text takes it away."""
-    text = f"{_last_text(message)}{end} "
-    content = message["content"]
-    return {**message, "content": text if isinstance(content, str) else [*content[:-1], {**content[-1], "text": text}]}
-
-
-def _cut_at(rendered: str, end: str, text: str) -> str:
-    """Return the prompt up to the mark of `_with_end`, as transformers cuts it.
-
-    Args:
-        rendered: the whole prompt.
-        end: the mark.
-        text: of the last message, with mark and blank.
-
-    Raises:
-        TemplateRefusalError: the last message is not in the prompt as it is.
-    """
-    before, found, behind = rendered.rpartition(end)
-    if not found or text.removesuffix(f"{end} ").strip() not in rendered:
-        raise TemplateRefusalError("it changes what the last message says, which cannot be continued then")
-    return before if behind.startswith(" ") else before.rstrip()
-
-
-def _strings_of(value: Any) -> Iterator[str]:
-    """Return every string in a value of JSON, names of members too."""
-    pending = [value]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, str):
-            yield item
-        elif isinstance(item, Mapping):
-            pending += [*item, *item.values()]
-        elif isinstance(item, Sequence):
-            pending += item
-
-
-def _each_string(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a value of JSON with another string in place of each."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {change(name): _each_string(inner, change) for name, inner in value.items()}
-    return [_each_string(inner, change) for inner in value] if isinstance(value, Sequence) else value
-
-
-def _place(mark: str, hidden: list[str], text: str) -> str:
-    """Return a placeholder for the text, which is appended to `hidden`."""
-    hidden.append(text)
-    return f"{mark}{len(hidden) - 1}{mark}"
-
-
-def _spellings(mark: str) -> tuple[str, str, str]:
-    """Return the mark as it stands in a prompt, also where a template writes a list as Python does, or ASCII JSON."""
-    return mark, repr(mark)[1:-1], json.dumps(mark)[1:-1]
-
-
-def _unused_mark(values: Sequence[Any]) -> str:
-    used = "\n".join(_strings_of(values))
-    for code in _OPEN_CANDIDATES:
-        if not any(spelling in used for spelling in _spellings(chr(code))):
-            return chr(code)
-    raise TemplateRefusalError("the messages use too many private-use characters")
