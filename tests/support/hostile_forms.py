@@ -63,7 +63,7 @@ HOSTILE: Final[dict[str, tuple[dict[str, Any], str]]] = {
         _schema(_deep(8, lambda inner: {"type": "array", "maxItems": 10**8, "items": inner}, {"type": "string"})),
         "",
     ),
-    "minLength 10^8": (_schema({"type": "string", "minLength": 10**8, "pattern": "^(ab|c){1,100000000}$"}), ""),
+    "minLength 10^8": (_schema({"type": "string", "minLength": 10**8, "pattern": "^(ab|c){1,100000000}$"}), SCHEMA),
     "maximum": (_schema({"type": "integer", "maximum": 2 * 10**10}), ""),
     "circle without content": (_schema(_CIRCLE), SCHEMA),
     "itself and nothing else": (_schema({"$ref": "#"}), SCHEMA),
@@ -87,6 +87,10 @@ HOSTILE: Final[dict[str, tuple[dict[str, Any], str]]] = {
     "regexes at once in Lark": (
         {"guided_grammar": "start: A\nA: " + " & ".join(f"/(a|b)*a(a|b){{{i}}}/" for i in range(5, 40))},
         COSTLY,
+    ),
+    "rules that begin alike": (
+        {"guided_grammar": "start: " + " | ".join(f'"c{i}"' for i in range(5000))},
+        "invalid_grammar",
     ),
     "9 000 choices": ({"guided_choice": [f"c{i}" for i in range(9000)]}, ""),
 }

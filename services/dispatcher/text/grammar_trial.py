@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
 from shared.errors import StartupError
@@ -32,6 +33,10 @@ MEMORY_LIMIT_BYTES: Final = 256 * 1024 * 1024
 LENGTH: Final = struct.Struct("<I")
 """Of what follows, in bytes."""
 _MAX_REASON_CHARS: Final = 300
+_NUM_TOKENS: Final = 16
+"""That are taken in a trial."""
+_STRIDE: Final = 7919
+"""Bytes of a mask between where one and the next is looked for."""
 _ONE_OF: Final = "oneOf"
 
 
@@ -52,8 +57,25 @@ def try_grammar(compiler: GrammarCompiler, text: str) -> dict[str, Any]:
     matcher.compute_bitmask()
     if matcher.is_error():
         return {"reason": "no answer can match it"}
+    _go_on(matcher)
+    if matcher.is_error():
+        return {"reason": f"it becomes too large behind its first tokens ({_sentence(matcher.get_error())})"}
     outcome: dict[str, Any] = {"coerced": any(_ONE_OF in warning for warning in matcher.get_grammar_warnings())}
     return outcome if converted == text else {**outcome, "grammar": converted}
+
+
+def _go_on(matcher: LLMatcher) -> None:
+    """Take some tokens that are allowed, from all over the vocabulary: what is large may show behind the first."""
+    for step in range(_NUM_TOKENS):
+        if matcher.is_stopped():
+            return
+        mask = matcher.compute_bitmask()
+        start = step * _STRIDE % max(len(mask), 1)
+        rest = (mask[start:] + mask[:start]).lstrip(b"\0")
+        if not rest:
+            return
+        place = (start + len(mask) - len(rest)) % len(mask)
+        matcher.consume_token(8 * place + (rest[0] & -rest[0]).bit_length() - 1)
 
 
 def _sentence(reason: str) -> str:
