@@ -191,12 +191,26 @@ async def test_a_child_that_was_killed_is_replaced() -> None:
 async def test_a_child_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     async with trials() as found:
         await found.verdict(lark("a"), "")
-        os.kill(child_of(found), signal.SIGSTOP)
+        child, start = child_of(found), found._start
+        os.kill(child, signal.SIGSTOP)
         monkeypatch.setattr(grammar_trials, "WALL_LIMIT_S", 0.2)
-        with pytest.raises(TrialsFullError):  # the next child is not up so soon either
-            await found.verdict(lark("b"), "")
-        monkeypatch.undo()
+
+        async def start_in_time() -> asyncio.subprocess.Process:
+            monkeypatch.setattr(grammar_trials, "WALL_LIMIT_S", 30.0)
+            return await start()
+
+        monkeypatch.setattr(found, "_start", start_in_time)
         assert await found.verdict(lark("b"), "") == Verdict()
+        assert child_of(found) != child
+
+
+async def test_a_child_that_cannot_start_in_time_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_trials, "WALL_LIMIT_S", 0.0)
+    async with trials() as found:
+        with pytest.raises(TrialsFullError):
+            await found.verdict(lark("a"), "")
+        monkeypatch.undo()
+        assert await found.verdict(lark("a"), "") == Verdict()
 
 
 async def test_a_vocabulary_that_the_library_does_not_take(tmp_path: Path) -> None:
