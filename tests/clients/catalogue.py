@@ -29,6 +29,7 @@ ABILITIES: Final = {
     "thinking": "thinking apart",
     "thinking_stream": "thinking apart in a stream",
     "thinking_off": "thinking switched off",
+    "history": "a talk goes on behind thoughts",
     "tools_auto": "tools, `auto`",
     "tools_required": "tools, `required`",
     "tools_named": "tools, a named one",

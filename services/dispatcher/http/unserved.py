@@ -4,9 +4,9 @@
     mistaken            /chat/completions, /v1/v1/ws    404 with the path that was meant
     unknown             /v1/nothing                     404
 
-LiteLLM's router takes a deployment out for a while after 401, 402, 404, 408, 429 and all from 500 on, and the SDKs of
-OpenAI send what was answered by 501 twice more: so one embedding that is asked for must be a 400. A base URL that is
-wrong fails whatever is asked, so there a 404 is right.
+LiteLLM's proxy takes a deployment out for some seconds after one 404, whatever was asked for, and OpenAI's SDKs send
+what was answered by 501 twice more: so an embedding that is asked for must be a 400. A base URL that is wrong fails
+each request, so there a 404 is right.
 """
 
 from __future__ import annotations

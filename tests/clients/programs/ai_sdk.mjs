@@ -41,7 +41,8 @@ await tell({
   },
   stream: async () => {
     const pieces = await piecesOf();
-    check(pieces.length > 2 && pieces.join("") === await said(), "another text");
+    check(pieces.length > 2, "it comes in one piece");
+    check(pieces.join("") === await said(), "another text");
   },
   usage: async () => {
     const result = streamText(settings());
@@ -51,7 +52,8 @@ await tell({
     const whole = await said();
     const end = whole.slice(whole.length >> 1).slice(0, 3);
     const { text, finishReason } = await generateText(settings({ stopSequences: [end] }));
-    check(finishReason === "stop" && text === whole.slice(0, whole.indexOf(end)), "another text");
+    check(finishReason === "stop", `it ends by ${finishReason}`);
+    check(text === whole.slice(0, whole.indexOf(end)), "another text");
   },
   refusal: async () => {
     const error = await thrown(() => said({ temperature: HOT }));
@@ -86,11 +88,11 @@ await tell({
     await checkCancelled(before);
   },
   thinking: async () => {
-    const { reasoningText } = await generateText(settings({ ...given(THINK), maxOutputTokens: 64 }));
+    const { reasoningText } = await generateText(settings({ ...given(THINK), maxOutputTokens: 96 }));
     check(reasoningText, "no thought");
   },
   thinking_stream: async () => {
-    const fields = { ...given(THINK), maxOutputTokens: 64 };
+    const fields = { ...given(THINK), maxOutputTokens: 96 };
     let thought = "";
     for await (const part of streamText(settings(fields)).fullStream) {
       if (part.type === "reasoning-delta") thought += part.text;
@@ -102,6 +104,12 @@ await tell({
       const { text, reasoningText } = await generateText(settings(off));
       check(text && !reasoningText, "it thinks");
     }
+  },
+  history: async () => {
+    const first = { role: "user", content: QUESTION };
+    const { response } = await generateText(settings({ ...given(THINK), maxOutputTokens: 96 }));
+    const messages = [first, ...response.messages, first];
+    check(await said({ prompt: undefined, messages, ...given(SPEAK) }), "no text");
   },
   tools_auto: async () => {
     const { text, toolCalls } = await generateText(settings({ tools: { order } }));

@@ -20,6 +20,7 @@ from tests.clients.programs.trying import (
     QUESTION,
     REFUSAL,
     SPEAK,
+    THINK,
     TOOL,
     UNSERVED,
     Order,
@@ -51,7 +52,8 @@ def chat() -> None:
 
 def stream() -> None:
     pieces = [chunk.text for chunk in model().stream(QUESTION) if chunk.text]
-    check(len(pieces) > 2 and "".join(pieces) == said(), "another text")
+    check(len(pieces) > 2, "it comes in one piece")
+    check("".join(pieces) == said(), "another text")
 
 
 def usage() -> None:
@@ -101,6 +103,11 @@ def cancel() -> None:
 
 def thinking_off() -> None:
     check(said(extra_body=SPEAK) and said(reasoning_effort="none"), "no text")
+
+
+def history() -> None:
+    answer = model(max_tokens=96, extra_body=THINK).invoke(QUESTION)
+    check(model().invoke([HumanMessage(QUESTION), answer, HumanMessage(QUESTION)]).text, "no text")
 
 
 def call_of(choice: str) -> tuple[Any, Any]:
@@ -156,6 +163,7 @@ if __name__ == "__main__":
             "timeout": timeout,
             "cancel": cancel,
             "thinking_off": thinking_off,
+            "history": history,
             "tools_auto": tools_auto,
             "tools_required": lambda: call_of("any"),
             "tools_named": lambda: call_of("order"),

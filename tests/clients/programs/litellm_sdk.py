@@ -55,7 +55,8 @@ def chat() -> None:
 
 def stream() -> None:
     pieces = [chunk.choices[0].delta.content for chunk in ask(stream=True)]
-    check(len(pieces) > 2 and "".join(piece or "" for piece in pieces) == said(), "another text")
+    check(len(pieces) > 2, "it comes in one piece")
+    check("".join(piece or "" for piece in pieces) == said(), "another text")
 
 
 def usage() -> None:
@@ -103,18 +104,24 @@ def cancel() -> None:
 
 
 def thinking() -> None:
-    check(ask(extra_body=THINK, max_tokens=64).choices[0].message.reasoning_content, "no thought")
+    check(ask(extra_body=THINK, max_tokens=96).choices[0].message.reasoning_content, "no thought")
 
 
 def thinking_stream() -> None:
-    chunks = ask(extra_body=THINK, max_tokens=64, stream=True)
+    chunks = ask(extra_body=THINK, max_tokens=96, stream=True)
     thought = "".join(getattr(chunk.choices[0].delta, "reasoning_content", None) or "" for chunk in chunks)
-    check(thought == ask(extra_body=THINK, max_tokens=64).choices[0].message.reasoning_content, "another thought")
+    check(thought == ask(extra_body=THINK, max_tokens=96).choices[0].message.reasoning_content, "another thought")
 
 
 def thinking_off() -> None:
     check(said(extra_body=SPEAK), "no text")
     check(said(reasoning_effort="none", allowed_openai_params=["reasoning_effort"]), "no text")
+
+
+def history() -> None:
+    answer = ask(extra_body=THINK, max_tokens=96).choices[0].message
+    for before in (answer, answer.model_dump()):
+        check(said(messages=[*MESSAGES, before, *MESSAGES]), "no text")
 
 
 def call_of(**fields: Any) -> Any:
@@ -163,6 +170,7 @@ if __name__ == "__main__":
             "thinking": thinking,
             "thinking_stream": thinking_stream,
             "thinking_off": thinking_off,
+            "history": history,
             "tools_auto": tools_auto,
             "tools_required": lambda: call_of(tool_choice="required"),
             "tools_named": lambda: call_of(tool_choice={"type": "function", "function": {"name": "order"}}),

@@ -63,7 +63,8 @@ def chat() -> None:
 
 def stream() -> None:
     pieces = [chunk.delta for chunk in model().stream_complete(QUESTION) if chunk.delta]
-    check(len(pieces) > 2 and "".join(pieces) == said(), "another text")
+    check(len(pieces) > 2, "it comes in one piece")
+    check("".join(pieces) == said(), "another text")
 
 
 def usage() -> None:
@@ -108,14 +109,19 @@ def thought_of(message: Any) -> str:
 
 
 def thinking() -> None:
-    answer = model(max_tokens=64, additional_kwargs={"extra_body": THINK}).chat(TALK)
+    answer = model(max_tokens=96, additional_kwargs={"extra_body": THINK}).chat(TALK)
     check(thought_of(answer.message), "no thought")
 
 
 def thinking_stream() -> None:
-    chunks = list(model(max_tokens=64, additional_kwargs={"extra_body": THINK}).stream_chat(TALK))
+    chunks = list(model(max_tokens=96, additional_kwargs={"extra_body": THINK}).stream_chat(TALK))
     pieces = [chunk.additional_kwargs.get("thinking_delta") or "" for chunk in chunks]
     check("".join(pieces) and "".join(pieces) == thought_of(chunks[-1].message), "another thought")
+
+
+def history() -> None:
+    answer = model(max_tokens=96, additional_kwargs={"extra_body": THINK}).chat(TALK).message
+    check(model().chat([*TALK, answer, *TALK]).message.content, "no text")
 
 
 def call_of(**fields: Any) -> Any:
@@ -167,6 +173,7 @@ if __name__ == "__main__":
             "thinking": thinking,
             "thinking_stream": thinking_stream,
             "thinking_off": lambda: check(said(SPEAK), "no text"),
+            "history": history,
             "tools_auto": tools_auto,
             "tools_required": lambda: call_of(tool_required=True),
             "tools_named": lambda: call_of(tool_choice="order"),

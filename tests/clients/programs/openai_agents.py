@@ -66,7 +66,8 @@ async def stream() -> None:
     events = Runner.run_streamed(agent(), QUESTION).stream_events()
     raw = [event.data async for event in events if event.type == "raw_response_event"]
     pieces = [event.delta for event in raw if event.type == "response.output_text.delta"]
-    check(len(pieces) > 2 and "".join(pieces) == await said(), "another text")
+    check(len(pieces) > 2, "it comes in one piece")
+    check("".join(pieces) == await said(), "another text")
 
 
 async def usage() -> None:
@@ -123,7 +124,7 @@ def thought_in(result: Any) -> str:
     return "".join(part.text for item in items for part in [*item.summary, *(item.content or [])])
 
 
-THINKING: dict[str, Any] = {"max_tokens": 64, "extra_body": THINK}
+THINKING: dict[str, Any] = {"max_tokens": 96, "extra_body": THINK}
 
 
 async def thinking() -> None:
@@ -142,6 +143,12 @@ async def thinking_off() -> None:
     for off in ({"extra_body": SPEAK}, {"reasoning": Reasoning(effort="none")}):
         result = await run(settings=off)
         check(result.final_output and not thought_in(result), "it thinks")
+
+
+async def history() -> None:
+    before = (await run(settings=THINKING)).to_input_list()
+    result = await Runner.run(agent(), [*before, {"role": "user", "content": QUESTION}])
+    check(result.final_output, "no text")
 
 
 def order(size: str, count: int) -> str:
@@ -200,6 +207,7 @@ if __name__ == "__main__":
             "thinking": thinking,
             "thinking_stream": thinking_stream,
             "thinking_off": thinking_off,
+            "history": history,
             "tools_auto": tools_auto,
             "tools_required": lambda: call_of("required"),
             "tools_named": lambda: call_of("order"),

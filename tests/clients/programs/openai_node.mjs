@@ -46,7 +46,8 @@ await tell({
   },
   stream: async () => {
     const pieces = (await deltas({})).map((delta) => delta.content).filter(Boolean);
-    check(pieces.length > 2 && pieces.join("") === await said(), "another text");
+    check(pieces.length > 2, "it comes in one piece");
+    check(pieces.join("") === await said(), "another text");
   },
   usage: async () => {
     let last;
@@ -93,13 +94,13 @@ await tell({
     await checkCancelled(before);
   },
   thinking: async () => {
-    const { message } = (await ask({ ...THINK, max_tokens: 64 })).choices[0];
+    const { message } = (await ask({ ...THINK, max_tokens: 96 })).choices[0];
     check(message.reasoning_content, "no thought");
   },
   thinking_stream: async () => {
-    const found = await deltas({ ...THINK, max_tokens: 64 });
+    const found = await deltas({ ...THINK, max_tokens: 96 });
     const thought = found.map((delta) => delta.reasoning_content ?? "").join("");
-    const { message } = (await ask({ ...THINK, max_tokens: 64 })).choices[0];
+    const { message } = (await ask({ ...THINK, max_tokens: 96 })).choices[0];
     check(thought && thought === message.reasoning_content, "another thought");
   },
   thinking_off: async () => {
@@ -107,6 +108,10 @@ await tell({
       const { message } = (await ask(off)).choices[0];
       check(message.content && !message.reasoning_content, "it thinks");
     }
+  },
+  history: async () => {
+    const { message } = (await ask({ ...THINK, max_tokens: 96 })).choices[0];
+    check(await said({ messages: [...MESSAGES, message, ...MESSAGES], ...SPEAK }), "no text");
   },
   tools_auto: async () => {
     const { message } = (await ask({ tools: TOOLS, tool_choice: "auto" })).choices[0];

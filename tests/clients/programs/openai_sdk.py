@@ -126,15 +126,15 @@ def cancel() -> None:
 
 
 def thinking() -> None:
-    message = ask(extra_body=THINK, max_tokens=64).choices[0].message
+    message = ask(extra_body=THINK, max_tokens=96).choices[0].message
     check(message.reasoning_content, "no thought")
     check("</think>" not in (message.content or "") + message.reasoning_content, "a tag is in the text")
 
 
 def thinking_stream() -> None:
-    found = deltas(ask(extra_body=THINK, max_tokens=64, stream=True))
+    found = deltas(ask(extra_body=THINK, max_tokens=96, stream=True))
     thought = "".join(getattr(delta, "reasoning_content", None) or "" for delta in found)
-    check(thought == ask(extra_body=THINK, max_tokens=64).choices[0].message.reasoning_content, "another thought")
+    check(thought == ask(extra_body=THINK, max_tokens=96).choices[0].message.reasoning_content, "another thought")
 
 
 def thinking_off() -> None:
@@ -142,6 +142,12 @@ def thinking_off() -> None:
     check(message.content and not getattr(message, "reasoning_content", None), "it thinks")
     message = ask(reasoning_effort="none").choices[0].message
     check(message.content and not getattr(message, "reasoning_content", None), "it thinks")
+
+
+def history() -> None:
+    answer = ask(extra_body=THINK, max_tokens=96).choices[0].message
+    for before in (answer, answer.model_dump()):
+        check(said(messages=[*MESSAGES, before, *MESSAGES], extra_body=SPEAK), "no text")
 
 
 def tools_auto() -> None:
@@ -216,6 +222,7 @@ ABILITIES: dict[str, Ability] = {
     "thinking": thinking,
     "thinking_stream": thinking_stream,
     "thinking_off": thinking_off,
+    "history": history,
     "tools_auto": tools_auto,
     "tools_required": lambda: call_of(tool_choice="required"),
     "tools_named": lambda: call_of(tool_choice=NAMED),

@@ -66,7 +66,8 @@ async def chat() -> None:
 async def stream() -> None:
     async with agent().run_stream(QUESTION) as result:
         pieces = [piece async for piece in result.stream_text(delta=True, debounce_by=None)]
-    check(len(pieces) > 2 and "".join(pieces) == await said(), "another text")
+    check(len(pieces) > 2, "it comes in one piece")
+    check("".join(pieces) == await said(), "another text")
 
 
 async def usage() -> None:
@@ -121,7 +122,7 @@ async def cancel() -> None:
 
 async def thoughts(**fields: Any) -> str:
     answer = await model_request(
-        model(), [ModelRequest.user_text_prompt(QUESTION)], model_settings=settings(max_tokens=64, **fields)
+        model(), [ModelRequest.user_text_prompt(QUESTION)], model_settings=settings(max_tokens=96, **fields)
     )
     return "".join(part.content for part in answer.parts if isinstance(part, ThinkingPart))
 
@@ -132,7 +133,7 @@ async def thinking() -> None:
 
 async def thinking_stream() -> None:
     asked = [ModelRequest.user_text_prompt(QUESTION)]
-    fields = settings(max_tokens=64, extra_body=THINK)
+    fields = settings(max_tokens=96, extra_body=THINK)
     async with model_request_stream(model(), asked, model_settings=fields) as events:
         async for _ in events:
             pass
@@ -144,6 +145,13 @@ async def thinking_stream() -> None:
 async def thinking_off() -> None:
     check(not await thoughts(extra_body=SPEAK), "it thinks")
     check(not await thoughts(openai_reasoning_effort="none"), "it thinks")
+
+
+async def history() -> None:
+    asked = ModelRequest.user_text_prompt(QUESTION)
+    thoughtful = settings(max_tokens=96, extra_body=THINK)
+    answer = await model_request(model(), [asked], model_settings=thoughtful)
+    check((await agent().run(QUESTION, message_history=[asked, answer])).output, "no text")
 
 
 async def requested(messages: list[Any], **fields: Any) -> Any:
@@ -209,6 +217,7 @@ if __name__ == "__main__":
             "thinking": thinking,
             "thinking_stream": thinking_stream,
             "thinking_off": thinking_off,
+            "history": history,
             "tools_auto": tools_auto,
             "tools_required": lambda: call_of("required"),
             "tools_named": lambda: call_of(["order"]),

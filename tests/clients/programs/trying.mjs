@@ -3,7 +3,7 @@
 export const [BASE, CLUSTER, FLAKY, KEY] = process.argv.slice(2);
 export const MODEL = "tiny";
 export const QUESTION = "Tell me a story about a fox.";
-export const NUM_TOKENS = 24;
+export const NUM_TOKENS = 64;
 export const MANY_TOKENS = 4000;
 export const HOT = 9;
 export const REFUSAL = "'temperature' must be at most 2.";

@@ -27,7 +27,7 @@ KEY: Final = "sk-" + hashlib.sha256(b"clients").hexdigest()
 """LiteLLM's proxy takes no weak one; the cluster takes any."""
 QUESTION: Final = "Tell me a story about a fox."
 MESSAGES: Final[list[Any]] = [{"role": "user", "content": QUESTION}]
-NUM_TOKENS: Final = 24
+NUM_TOKENS: Final = 64
 """Of an answer; the model ends none of itself before."""
 MANY_TOKENS: Final = 4000
 HOT: Final = 9.0
