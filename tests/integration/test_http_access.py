@@ -101,9 +101,13 @@ async def test_what_does_not_exist_is_said_only_to_those_who_may_ask(served: Run
     assert (await ask(served, "/v1/nowhere", "infer"))[0] == 404
     assert (await ask(served, CHAT, "infer"))[0] == 405
     assert (await ask(served, CHAT))[0] == 401
-    for path, key in (("/admin/drain", "admin"), ("/v1/files", "batch"), ("/v1/batches/x", "batch")):
+    for path, key, status in (
+        ("/admin/drain", "admin", 404),
+        ("/v1/files", "batch", 400),
+        ("/v1/batches/x", "batch", 400),
+    ):
         assert (await ask(served, path, "infer"))[0] == 403
-        assert (await ask(served, path, key))[0] == 404
+        assert (await ask(served, path, key))[0] == status
 
 
 async def test_a_wrong_key_is_refused_before_the_body_is_read_and_nothing_reaches_a_worker(served: Running) -> None:

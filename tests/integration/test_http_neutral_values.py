@@ -68,6 +68,7 @@ TEMPLATE: Final[dict[str, list[Any]]] = {
     "chat_template": [""],
     "chat_template_kwargs": [{}, {"enable_thinking": None}],
     "reasoning_effort": [],
+    "thinking_token_budget": [],
     "continue_final_message": [False],
     "add_generation_prompt": [True],
     "add_special_tokens": [False],
@@ -90,7 +91,7 @@ NEUTRAL: Final[dict[str, dict[str, list[Any]]]] = {
         "prompt_cache_key": [""],
         "safety_identifier": [""],
     },
-    COMPLETIONS: {**BOTH, "logprobs": [False], "suffix": [""], "prompt_embeds": [""]},
+    COMPLETIONS: {**BOTH, "logprobs": [False], "suffix": [""], "prompt_embeds": [""], "thinking_token_budget": []},
     TOKENIZE: {**TEMPLATE, "tools": [[]], "prompt": [], "tokens": [], "return_token_strs": [False]},
 }
 """By path and parameter: what asks for nothing, besides null, which does so everywhere."""

@@ -384,12 +384,37 @@ async def test_an_answer_that_has_to_call_is_held_to_it(served: Running, body: d
     sampling = served.worker.submits[-1].sampling
     assert bool(sampling.grammar) == is_held
     assert (sampling.min_tokens, sampling.ignore_eos) == ((0, False) if is_held else (3, True))
-    more: dict[str, Any]
-    for more in ({"stop": "a"}, {"stop_token_ids": [65]}):
-        status, error = await served.post(**body, **more)
-        assert status == (400 if is_held else 200)
-        if is_held:
-            assert (error["error"]["code"], error["error"]["param"]) == ("invalid_value", *more)
+    status, error = await served.post(**body, stop="a")
+    assert status == (400 if is_held else 200)
+    assert not is_held or (error["error"]["code"], error["error"]["param"]) == ("invalid_value", "stop")
+    status, _ = await served.post(**body, stop_token_ids=[65])
+    assert status == 200
+    assert served.worker.submits[-1].sampling.stop_token_ids == (() if is_held else (65,))
+
+
+async def test_a_form_beside_tools_leaves_the_choice(served: Running, family: tuple[str, str]) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "sum", "schema": {"type": "object"}}}
+    status, body = await served.post(tools=[ADD], response_format=form)
+    if family[0] == "llama3":
+        assert (status, body["error"]["param"]) == (400, "response_format.json_schema.schema")
+    else:
+        assert status == 200, body
+        assert served.worker.submits[-1].sampling.grammar.startswith(b"%llguidance")
+    status, body = await served.post(tools=[ADD], tool_choice="required", response_format=form)
+    assert status == 200, body
+    status, body = await served.post(tools=[ADD], guided_regex="[a-z]+")
+    assert (status, body["error"]["param"]) == (400, "guided_regex")
+    status, body = await served.post(tools=[ADD], tool_choice="none", guided_regex="[a-z]+")
+    assert status == 200, body
+
+
+async def test_the_schema_of_a_strict_tool_is_held_or_refused(served: Running) -> None:
+    odd = {"type": "object", "properties": {"a": {"const": 2**60}}}
+    for is_strict in (False, True):
+        tool = {"type": "function", "function": {"name": "odd", "parameters": odd, "strict": is_strict}}
+        status, body = await served.post(tools=[ADD, tool], tool_choice="required")
+        assert status == (400 if is_strict else 200), body
+    assert (body["error"]["code"], body["error"]["param"]) == ("invalid_json_schema", "tools.1.function.parameters")
 
 
 async def test_every_family_is_tried(family: tuple[str, str]) -> None:

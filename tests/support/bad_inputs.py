@@ -481,7 +481,7 @@ def bad_inputs() -> list[BadInput]:
     ]
     for url in ("/", "/v1/nothing", "/v1/chat/completions/", "/%2e%2e/etc/passwd", "//v1/models"):
         found.append(BadInput(f"5 {url}", 404, "unknown_url", data=b"", path=url, method="GET"))
-    for url in ("/v1/embeddings", "/v1/responses", "/v1/files/1/content"):
+    for url in ("/v1/embeddings", "/v1/responses", "/v1/audio/speech"):
         found.append(BadInput(f"5 {url}", 400, "unsupported_url", path=url))
     return found
 

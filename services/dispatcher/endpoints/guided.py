@@ -227,15 +227,21 @@ def tool_guide(calls: ModelCalls, use: ToolUse, said: Guide | None) -> Guide | N
     Args:
         calls: of the model.
         use: what the request says of tools.
-        said: what it is held to otherwise.
+        said: what it is held to if it calls none.
 
     Raises:
-        ApiError: both ask for something.
+        ApiError: a strict tool's schema is not served; it is held to a form that is not JSON, or its model's calls look
+            like JSON: which is it?
     """
-    grammar = tool_grammar(calls, use)
-    if not grammar:
-        return said
-    if said is not None:
-        message = f"'{said.param}' does not go with tools that are strict or have to be called."
+    for index, tool in enumerate(use.tools):
+        if tool.is_strict:
+            schema_guide(f"tools.{index}.function.parameters", tool.schema, is_strict=True)
+    if said is None or use.is_required:
+        grammar = tool_grammar(calls, use)
+    elif said.code is GuideCode.SCHEMA and calls.written.before:
+        (form,) = json.loads(said.grammar)["grammars"]
+        grammar = tool_grammar(calls, use, form["json_schema"])
+    else:
+        message = f"'{said.param}' does not go with tools that may be called, for this model or of this kind."
         raise invalid("invalid_value", said.param, message)
-    return Guide("tools", grammar, GuideCode.SCHEMA)
+    return Guide("tools", grammar, GuideCode.SCHEMA) if grammar else None

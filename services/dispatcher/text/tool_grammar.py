@@ -1,6 +1,7 @@
 """The grammar of an answer that has to call tools, or that may call strict ones: what llguidance holds it to. Pure.
 
     required, named   calls and nothing else: one, or several where they may be parallel
+    auto, and a form  calls, or JSON that the form's schema allows
     auto, strict      any text; where a call begins it goes on as one, of a tool that there is
     else              none: nothing is enforced
 
@@ -23,16 +24,20 @@ _LENIENT: Final = {"lenient": True, "coerce_one_of": True}
 _ANYTHING: Final = r"(.|\n)*"
 
 
-def tool_grammar(calls: ModelCalls, use: ToolUse) -> bytes:
+def tool_grammar(calls: ModelCalls, use: ToolUse, said: Mapping[str, Any] | None = None) -> bytes:
     """Return the grammar that an answer is held to, in Lark; empty if it is free.
 
     Args:
         calls: of the model.
         use: what the request says of tools.
+        said: schema of an answer that calls nothing, as the library gets it, for models that write something before
+            their calls; None: any text.
     """
-    if use.is_required:
+    if use.is_required or said is not None:
         is_one = use.named is not None or not use.is_parallel
-        rules = ['start: ("\\n" | "\\n\\n")? calls', *_call_rules(calls, use.callable_tools, is_one=is_one)]
+        rules = [f'start: ("\\n" | "\\n\\n")? {"calls" if use.is_required else "(calls | said)"}']
+        rules += _call_rules(calls, use.callable_tools, is_one=is_one)
+        rules += [] if use.is_required else [f"said: %json {_compact(said)}"]
     elif any(tool.is_strict for tool in use.tools):
         rules = _free_rules(calls, use)
     else:
@@ -63,8 +68,7 @@ def _tool_rules(calls: ModelCalls, tools: Sequence[Tool]) -> list[str]:
     name_end, member = calls.written.name_end, calls.form.arguments_name
     rules: list[str] = []
     for index, tool in enumerate(tools):
-        schema = json.dumps(_schema_of(tool), ensure_ascii=False, separators=(",", ":"))
-        arguments = f"%json {schema}"
+        arguments = f"%json {_compact(_schema_of(tool))}"
         if name_end:
             rules.append(f"tool_{index}: {json.dumps(tool.name)} {_piece(calls, name_end)} {arguments}")
         else:
@@ -111,3 +115,7 @@ def _schema_of(tool: Tool) -> Mapping[str, Any]:
     """Return the schema that arguments have to match: they are an object, as every call has it."""
     is_object = {} if "$ref" in tool.schema else {"type": "object"}
     return {**tool.schema, **is_object, "x-guidance": {**_SPACED, **({} if tool.is_strict else _LENIENT)}}
+
+
+def _compact(schema: Mapping[str, Any] | None) -> str:
+    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))

@@ -11,6 +11,7 @@ from typing import Any, Final
 import pytest
 from tokenizers import Tokenizer
 
+from services.dispatcher.endpoints.schema_rules import prepare_schema
 from services.dispatcher.text.tool_calls import CallPiece, ToolCallParser
 from services.dispatcher.text.tool_forms import FORMS, ModelCalls
 from services.dispatcher.text.tool_grammar import tool_grammar
@@ -61,15 +62,15 @@ class Model:
         written = self.calls.written
         return "".join(written.before) + "".join(written.between).join(calls) + "".join(written.after)
 
-    def num_taken(self, use: ToolUse, text: str) -> tuple[int, bool]:
+    def num_taken(self, use: ToolUse, text: str, said: dict[str, Any] | None = None) -> tuple[int, bool]:
         """Return how many tokens of a text pass, and whether the answer may end there."""
-        matcher = self.compiler.compile(tool_grammar(self.calls, use))
+        matcher = self.compiler.compile(tool_grammar(self.calls, use, said))
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         num_taken = next((i for i, token in enumerate(ids) if not matcher.consume_token(token)), len(ids))
         return num_taken - len(ids), num_taken == len(ids) and matcher.is_accepting()
 
-    def takes(self, use: ToolUse, text: str) -> bool:
-        return self.num_taken(use, text) == (0, True)
+    def takes(self, use: ToolUse, text: str, said: dict[str, Any] | None = None) -> bool:
+        return self.num_taken(use, text, said) == (0, True)
 
     def walk(self, use: ToolUse, rng: random.Random) -> str:
         """Return the text of tokens that were drawn from those that are allowed."""
@@ -144,6 +145,20 @@ def test_with_a_strict_tool_text_is_free_and_a_call_is_one(model: Model) -> None
         single = ToolUse(use.tools, is_parallel=False)
         assert model.takes(single, before + good)
         assert not model.takes(single, before + good + good)
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_an_answer_of_a_form_calls_or_is_of_the_form(model: Model, is_strict: bool) -> None:
+    if not model.calls.written.before:
+        pytest.skip("its calls begin like JSON")
+    said = prepare_schema({"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]})
+    use = ToolUse((tool("add", strict=is_strict), tool("ad", EMPTY)))
+    good, bad = (model.answer(model.call("add", arguments)) for arguments in (VALID[0], INVALID[0]))
+    for text in (good, '{"sum": 7}', '\n{"sum":7}', model.answer(model.call("add", VALID[0]), model.call("ad", "{}"))):
+        assert model.takes(use, text, said), text
+    for text in (bad, "So", "", '{"sum": "7"}', good + '{"sum": 7}'):
+        assert not model.takes(use, text, said), text
+    assert not model.takes(ToolUse(use.tools, is_required=True), '{"sum": 7}', said), "it has to call"
 
 
 @pytest.mark.parametrize("seed", range(4))
