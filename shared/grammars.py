@@ -47,10 +47,11 @@ class GrammarCompiler:
     """
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        own = LLTokenizer(tokenizer_json, eos_token=list(eos_token_ids), slices=[])
-        self._tokenizer = LLTokenizer(
-            tokenizer_json, n_vocab=max(vocab_size, own.vocab_size), eos_token=list(eos_token_ids)
-        )
+        ends = list(eos_token_ids)
+        try:
+            self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=ends)
+        except ValueError:  # the tokenizer has more tokens than the model, or is not taken
+            self._tokenizer = LLTokenizer(tokenizer_json, eos_token=ends)
         self._limits = LLParserLimits(max_grammar_size=MAX_GRAMMAR_SIZE, initial_lexer_fuel=INITIAL_LEXER_FUEL)
         self.num_mask_words = -(-self._tokenizer.vocab_size // 32)
         """Words of 32 bits in a mask, one bit per token, the lowest first."""
