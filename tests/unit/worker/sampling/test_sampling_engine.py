@@ -14,7 +14,7 @@ from services.worker.engine.invariants import check_engine
 from services.worker.executor.model_runner import ModelRunner
 from services.worker.sequences.config import AddRefusal, NewSequence
 from shared.stream_extras import TokenLogprob
-from shared.types import SamplingParams, Thinking
+from shared.types import FinishReason, SamplingParams, Thinking
 from tests.support.checkpoints import CheckpointShape, build_tokenizer
 from tests.support.engine_builders import make_engine, new_sequence
 from tests.support.runners import open_runner
@@ -60,6 +60,8 @@ class Run:
         self.failures = failures
         self.texts: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[TokenLogprob]] = {}
+        self.broken: list[int] = []
+        """Streams that ended with an error."""
 
     def add(self, new: NewSequence) -> None:
         assert not isinstance(self.engine.registry.add(new), AddRefusal)
@@ -72,7 +74,12 @@ class Run:
             if batch is None:
                 assert not self.engine.table.num_sequences
                 return
-            output = self.runner.run(batch)
+            try:
+                output = self.runner.run(batch)
+            except BatchFailedError as error:
+                ends = self.engine.roll_back(batch, error, 0.0)
+                self.broken += ends.stream[ends.finish == FinishReason.ERROR].tolist()
+                continue
             if self.failures is not None and len(batch.rows) > 1 and self.failures.random() < 0.15:
                 self.engine.roll_back(batch, BatchFailedError(batch.step_id, "lost on the way back"), 0.0)
                 continue
@@ -138,6 +145,20 @@ def test_texts_and_log_probabilities_survive_preemption_and_failed_steps(
     assert run.engine.totals.num_failed_steps > 0
     assert run.texts == alone.texts
     assert run.logprobs == alone.logprobs
+
+
+def test_a_row_whose_grammar_fails_ends_alone(runner: ModelRunner, alone: Run) -> None:
+    """One cannot be compiled, and one is broken by what another worker is said to have drawn."""
+    run = Run(runner, 64)
+    wrong = SamplingParams(max_tokens=LENGTH, grammar=b"start: /[")
+    broken = SamplingParams(max_tokens=LENGTH, grammar=b"start: /[0-9]+/")
+    first = replace(new_sequence(20, num_prompt=5, arrival_s=0.0), sampling=wrong)
+    second = replace(new_sequence(21, num_prompt=5, arrival_s=0.0), sampling=broken)
+    for new in (first, *sequences(), replace(second, generated=np.array([200, 201], dtype=np.uint32))):
+        run.add(new)
+    run.go()
+    assert sorted(run.broken) == [first.stream, second.stream]
+    assert {stream: run.texts[stream] for stream in alone.texts} == alone.texts
 
 
 @pytest.mark.parametrize("num_steps", [3, 11, 24])
