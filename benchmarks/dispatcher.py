@@ -5,6 +5,10 @@ one token batch per step) and reads all SSE streams over bare sockets. CPU is th
 alone. Latency is from the moment a step's tokens are handed to the bus to the moment the client's socket has the chunk.
 
     python -m benchmarks.dispatcher [--streams 32 256] [--steps 300] [--period-ms 50] [--workers 1]
+                                    [--ways completions chat tools]
+
+`chat` and `tools` are of a model whose template has think tags and reads tools: with `tools` each token goes through
+the search for calls.
 """
 
 from __future__ import annotations
@@ -12,8 +16,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import tempfile
 import time
-from contextlib import AsyncExitStack
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 import uvloop
@@ -36,11 +45,22 @@ from shared.transport.nats_bus import NatsBus
 from shared.types import FinishReason
 from shared.wire import encode_json
 from tests.support.fake_worker import FakeWorker, make_status
+from tests.support.tool_templates import HERMES
 
 TEXT = "Once upon a time there was a small fox who lived beside a quiet river and dreamed of the sea. " * 200
 WARMUP_STEPS = 20
 MAX_SEQUENCES = 4096
 CONNECTS_AT_ONCE = 100
+
+
+TOOL: Final = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+HELLO: Final = [{"role": "user", "content": "Hello"}]
+WAYS: Final[dict[str, dict[str, Any]]] = {
+    "completions": {},
+    "chat": {"messages": HELLO},
+    "tools": {"messages": HELLO, "tools": [TOOL]},
+}
+"""Further fields of the requests."""
 
 
 class PlayedWorker(FakeWorker):
@@ -92,16 +112,25 @@ class PlayedWorker(FakeWorker):
                 await self.step(index, last=index == steps - 1)
 
 
-async def measure(
-    workers: list[PlayedWorker], pid: int, port: int, streams: int, steps: int, period_s: float
-) -> list[str]:
-    """Stream `steps` tokens to `streams` readers and return one row of the table."""
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How many readers get how many tokens, how fast, and what they ask for."""
+
+    way: str
+    streams: int
+    steps: int
+    period_s: float
+
+
+async def measure(workers: list[PlayedWorker], pid: int, port: int, load: Load) -> list[str]:
+    """Stream tokens to the readers and return one row of the table."""
+    streams, steps, period_s = load.streams, load.steps, load.period_s
     for worker in workers:
         worker.submits.clear()
     readers: list[asyncio.Task[SseReading]] = []
     while len(readers) < streams:
         count = min(CONNECTS_AT_ONCE, streams - len(readers))
-        readers += [asyncio.create_task(read_stream(port, "Hello", steps)) for _ in range(count)]
+        readers += [asyncio.create_task(read_stream(port, "Hello", steps, **WAYS[load.way])) for _ in range(count)]
         async with asyncio.timeout(30):
             while sum(len(worker.submits) for worker in workers) < len(readers):
                 await asyncio.sleep(0.01)
@@ -120,7 +149,7 @@ async def measure(
     delays = _delays(workers, readings, steps)
     latency = percentiles(delays, scale=1e3) if delays else "chunks were joined"
     shares = [f"{1e6 * used_s / tokens:.1f}", f"{100 * used_s / elapsed_s:.1f}", f"{memory_mb:.0f}"]
-    return [str(streams), f"{1 / period_s:g}", *shares, latency]
+    return [load.way, str(streams), f"{1 / period_s:g}", *shares, latency]
 
 
 def _delays(workers: list[PlayedWorker], readings: list[SseReading], steps: int) -> list[float]:
@@ -137,6 +166,17 @@ def _delays(workers: list[PlayedWorker], readings: list[SseReading], steps: int)
     return delays
 
 
+@contextmanager
+def talkative_model() -> Iterator[Path]:
+    """Give a folder of the demo model whose template has think tags and reads tools."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for file in DEMO_MODEL.iterdir():
+            (folder / file.name).symlink_to(file)
+        (folder / "chat_template.jinja").write_text("{# <think></think> #}" + HERMES)
+        yield folder
+
+
 async def idle_share(pid: int, seconds: float) -> float:
     """Return the dispatcher's CPU share without any stream: views, sweeps, timers."""
     before = cpu_s(pid)
@@ -151,6 +191,7 @@ async def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--period-ms", type=float, nargs="+", default=[50.0])
     parser.add_argument("--workers", type=int, default=1, help="played; their steps lie evenly in a period")
+    parser.add_argument("--ways", nargs="+", choices=[*WAYS], default=["completions"])
     chosen = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     token_ids = tokenizer.encode(TEXT, add_special_tokens=False).ids
@@ -162,19 +203,29 @@ async def main() -> None:
             workers.append(PlayedWorker(bus, f"bench-{number}", token_ids))
             await workers[-1].start()
         reporting = [asyncio.ensure_future(worker.report_for_ever()) for worker in workers]
-        async with cluster(url, {}) as (port, processes):
+        folder = stack.enter_context(talkative_model())
+        async with cluster(url, {}, ["--model", str(folder)]) as (port, processes):
             pid = processes["dispatcher"].pid
             idle = await idle_share(pid, 3.0)
             rows = [
-                await measure(workers, pid, port, streams, chosen.steps, period_ms / 1e3)
+                await measure(workers, pid, port, Load(way, streams, chosen.steps, period_ms / 1e3))
                 for streams in chosen.streams
                 for period_ms in chosen.period_ms
+                for way in chosen.ways
             ]
         for task in reporting:
             task.cancel()
     print_table(
         f"Dispatcher, {chosen.workers} played workers ({machine()})",
-        ["streams", "tokens/s each", "CPU per token, µs", "CPU share, %", "memory, MB", "to client, ms (p50 / p99)"],
+        [
+            "way",
+            "streams",
+            "tokens/s each",
+            "CPU per token, µs",
+            "CPU share, %",
+            "memory, MB",
+            "to client, ms (p50 / p99)",
+        ],
         rows,
     )
     print(f"\nWithout streams: {100 * idle:.2f} % of a core; it is contained in the figures above.")

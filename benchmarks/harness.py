@@ -160,15 +160,18 @@ async def read_stream(
 ) -> SseReading:
     """Ask for a streamed completion of so many tokens over a bare socket; note when each chunk of content comes.
 
-    `times` is the list that these go into as they come, if they are looked at meanwhile.
+    `times` is the list that these go into as they come, if they are looked at meanwhile. With `messages` it is a chat.
 
     Raises:
         RuntimeError: the answer is not 200.
     """
-    body = {"model": "model", "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "stream": True, **fields}
+    body = {"model": "model", "max_tokens": num_tokens, "ignore_eos": True, "stream": True, **fields}
+    is_chat = "messages" in body
+    body |= {} if is_chat else {"prompt": prompt}
     payload, reading = json.dumps(body).encode(), SseReading(arrivals_s=[] if times is None else times)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    path = b"/v1/chat/completions" if is_chat else b"/v1/completions"
+    head = b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n" % path
     writer.write(head + b"Content-Length: %d\r\n\r\n" % len(payload) + payload)
     try:
         status = await reader.readline()
