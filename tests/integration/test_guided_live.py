@@ -33,7 +33,7 @@ SAMPLINGS: Final[tuple[dict[str, Any], ...]] = (
     {"temperature": 1.5, "min_p": 0.3, "logit_bias": {"5": 100}, "min_tokens": 100, "ignore_eos": True},
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.kernels, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

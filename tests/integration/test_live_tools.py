@@ -13,7 +13,7 @@ from tests.support.cluster import Cluster, cluster
 from tests.support.reciting import save_caller
 from tests.support.tool_templates import ADD
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.kernels, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

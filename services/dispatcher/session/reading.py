@@ -13,7 +13,7 @@ from shared.qoe import text_ttft_s
 from shared.types import Thinking
 
 
-class Reading:
+class ReaderProgress:
     """Owned by a `Session`, which tells it of every token. Instants are those of the event loop's clock.
 
     Args:

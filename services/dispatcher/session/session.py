@@ -16,7 +16,7 @@ import numpy as np
 from services.dispatcher.session.gaps import GapHistogram
 from services.dispatcher.session.history import Attempt, History
 from services.dispatcher.session.questions import Questions
-from services.dispatcher.session.reading import Reading
+from services.dispatcher.session.reading import ReaderProgress
 from services.dispatcher.session.request import FailureCode, NewRequest, Reader
 from services.dispatcher.state import Counted
 from shared.ids import NOBODY, Incarnation, StreamId, WorkerId
@@ -81,7 +81,7 @@ class Session:
         """Every output token, in order, from all attempts."""
         self.token_s = array("d")
         """When each of those that came to this session did, on the event loop's clock."""
-        self.reading = Reading(request)
+        self.reading = ReaderProgress(request)
         self.num_delivered = 0
         """How many of them the reader has taken."""
         self.num_served = len(self.tokens)

@@ -22,7 +22,7 @@ from services.dispatcher.text.tool_forms import (
     MAX_HEAD_CHARS,
     CallForm,
     HeadFound,
-    Reading,
+    HeadReading,
     read_head,
     skip_blanks,
 )
@@ -200,7 +200,7 @@ class ToolCallParser:
         found = read_head(self._held, at, self._form.heads)
         if isinstance(found, HeadFound):
             self._begin_call(found)
-        elif found is Reading.UNDECIDED and not self._is_ending:
+        elif found is HeadReading.UNDECIDED and not self._is_ending:
             return False
         else:
             self._stage = otherwise
@@ -247,12 +247,12 @@ class ToolCallParser:
         return True
 
     def _between(self) -> bool:
-        found = Reading.OTHER if self._num_closed else read_head(self._held, 0, self._form.following)
+        found = HeadReading.OTHER if self._num_closed else read_head(self._held, 0, self._form.following)
         if isinstance(found, HeadFound):
             self._begin_call(found)
             return True
         at = skip_blanks(self._held, 0)
-        is_open = found is Reading.UNDECIDED or at == len(self._held)
+        is_open = found is HeadReading.UNDECIDED or at == len(self._held)
         for number, closing in enumerate(self._form.closings):
             if number < self._num_closed:
                 continue

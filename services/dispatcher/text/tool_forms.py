@@ -28,7 +28,7 @@ _STRING: Final = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*("|\\?\Z)', re.DOTALL)
 _WORD: Final = re.compile(r"[\w.-]+", re.ASCII)
 
 
-class Part(Enum):
+class HeadPart(Enum):
     """What stands in a call's head and is not the same in each."""
 
     NAME = auto()
@@ -39,7 +39,7 @@ class Part(Enum):
     """The tool's name as it is; a second one means nothing."""
 
 
-class Reading(Enum):
+class HeadReading(Enum):
     """What a text is that is no whole head of a call."""
 
     UNDECIDED = auto()
@@ -47,11 +47,12 @@ class Reading(Enum):
     OTHER = auto()
 
 
-Head = tuple[str | tuple[str, ...] | Part, ...]
+Head = tuple[str | tuple[str, ...] | HeadPart, ...]
 """What stands before the arguments, in order, with any blanks between: texts (one of several), and parts."""
-_MEMBERS: Final[Head] = ('"name"', ":", Part.NAME, ",", ('"arguments"', '"parameters"'), ":")
+_NAMED: Final = HeadPart.WORD
+_MEMBERS: Final[Head] = ('"name"', ":", HeadPart.NAME, ",", ('"arguments"', '"parameters"'), ":")
 _OBJECT: Final[Head] = ("{", *_MEMBERS)
-_TYPED: Final[Head] = ("{", ('"type"', '"id"'), ":", Part.STRING, ",", *_MEMBERS)
+_TYPED: Final[Head] = ("{", ('"type"', '"id"'), ":", HeadPart.STRING, ",", *_MEMBERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,12 @@ FORMS: Final = {
             "mistral",
             ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
             ("[TOOL_CALLS]",),
-            (*_LIST, (Part.WORD,), (Part.WORD, "[ARGS]"), (Part.WORD, "[CALL_ID]", Part.WORD, "[ARGS]")),
+            (
+                *_LIST,
+                (HeadPart.WORD,),
+                (HeadPart.WORD, "[ARGS]"),
+                (HeadPart.WORD, "[CALL_ID]", HeadPart.WORD, "[ARGS]"),
+            ),
             (_BY_NAME, Written(("[TOOL_CALLS]", "["), (", ",), ("]",))),
             following=_NEXT,
             closings=("]",),
@@ -208,7 +214,7 @@ class HeadFound:
     """They are a member of an object, which goes on behind them."""
 
 
-def read_head(text: str, at: int, heads: Sequence[Head]) -> HeadFound | Reading:
+def read_head(text: str, at: int, heads: Sequence[Head]) -> HeadFound | HeadReading:
     """Return the head of a call that stands there, with any blanks before it.
 
     Args:
@@ -221,48 +227,48 @@ def read_head(text: str, at: int, heads: Sequence[Head]) -> HeadFound | Reading:
     for reading in readings:
         if isinstance(reading, HeadFound) and reading.end - at <= MAX_HEAD_CHARS:
             return reading
-    is_open = Reading.UNDECIDED in readings and len(text) - at <= MAX_HEAD_CHARS
-    return Reading.UNDECIDED if is_open else Reading.OTHER
+    is_open = HeadReading.UNDECIDED in readings and len(text) - at <= MAX_HEAD_CHARS
+    return HeadReading.UNDECIDED if is_open else HeadReading.OTHER
 
 
-def _read(text: str, at: int, head: Head) -> HeadFound | Reading:
+def _read(text: str, at: int, head: Head) -> HeadFound | HeadReading:
     name = ""
     for step in (*head, "{"):
         at = skip_blanks(text, at)
         if at == len(text):
-            return Reading.UNDECIDED
-        if isinstance(step, Part):
+            return HeadReading.UNDECIDED
+        if isinstance(step, HeadPart):
             read = _read_part(text, at, step)
-            if isinstance(read, Reading):
+            if isinstance(read, HeadReading):
                 return read
             found, at = read
-            name = name if step is Part.STRING else name or found
+            name = name if step is HeadPart.STRING else name or found
             continue
         whole = [choice for choice in ((step,) if isinstance(step, str) else step) if text.startswith(choice, at)]
         if not whole:
             return _read_beginning(text[at:], step)
         at += len(whole[0])
-    return HeadFound(name, at - 1, "{" in head) if name else Reading.OTHER
+    return HeadFound(name, at - 1, "{" in head) if name else HeadReading.OTHER
 
 
-def _read_beginning(end: str, step: str | tuple[str, ...]) -> Reading:
+def _read_beginning(end: str, step: str | tuple[str, ...]) -> HeadReading:
     choices = (step,) if isinstance(step, str) else step
-    return Reading.UNDECIDED if any(choice.startswith(end) for choice in choices) else Reading.OTHER
+    return HeadReading.UNDECIDED if any(choice.startswith(end) for choice in choices) else HeadReading.OTHER
 
 
-def _read_part(text: str, at: int, part: Part) -> tuple[str, int] | Reading:
-    match = (_WORD if part is Part.WORD else _STRING).match(text, at)
+def _read_part(text: str, at: int, part: HeadPart) -> tuple[str, int] | HeadReading:
+    match = (_WORD if part is HeadPart.WORD else _STRING).match(text, at)
     if match is None:
-        return Reading.OTHER
-    if part is Part.WORD:
-        return Reading.UNDECIDED if match.end() == len(text) else (match[0], match.end())
+        return HeadReading.OTHER
+    if part is HeadPart.WORD:
+        return HeadReading.UNDECIDED if match.end() == len(text) else (match[0], match.end())
     if match[1] != '"':
-        return Reading.UNDECIDED
+        return HeadReading.UNDECIDED
     try:
         name: str = json.loads(match[0])
         name.encode()
     except ValueError:
-        return Reading.OTHER
+        return HeadReading.OTHER
     return name, match.end()
 
 

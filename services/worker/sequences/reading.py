@@ -27,7 +27,7 @@ NO_TAG: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ReaderColumns:
     """Of one row; see `Columns` and `SequenceTable`."""
 
     ttft_s: float = nan
@@ -42,13 +42,13 @@ class Reading:
     thinking_gap_s: float = nan
 
 
-def first_reading(new: NewSequence) -> Reading:
+def first_reading(new: NewSequence) -> ReaderColumns:
     """Return how the reader's columns of a sequence begin.
 
     Nobody follows best effort. Else who has said nothing, or waits for the whole answer, is the default reader.
     """
     if new.tier.is_best_effort:
-        return Reading()
+        return ReaderColumns()
     reader, displayed = new.qoe or DEFAULT_READER, new.displayed
     speed, thinking_gap_s = reader.speed_tokens_per_s, 1 / reader.thinking_speed_tokens_per_s
     thinking, num_tokens = new.sampling.thinking, int(new.generated.size)
@@ -60,7 +60,7 @@ def first_reading(new: NewSequence) -> Reading:
     if num_thought:
         ttft_s = text_ttft_s(ttft_s, speed, new.thought_s)
     last_s, delay_sum_s = displayed or (ttft_s + (num_tokens - (num_thought or 0) - 1) * gap_s, 0.0)
-    return Reading(
+    return ReaderColumns(
         ttft_s=ttft_s,
         speed=speed,
         gap_s=gap_s,
