@@ -170,6 +170,10 @@ class StagedCluster(Cluster):
     async def settle(self, load: Sequence[Ask], *more: Ask) -> None:
         """Note what is answered to these requests, and what is held then."""
         self.load, self.expected = load, await undisturbed(self, [*load, *more])
+        guided = [asked for asked in load if "structured_outputs" in asked.body][:1]
+        for name in self.dispatchers[1:]:  # the first form starts a process that tries it
+            async with reading(self, guided, dispatcher=name) as readers:
+                await answers(readers)
         await asyncio.sleep(1.0)  # what a first request leaves open in a process, such as its threads, is there now
         self.before = await footprint(self)
 
