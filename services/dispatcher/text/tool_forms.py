@@ -49,7 +49,6 @@ class HeadReading(Enum):
 
 Head = tuple[str | tuple[str, ...] | HeadPart, ...]
 """What stands before the arguments, in order, with any blanks between: texts (one of several), and parts."""
-_NAMED: Final = HeadPart.WORD
 _MEMBERS: Final[Head] = ('"name"', ":", HeadPart.NAME, ",", ('"arguments"', '"parameters"'), ":")
 _OBJECT: Final[Head] = ("{", *_MEMBERS)
 _TYPED: Final[Head] = ("{", ('"type"', '"id"'), ":", HeadPart.STRING, ",", *_MEMBERS)
