@@ -31,7 +31,9 @@ class _RowRules:
 
     def __init__(self, init: RowInit, eos_token_ids: tuple[int, ...], vocab_size: int) -> None:
         sampling = init.sampling
-        stops = {*eos_token_ids, *sampling.stop_token_ids} if sampling.min_tokens else ()
+        stops = {*eos_token_ids, *sampling.stop_token_ids} if sampling.min_tokens else set[int]()
+        if sampling.thinking is not None and sampling.thinking.budget is not None:
+            stops.discard(sampling.thinking.closing_id)  # it may have to come
         self.sampling = sampling
         self.bias_ids, self.bias = _summed(sampling.logit_bias)
         self.stop_ids: I64 = np.array(sorted(i for i in stops if 0 <= i < vocab_size), dtype=np.int64)

@@ -161,6 +161,22 @@ def test_a_row_whose_grammar_fails_ends_alone(runner: ModelRunner, alone: Run) -
     assert {stream: run.texts[stream] for stream in alone.texts} == alone.texts
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_closing_tag_that_has_to_come_comes_though_it_is_a_stop_id_before_the_minimal_length(
+    runner: ModelRunner, temperature: float
+) -> None:
+    thinking = Thinking(opening_id=300, closing_id=301, is_open=True, budget=2)
+    sampling = SamplingParams(
+        max_tokens=LENGTH, temperature=temperature, min_tokens=9, stop_token_ids=(301,), thinking=thinking
+    )
+    run = Run(runner, 64)
+    new = replace(new_sequence(0, num_prompt=5, arrival_s=0.0), sampling=sampling)
+    run.add(new)
+    run.go()
+    assert run.texts[new.stream][2] == 301
+    assert len(run.texts[new.stream]) >= 9, "it is no end yet"
+
+
 @pytest.mark.parametrize("num_steps", [3, 11, 24])
 def test_another_worker_goes_on_with_the_same_texts(runner: ModelRunner, alone: Run, num_steps: int) -> None:
     first = Run(runner, 64)
