@@ -43,8 +43,14 @@ def sampling_of(kind: str, seed: int) -> dict[str, Any]:
         "counted": {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.5},
         "logprobs": {"temperature": 0.0, "logprobs": 1},
         "stops": {"temperature": 0.9, "seed": seed, "stop_token_ids": tuple(range(3, 60))},
-        "guided": {"temperature": 0.9, "seed": seed, "top_p": 0.8, "grammar": b"start: /[a-z]{40,60}/"},
-        "budget": {"temperature": 0.9, "seed": seed, "thinking": _THINKING, "grammar": b"start: /[0-9]{20,}/"},
+        "guided": {"temperature": 0.9, "seed": seed, "grammar": b"start: /[a-z]{40,60}/"},
+        "budget": {
+            "temperature": 0.9,
+            "seed": seed,
+            "top_p": 0.8,
+            "thinking": _THINKING,
+            "grammar": b"start: /[0-9]{20,}/",
+        },
     }
     return choices[kind]
 

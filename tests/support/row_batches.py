@@ -36,7 +36,7 @@ def batch_of(work: list[tuple[Sequence, int]], drops: list[int]) -> Batch:
         num_tokens=np.array(counts, dtype=np.int32),
         start=np.array([s.computed for s, _ in work], dtype=np.int32),
         tokens=np.array(inputs, dtype=np.int32),
-        sample=np.array([s.computed + count == len(s.tokens) for s, count in work]),
+        sample=np.array([s.computed + count == len(s.tokens) for s, count in work], dtype=np.bool_),
         admits=tuple(s.init() for s, _ in work if s.new),
         drops=np.array(drops, dtype=np.int32) if drops else EMPTY_I32,
     )

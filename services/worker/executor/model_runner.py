@@ -209,7 +209,8 @@ class ModelRunner:
         """Begin one step; else as `run`. Decodes may begin with `OWN_SAMPLE`.
 
         Where the device computes beside the host, this returns while it does, unless the host has to look at the
-        logits: for rows with rules, guides or log-probabilities, or with filters that may reach far.
+        logits: for rows with rules or log-probabilities, or with filters that may reach far. With guided rows it
+        returns when their masks are made, which the step before has to have ended for.
         """
         began_s = time.perf_counter()
         return self._applied(batch, lambda known: self._begin(known, hidden, began_s))

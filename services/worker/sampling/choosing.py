@@ -106,15 +106,17 @@ class Chooser:
         if self._is_plain[rows].all():
             fetching = Fetching(scores.finite, scores.largest)
             return Choosing(fetching, scores.largest if beside else None, lambda largest: (largest, {}))
-        logits, is_ruled = scores.logits, self._rules.concern(rows) or self._guides.concern(rows)
+        logits, is_ruled, is_guided = scores.logits, self._rules.concern(rows), self._guides.concern(rows)
         put_back = self._rules.apply(logits, rows, position)
         wants_logprobs = bool(self._logprobs.asking(rows).any())
         unmask = self._guides.apply(logits, may_undo=wants_logprobs)
-        known = None if is_ruled else scores.largest
+        known = None if is_ruled or is_guided else scores.largest
         choice = self._sampler.begin(logits, self._sampling.take(rows), position, known)
         fetching = Fetching(scores.finite, scores.largest, *choice.columns)
         if not wants_logprobs:
             on_device = choice.on_device() if beside and not is_ruled else None
+            if on_device is not None and is_guided:
+                self._guides.expect(rows, lambda: choice.end(*fetching.end()[2:]))
             return Choosing(fetching, on_device, lambda _, *columns: (choice.end(*columns), {}))
 
         def end(_: I64, *columns: I64) -> tuple[I64, Said]:

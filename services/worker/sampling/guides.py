@@ -1,12 +1,13 @@
 """Holds answers to their grammars and budgets of thinking: which tokens each guided row may draw next.
 
-    thinking ──budget used up──► closing tag, forced ──► grammar ──► end
-        └────────closing tag────────────────────────────────┘
+A guide (`row_guide.py`) follows from the tokens that its row was admitted with and from those that it computed later,
+by position (`logit_rules.py` does likewise): a step that failed, a row that is computed again and a sequence that goes
+on at another worker follow each token once. What may be drawn depends on the tokens before alone, so it is found out in
+a thread beside the forward pass that computes the logits. Masks come from llguidance.
 
-A guide follows from the tokens that its row was admitted with and from those that it computed later, by position
-(`logit_rules.py` does likewise): a step that failed, a row that is computed again and a sequence that goes on at
-another worker follow each token once. What may be drawn depends on the tokens before alone, so it is found out in a
-thread beside the forward pass that computes the logits. Masks come from llguidance.
+A step may be launched before the host has the token with which it begins. Then that thread waits for it, beside the
+same forward pass. If the step that drew it turns out to have failed, another token is drawn in its place, and what the
+guide had followed too early is taken back.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from enum import Enum, auto
+from functools import partial
 from typing import Final
 
 import numpy as np
 import torch
 from llguidance import LLExecutor, LLMatcher
-from numpy.typing import NDArray
 
 from services.worker.contract.arrays import F32, I32, I64, Bool
 from services.worker.contract.batch import Batch, RowInit
 from services.worker.memory.host_link import send
 from services.worker.sampling.grammar_cache import GrammarCache
+from services.worker.sampling.row_guide import WORD_BITS, GuidedRow, RowGuide, Words
 from shared.grammars import GrammarError
 from shared.types import SamplingParams
 
@@ -33,11 +34,7 @@ MASK_THREADS: Final = 2
 """That make masks of several rows at a time, beside the forward pass."""
 FEW_IDS: Final = 8192
 """Of so many, the logits are looked up one by one; of more, all are gone through."""
-_WORD_BITS: Final = 32
 _EVERYTHING: Final = 2**31 - 1
-
-Words = NDArray[np.uint32]
-"""[..., num_words] one bit per token, the lowest first: 1 may be drawn."""
 
 
 class RowsBrokenError(Exception):
@@ -52,96 +49,6 @@ class RowsBrokenError(Exception):
         super().__init__(cause)
         self.cause = cause
         self.rows = rows
-
-
-class _Stage(Enum):
-    UNDECIDED = auto()
-    """Nothing was drawn yet: it thinks if it opens the tag."""
-    THINKING = auto()
-    SPEAKING = auto()
-
-
-class RowGuide:
-    """What one row may draw next.
-
-    Args:
-        sampling: its parameters, which are guided.
-        end_ids: that end a sequence.
-        matcher: of its grammar, at the beginning; None: it has none.
-    """
-
-    def __init__(self, sampling: SamplingParams, end_ids: Sequence[int], matcher: LLMatcher | None) -> None:
-        thinking = sampling.thinking
-        self._thinking = thinking
-        self._end_ids = end_ids
-        self._matcher = matcher
-        self._num_thoughts = 0
-        self._stage = _Stage.SPEAKING
-        if thinking is not None:
-            self._stage = _Stage.THINKING if thinking.is_open else _Stage.UNDECIDED
-
-    def follow(self, token_id: int) -> None:
-        """The row goes on with this token.
-
-        Raises:
-            GrammarError: its grammar does not.
-        """
-        thinking = self._thinking
-        if self._stage is _Stage.SPEAKING or thinking is None:
-            self._match(token_id)
-        elif self._stage is _Stage.UNDECIDED:
-            self._stage = _Stage.THINKING if token_id == thinking.opening_id else _Stage.SPEAKING
-            if self._stage is _Stage.SPEAKING:
-                self._match(token_id)
-        elif token_id == thinking.closing_id:
-            self._stage = _Stage.SPEAKING
-        else:
-            self._num_thoughts += 1
-
-    @property
-    def asks_matcher(self) -> LLMatcher | None:
-        """What says which tokens may be drawn next, before `adjust` has its say; None: all may."""
-        return None if self._stage is _Stage.THINKING else self._matcher
-
-    def adjust(self, words: Words) -> bool:
-        """Change what the matcher says by what the thinking asks for.
-
-        Args:
-            words: [num_words] of this row, all ones where there is no matcher to ask.
-
-        Returns:
-            Whether anything is excluded.
-        """
-        thinking = self._thinking
-        if thinking is None or self._stage is _Stage.SPEAKING:
-            return self._matcher is not None
-        if self._stage is _Stage.UNDECIDED:
-            _set_bit(words, thinking.opening_id)
-            return self._matcher is not None
-        if thinking.budget is not None and self._num_thoughts >= thinking.budget:
-            words[:] = 0
-            _set_bit(words, thinking.closing_id)
-            return True
-        if self._matcher is None:
-            return False
-        for token_id in self._end_ids:  # what it is held to is still to come
-            words[token_id // _WORD_BITS] &= ~_bit(token_id)
-        return True
-
-    def _match(self, token_id: int) -> None:
-        if self._matcher is not None and not self._matcher.consume_token(token_id):
-            raise GrammarError(self._matcher.get_error() or f"token {token_id} breaks the grammar")
-
-
-@dataclass(slots=True)
-class _Row:
-    """A guided row of the table."""
-
-    sampling: SamplingParams
-    guide: RowGuide | None
-    """None until its first mask is wanted: making it may take a while."""
-    unfollowed: list[int]
-    """Output tokens that the guide has yet to follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +123,8 @@ class Guides:
         self._end_ids = tuple(end_ids)
         self._grammars = grammars
         self._vocab_size = vocab_size
-        self._num_words = -(-vocab_size // _WORD_BITS) if grammars is None else grammars.num_mask_words
-        self._rows: dict[int, _Row] = {}
+        self._num_words = -(-vocab_size // WORD_BITS) if grammars is None else grammars.num_mask_words
+        self._rows: dict[int, GuidedRow] = {}
         self._is_guided: Bool = np.zeros(max_rows, dtype=np.bool_)
         self._followed: I32 = np.full(max_rows, _EVERYTHING, dtype=np.int32)
         """Positions whose tokens the guides have, or are given next."""
@@ -291,6 +198,16 @@ class Guides:
 
         return undo
 
+    def expect(self, rows: I32, drawn: Callable[[], I64]) -> None:
+        """Take note that these rows [n] go on with tokens that the host does not have yet.
+
+        Args:
+            rows: [n]
+            drawn: waits for them and returns their ids [n]; called in another thread, once for each guided row.
+        """
+        for place in np.flatnonzero(self._is_guided[rows]).tolist() if self._rows else ():
+            self._rows[int(rows[place])].drawn = partial(self._wait, drawn, place)
+
     def close(self) -> None:
         """End the thread. Idempotent."""
         if self._thread is not None:
@@ -298,7 +215,7 @@ class Guides:
             self._thread = None
 
     def _admit(self, init: RowInit) -> None:
-        self._rows[init.row] = _Row(init.sampling, None, init.tokens[init.num_prompt :].tolist())
+        self._rows[init.row] = GuidedRow(init)
         self._is_guided[init.row] = True
         self._followed[init.row] = init.tokens.size
 
@@ -308,15 +225,22 @@ class Guides:
             self._followed[row] = _EVERYTHING
 
     def _follow(self, batch: Batch) -> None:
-        """Take note of the tokens at positions that are new to their rows."""
-        end = batch.start + batch.num_tokens
+        """Take note of the tokens at positions that are new to their rows, and of those that are drawn anew."""
+        end, followed = batch.start + batch.num_tokens, self._followed[batch.rows]
         first = np.cumsum(batch.num_tokens) - batch.num_tokens
-        for i in np.flatnonzero(end > self._followed[batch.rows]).tolist():
+        for i in np.flatnonzero(end > followed).tolist():
             row, start = int(batch.rows[i]), int(batch.start[i])
-            assert start <= self._followed[row], f"row {row} skips tokens that are to be followed"
-            new = batch.tokens[first[i] + self._followed[row] - start : first[i] + batch.num_tokens[i]]
-            self._rows[row].unfollowed += new.tolist()
+            assert start <= followed[i], f"row {row} skips tokens that are to be followed"
+            self._rows[row].extend(batch.tokens[first[i] + followed[i] - start : first[i] + batch.num_tokens[i]])
             self._followed[row] = end[i]
+        for i in np.flatnonzero(batch.sample & self._is_guided[batch.rows] & (end < followed)).tolist():
+            row = int(batch.rows[i])
+            self._rows[row].cut(int(end[i]))
+            self._followed[row] = end[i]
+
+    def _wait(self, drawn: Callable[[], I64], place: int) -> int:
+        """Return a token as the step behind it reads it: of logits that are no numbers it may be none."""
+        return min(int(drawn()[place]), self._vocab_size - 1)
 
     def _find_masks(self, asked: list[tuple[int, int]], on_host: bool) -> _Masks:  # noqa: FBT001  called by a pool
         """Let the guides follow their rows, and return what these may draw.
@@ -331,7 +255,7 @@ class Guides:
         cause = ""
         for _, row in asked:
             try:
-                guides.append(self._guide_of(row))
+                guides.append(self._rows[row].catch_up(self._make_guide))
             except GrammarError as error:
                 cause = cause or error.reason
                 broken.append(row)
@@ -347,24 +271,18 @@ class Guides:
         masks = [_HostMask.of(words[i], self._vocab_size) for i in kept] if on_host else []
         return _Masks([asked[i][0] for i in kept], words[kept], masks)
 
-    def _guide_of(self, row: int) -> RowGuide:
-        """Return the guide of a row, which has followed all that is known of it.
+    def _make_guide(self, sampling: SamplingParams) -> RowGuide:
+        """Return the guide of a row that has said nothing.
 
         Raises:
-            GrammarError: the grammar does not compile, or the tokens break it.
+            GrammarError: the grammar does not compile.
         """
-        found = self._rows[row]
-        if found.guide is None:
-            matcher = None
-            if found.sampling.grammar:
-                if self._grammars is None:
-                    raise GrammarError("the model's folder has no tokenizer that grammars can be compiled over")
-                matcher = self._grammars.matcher(found.sampling.grammar)
-            found.guide = RowGuide(found.sampling, self._end_ids, matcher)
-        for token_id in found.unfollowed:
-            found.guide.follow(token_id)
-        found.unfollowed.clear()
-        return found.guide
+        matcher = None
+        if sampling.grammar:
+            if self._grammars is None:
+                raise GrammarError("the model's folder has no tokenizer that grammars can be compiled over")
+            matcher = self._grammars.matcher(sampling.grammar)
+        return RowGuide(sampling, self._end_ids, matcher)
 
     def _make_masks(self, matchers: list[tuple[LLMatcher, int]], words: Words) -> None:
         """Write what the matchers allow into the rows of `words` that go with them."""
@@ -381,14 +299,6 @@ class Guides:
 def _exclude_on_device(logits: torch.Tensor, places: torch.Tensor, words: Words) -> None:
     """Set to minus infinity what the rows at these places [k] may not draw, by their words [k, num_words]."""
     packed = send(words.view(np.int32), logits.device).unsqueeze(-1)
-    bits = packed >> torch.arange(_WORD_BITS, device=logits.device, dtype=torch.int32) & 1
+    bits = packed >> torch.arange(WORD_BITS, device=logits.device, dtype=torch.int32) & 1
     excluded = (bits == 0).flatten(1)[:, : logits.shape[1]]
     logits.index_copy_(0, places, logits[places].masked_fill_(excluded, -torch.inf))
-
-
-def _bit(token_id: int) -> np.uint32:
-    return np.uint32(1 << token_id % _WORD_BITS)
-
-
-def _set_bit(words: Words, token_id: int) -> None:
-    words[token_id // _WORD_BITS] |= _bit(token_id)

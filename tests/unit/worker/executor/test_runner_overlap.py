@@ -30,6 +30,8 @@ from tests.support.runners import KERNELS, open_runner
 
 pytestmark = pytest.mark.kernels
 
+_GUIDED = {"grammar": b"start: /[a-z]{40,60}/"}
+
 
 @pytest.fixture(params=["host", "beside"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
@@ -88,11 +90,11 @@ def test_a_step_takes_its_tokens_from_the_one_before_in_any_order_of_rows(kernel
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"repetition_penalty": 1.8, "frequency_penalty": 1.0}])
+@pytest.mark.parametrize("changes", [{}, {"repetition_penalty": 1.8, "frequency_penalty": 1.0}, _GUIDED])
 def test_a_step_that_begins_with_what_a_failed_one_was_to_sample_fails_and_what_it_says_of_rows_counts(
     monkeypatch: pytest.MonkeyPatch, kernels: str, changes: dict[str, Any]
 ) -> None:
-    """A token that was never sampled is not counted by penalties either."""
+    """A token that was never sampled is not counted by penalties either, nor followed by guides."""
     texts = driven_texts(decoding(kernels, 3, **changes), 4, seed=0, is_ahead=False)
     driver = decoding(kernels, 3, **changes)
     work = [(sequence, 1) for sequence in driver.sequences]
@@ -125,10 +127,13 @@ def test_what_a_row_said_for_another_sequence_is_forgotten(kernels: str) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, _GUIDED])
 def test_numbers_that_are_none_are_found_when_the_step_ends_and_the_step_behind_reads_no_row_that_is_none(
-    kernels: str,
+    kernels: str, changes: dict[str, Any]
 ) -> None:
-    driver = decoding(kernels, 3)
+    """The others are computed again, and say what they would have said; nobody knew their tokens for a while."""
+    texts = driven_texts(decoding(kernels, 2, **changes), 2, seed=0, is_ahead=False)
+    driver = decoding(kernels, 3, **changes)
     for pool in driver.runner.cache.pools():
         pool[driver.sequences[2].blocks[0]] = float("nan")
     batch = driver.batch([(sequence, 1) for sequence in driver.sequences])
@@ -143,6 +148,10 @@ def test_numbers_that_are_none_are_found_when_the_step_ends_and_the_step_behind_
             step()
         rows.append(error.value.rows)
     assert rows[0] == (driver.sequences[2].row,)
+    batch = driver.batch([(sequence, 1) for sequence in driver.sequences[:2]])
+    ahead = replace(batch, step_id=11, start=batch.start + 1, tokens=np.full(2, OWN_SAMPLE, dtype=np.int32))
+    again = [step.end().tokens.tolist() for step in [runner.launch(each) for each in (batch, ahead)]]
+    assert [list(said) for said in zip(*again, strict=True)] == texts
 
 
 def kept_by(thing: object) -> list[torch.Tensor]:
@@ -163,7 +172,15 @@ def kept_by(thing: object) -> list[torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "needs_host"),
-    [("greedy", False), ("drawn", False), ("filtered", True), ("bias", True), ("counted", True), ("logprobs", True)],
+    [
+        ("greedy", False),
+        ("drawn", False),
+        ("filtered", True),
+        ("bias", True),
+        ("counted", True),
+        ("logprobs", True),
+        ("guided", False),
+    ],
 )
 def test_a_step_whose_tokens_the_host_chooses_ends_where_it_is_launched(
     monkeypatch: pytest.MonkeyPatch, kind: str, *, needs_host: bool

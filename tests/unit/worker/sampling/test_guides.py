@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -131,13 +133,52 @@ class Table:
         self._run(work, is_whole=True)
         for sequence, count in work:
             sequence.computed += count
-            if sequence.computed == len(sequence.tokens):
-                allowed = may_draw(sequence.sampling, sequence.tokens[sequence.num_prompt :], self.grammars)
-                sequence.tokens.append(rng.choice(sorted(allowed)))
+        drew = [sequence for sequence, _ in work if sequence.computed == len(sequence.tokens)]
+        self._draw(drew)
+        if drew and rng.random() < 0.5:
+            self._go_ahead(drew)
 
-    def _run(self, work: list[tuple[Sequence, int]], *, is_whole: bool) -> None:
-        """Give the guides a batch, and compare; if it is not whole the forward pass fails, and nobody asks."""
-        self.guides.take_in(batch_of(work, self._drops))
+    def _draw(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            allowed = may_draw(sequence.sampling, sequence.tokens[sequence.num_prompt :], self.grammars)
+            sequence.tokens.append(self.rng.choice(sorted(allowed)))
+
+    def _go_ahead(self, drew: list[Sequence]) -> None:
+        """Launch the step behind before the host has the tokens; that they were drawn may turn out to be an error."""
+        failed = self.rng.random() < 0.5
+        for sequence in drew:
+            if failed and self.rng.random() < 0.3:
+                sequence.tokens[-1] = self.rng.randrange(VOCAB + 9)  # of logits that are no numbers
+        ids = np.array([sequence.tokens[-1] for sequence in drew])
+        self.guides.expect(np.array([sequence.row for sequence in drew], dtype=np.int32), lambda: ids)
+        work = [(sequence, 1) for sequence in drew]
+        self.rng.shuffle(work)
+        if failed:
+            batch = batch_of(work, [])
+            self.guides.take_in(replace(batch, tokens=-1 - batch.rows))
+            self.guides.prepare(batch.rows)
+            with suppress(RowsBrokenError):
+                self.guides.apply(torch.zeros(len(work), VOCAB), may_undo=False)
+            for sequence in drew:
+                del sequence.tokens[-1]
+                sequence.computed -= 1
+            self._run(work, is_whole=True)
+        else:
+            self._run(work, is_whole=True, is_ahead=True)
+        for sequence in drew:
+            sequence.computed += 1
+        self._draw([sequence for sequence in drew if sequence.tokens[-1] not in END_IDS])
+
+    def _run(self, work: list[tuple[Sequence, int]], *, is_whole: bool, is_ahead: bool = False) -> None:
+        """Give the guides a batch, and compare.
+
+        Args:
+            work: sequences, and how many tokens of each are computed.
+            is_whole: else the forward pass fails, and nobody asks.
+            is_ahead: the host does not have the tokens.
+        """
+        batch = batch_of(work, self._drops)
+        self.guides.take_in(replace(batch, tokens=-1 - batch.rows) if is_ahead else batch)
         self._drops.clear()
         ends = [s for s, count in work if s.computed + count == len(s.tokens)]
         if not is_whole:
@@ -147,7 +188,8 @@ class Table:
             found = masked(self.guides, [s.row for s in ends], **ways)
             for sequence, allowed in zip(ends, found, strict=True):
                 outputs = sequence.tokens[sequence.num_prompt :]
-                assert allowed == may_draw(sequence.sampling, outputs, self.grammars)
+                has_ended = bool(outputs) and outputs[-1] in END_IDS  # nobody hears of what it draws then
+                assert has_ended or allowed == may_draw(sequence.sampling, outputs, self.grammars)
                 self.num_checked += 1
         advance(work, 0)
 
