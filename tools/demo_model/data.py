@@ -10,8 +10,9 @@ from random import Random
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from tools.demo_model.grammar import Conversation, Grammar
-from tools.demo_model.tokenizer import ASSISTANT, BOS, END, SPECIAL_TOKENS, SYSTEM, USER
+from tools.demo_model.forms import THINK_END
+from tools.demo_model.grammar import THOUGHT_END, Conversation, Grammar
+from tools.demo_model.tokenizer import ASSISTANT, BOS, END, SPECIAL_TOKENS
 
 ROW_TOKENS = (272, 512, 768)
 """Lengths of rows. A conversation goes into the shortest that holds it, since attention costs less there."""
@@ -25,6 +26,9 @@ NUM_FIRST = 12_000
 
 FIRST_STORY_ONE_IN = 8
 """One in this many conversations of the first part is of the usual kinds."""
+
+FORM_ONE_IN = 3
+"""One in this many conversations asks for a form."""
 
 
 @dataclass
@@ -45,23 +49,39 @@ class Encoded:
         self.counts += [counts] * len(ids)
 
 
+def render_prompt(tokenizer: PreTrainedTokenizerFast, conversation: Conversation) -> str:
+    """Return what the chat template makes of a conversation, up to its last answer."""
+    prompt = tokenizer.apply_chat_template(
+        conversation.messages[:-1],
+        tools=[dict(tool) for tool in conversation.tools] or None,
+        tokenize=False,
+        add_generation_prompt=True,
+        enable_thinking=conversation.is_thinking,
+    )
+    return str(prompt)
+
+
 class Encoder:
-    """Turns conversations into token ids exactly as the chat template does."""
+    """Turns conversations into token ids by the chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
         ids = {token: tokenizer.encode(token, add_special_tokens=False)[0] for token in SPECIAL_TOKENS}
-        self._roles = {"system": ids[SYSTEM], "user": ids[USER], "assistant": ids[ASSISTANT]}
-        self._bos, self._end = ids[BOS], ids[END]
+        self._bos, self._assistant, self._end = ids[BOS], ids[ASSISTANT], ids[END]
 
     def chat(self, conversation: Conversation) -> Encoded:
         """Return the whole conversation."""
-        found = Encoded()
-        found.add([self._bos], counts=False)
-        for message in conversation.messages:
-            found.add([self._roles[message["role"]]], counts=False)
-            text = [*self._text(message["content"]), self._end]
-            found.add(text, counts=message["role"] == "assistant")
+        ids = self._text(render_prompt(self._tokenizer, conversation))
+        counts = self._is_said(ids)
+        if conversation.has_compact_calls:
+            counts = [False] * len(ids)
+        said = conversation.turns[-1].said
+        found = Encoded(ids, counts)
+        if conversation.budget_chars is not None:
+            thought, _, answer = said.partition(THOUGHT_END)
+            found.add(self._text(thought[: conversation.budget_chars] + THINK_END), counts=False)
+            said = THOUGHT_END.partition(THINK_END)[2] + answer
+        found.add([*self._text(said), self._end], counts=True)
         return found
 
     def plain(self, text: str) -> Encoded:
@@ -69,6 +89,15 @@ class Encoder:
         found = Encoded()
         found.add([self._bos], counts=False)
         found.add([*self._text(text), self._end], counts=True)
+        return found
+
+    def _is_said(self, prompt: list[int]) -> list[bool]:
+        """Return which tokens of a prompt the assistant has said: all but the beginning of what it says next."""
+        last = len(prompt) - 1 - prompt[::-1].index(self._assistant)
+        found, is_said = [], False
+        for index, token in enumerate(prompt):
+            found.append(is_said and index < last)
+            is_said = (is_said or token == self._assistant) and token != self._end
         return found
 
     def _text(self, text: str) -> list[int]:
@@ -153,8 +182,10 @@ def conversations(seed: int) -> Iterator[Conversation]:
     """
     grammar = Grammar(seed)
     for index in count():
-        is_echo = index < NUM_FIRST and index % FIRST_STORY_ONE_IN != 0
-        yield grammar.echo() if is_echo else grammar.conversation()
+        if index < NUM_FIRST and index % FIRST_STORY_ONE_IN != 0:
+            yield grammar.echo()
+        else:
+            yield grammar.form() if index % FORM_ONE_IN == 0 else grammar.conversation()
 
 
 def batches(tokenizer: PreTrainedTokenizerFast, seed: int, batch_tokens: int) -> Iterator[tuple[int, Rows]]:
@@ -163,7 +194,7 @@ def batches(tokenizer: PreTrainedTokenizerFast, seed: int, batch_tokens: int) ->
     plain = Random(seed)
     packers = [Packer(row_tokens, batch_tokens) for row_tokens in ROW_TOKENS]
     for used, conversation in enumerate(conversations(seed), start=1):
-        bare = plain.randrange(PLAIN_ONE_IN) == 0
+        bare = plain.randrange(PLAIN_ONE_IN) == 0 and not conversation.tools and not conversation.is_thinking
         document = encoder.plain(conversation.turns[0].answer) if bare else encoder.chat(conversation)
         for packer in packers:
             if len(document.ids) <= packer.row_tokens:

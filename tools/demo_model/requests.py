@@ -1,4 +1,4 @@
-"""How people ask: for a story, about the story just told, for company, or for what the model does not know."""
+"""How people ask: for a story, about the one just told, for its parts as JSON, for company, or for what is unknown."""
 
 from __future__ import annotations
 
@@ -50,6 +50,8 @@ _FULL_REST = _T.any_of(
     " who wants to {wish}. It [should happen|happens] {place}.",
     " {place}. The [hero|{kind}] wants to {wish}.",
 )
+
+_FULL_REST_OPEN = _T.any_of(" {place} who wants to {wish}", " who lives {place} and wants to {wish}")
 
 _PARTLY: Node = Choice(
     [
@@ -103,6 +105,51 @@ ABOUT_STORY: dict[str, tuple[Node, Node]] = {
     }.items()
 }
 """Questions about the story just told, with its bindings."""
+
+_AS_JSON = _STORY_T.one('{"hero": "a little {kind} called {hero}", "place": "{place.the}", "wish": "to {wish}"}')
+
+_BARE_JSON = _T.any_of(
+    "[Give|Show|Write] me [the |a ]hero, [the |a |]place and [the |a |]wish as JSON[.|, please.|]",
+    "[H|h]ero, place and wish as JSON[.|, please.|!|?|]",
+    "[Can you give me|Please give me|I want] hero, place and wish as JSON[.|!|]",
+)
+
+TOLD_AS_JSON: tuple[Node, Node] = (
+    Choice(
+        [
+            _BARE_JSON,
+            _T.any_of(
+                "[T|t]ell me [the |]hero, place and wish of [that|the|this] story as JSON[.|, please.|]",
+                "[What are|What were] [hero|the hero], place and wish of [that|the] story, as JSON?",
+                "[Can you give|Please give|Give] me [that|the] story's hero, place and wish as JSON[.|!|]",
+                "[And now|Now|And] [|the ]hero, place and wish [of it |]as JSON[.|, please.|!|]",
+                "[Its|What are its] hero, [its |]place and [its |]wish as JSON[.|, please.|!|?|]",
+                "[That|The same|The] story as JSON[.|, please.|] [Only|With] hero, place and wish.",
+            ),
+        ]
+    ),
+    _AS_JSON,
+)
+"""Asks for the parts of the story just told."""
+
+_NEW = _T.any_of(
+    "[Tell|Give|Please give|Write] me hero, place and wish of a [|new |little |short ]story",
+    "[Make up|Invent|Write down|Think of] hero, place and wish of a [|new |little ]story",
+    "[Plan|Invent|Make up|Please plan] a [|new |little |short ]story",
+    "I [want|need] [|the ]hero, place and wish of a [|new |little ]story",
+)
+_NEW_END = _T.any_of(
+    " as JSON[.|, please.|!|]",
+    " as JSON with hero, place and wish[.|]",
+    "[.|, please.] [Answer|Write it|Answer me] [as|in] JSON[.|]",
+)
+BARE_AS_JSON: tuple[Node, Node] = (_BARE_JSON, _AS_JSON)
+"""Where no story was told."""
+NEW_AS_JSON: tuple[Node, Node] = (
+    Choice([Chain([_NEW, _ABOUT, _WHERE, _NEW_END]), Chain([_NEW, _FULL_WHO, _FULL_REST_OPEN, _NEW_END])]),
+    _AS_JSON,
+)
+"""Asks for the parts of a story that nobody has told; leaves open what it does not say."""
 
 COMPANY: dict[str, tuple[Node, Node]] = {
     name: (_T.any_of(*asks), _STORY_T.any_of(*answers))

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tools.demo_model.checker import Message, check
-from tools.demo_model.grammar import ABOUT_STORY, FULL_STORY_EXCHANGE, SUMS, Grammar, Turn, sample_conversations
+from tools.demo_model.forms import call_message, tool
+from tools.demo_model.grammar import (
+    ABOUT_STORY,
+    ANOTHER_EXCHANGE,
+    FACTS,
+    FULL_STORY_EXCHANGE,
+    NEW_AS_JSON,
+    SUMS,
+    TOLD_AS_JSON,
+    Exchange,
+    Grammar,
+    Turn,
+    sample_conversations,
+)
 from tools.demo_model.words import FRIENDS, HEROES, KINDS, PLACES
 
 SEEDS = st.integers(0, 10**6)
@@ -26,7 +42,7 @@ def accepts(messages: Sequence[Message], answer: str) -> bool:
     return check(messages, answer).accepted
 
 
-def ask(prompt: str) -> list[dict[str, str]]:
+def ask(prompt: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": prompt}]
 
 
@@ -37,6 +53,16 @@ def test_every_answer_of_the_grammar_is_accepted(held_out: bool) -> None:
         for index, message in enumerate(chat.messages):
             if message["role"] == "assistant":
                 assert accepts(chat.messages[:index], message["content"]), chat.messages[: index + 1]
+
+
+def test_every_answer_of_the_forms_is_accepted() -> None:
+    grammar = Grammar(32)
+    for _ in range(60):
+        chat = grammar.form()
+        turn = chat.turns[-1]
+        messages, thinking = chat.messages[:-1], chat.is_thinking
+        assert check(messages, turn.said, tools=chat.tools, thinking=thinking).accepted, messages
+        assert not check(messages, turn.said, tools=chat.tools, thinking=not thinking).accepted
 
 
 @settings(max_examples=60, deadline=None)
@@ -189,3 +215,99 @@ def test_a_verdict_says_how_far_the_answer_was_right() -> None:
     assert not verdict.accepted
     assert verdict.explained.startswith(start)
     assert "crashed" not in verdict.explained
+
+
+ADD = (tool("look", "where"), tool("add", "x", "y"))
+
+
+def call(x: int, y: int, name: str = "add") -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {{"x": {x}, "y": {y}}}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("prompt", ["What is 3 + 4?", "How much is three and four?"])
+def test_a_sum_is_asked_of_the_tool_if_there_is_one(prompt: str) -> None:
+    direct = "3 + 4 = 7." if "3" in prompt else "Three plus four is seven."
+    assert check(ask(prompt), call(3, 4), tools=ADD).accepted
+    for wrong in (call(4, 3), call(3, 5), call(3, 4, "sum"), call(3, 4).replace("x", "a"), call(3, 4)[:-1], direct):
+        assert not check(ask(prompt), wrong, tools=ADD).accepted
+    for others in ((), ADD[:1], (tool("add", "x"),), (tool("add", "x", "y", "z"),)):
+        assert check(ask(prompt), direct, tools=others).accepted
+        assert not check(ask(prompt), call(3, 4), tools=others).accepted
+
+
+@pytest.mark.parametrize("result", ["7", "42", '{"result": 42}', "The sum is 42.", "999"])
+@pytest.mark.parametrize("is_compact", [False, True])
+def test_what_the_tool_says_is_what_is_answered(result: str, is_compact: bool) -> None:
+    said = re.sub("[^0-9]", "", result)
+    called = call_message(call(3, 4), is_compact=is_compact)
+    messages = [*ask("What is 3 + 4?"), called, {"role": "tool", "tool_call_id": "call", "content": result}]
+    assert check(messages, f"3 + 4 = {said}.", tools=ADD).accepted
+    assert check(messages, f"3 plus 4 is {said}.", tools=ADD).accepted
+    assert check(messages, f"The tool says {said}.\n</think>\n\n3 + 4 = {said}.", tools=ADD, thinking=True).accepted
+    for wrong in ("3 + 4 = 8.", f"3 + 5 = {said}.", f"4 + 3 = {said}.", call(3, 4), f"{said}."):
+        assert not check(messages, wrong, tools=ADD).accepted
+    unread = [*messages[:-1], {"role": "tool", "content": "out of order"}]
+    assert not check(unread, "3 + 4 = 7.", tools=ADD).accepted
+
+
+@pytest.mark.parametrize("exchange", FACTS, ids=lambda exchange: exchange.name)
+def test_tools_change_nothing_else(exchange: Exchange) -> None:
+    turn = Grammar(4).turn(exchange, {})
+    assert check(ask(turn.prompt), turn.answer, tools=ADD).accepted
+    assert not check(ask(turn.prompt), call(3, 4), tools=ADD).accepted
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_parts_of_a_story_are_one_object_in_json(seed: int) -> None:
+    told = story(seed)
+    asked = Grammar(seed).turn(TOLD_AS_JSON, told.env)
+    messages = [*ask(told.prompt), {"role": "assistant", "content": told.answer}, *ask(asked.prompt)]
+    assert accepts(messages, asked.answer)
+    parts = json.loads(asked.answer)
+    hero, place = told.env["hero"].key, told.env["place"].form("the")
+    assert parts == {
+        "hero": f"a little {told.env['kind'].key} called {hero}",
+        "place": place,
+        "wish": f"to {told.env['wish'].key}",
+    }
+    for name, wrong in (("hero", "a little cow called Tim"), ("place", "the office"), ("wish", "to sleep")):
+        assert not accepts(messages, json.dumps({**parts, name: wrong}))
+    assert json.dumps(parts) == asked.answer
+    assert not accepts(messages, json.dumps(parts, separators=(",", ":")))
+    assert not accepts(messages, json.dumps(dict(reversed(parts.items()))))
+    assert not accepts(messages, asked.answer + " That is all.")
+
+
+@pytest.mark.parametrize("exchange", NEW_AS_JSON, ids=lambda exchange: exchange.name)
+def test_the_parts_of_a_new_story_are_what_was_asked_for(exchange: Exchange) -> None:
+    turns = [Grammar(seed).turn(exchange, {}) for seed in range(20)]
+    for turn, other in pairwise(turns):
+        assert accepts(ask(turn.prompt), turn.answer)
+        fixed = re.search(r"about an? (?:\w+ )?(\w+)", turn.prompt)
+        if fixed and fixed[1] not in other.answer:
+            assert not accepts(ask(turn.prompt), other.answer)
+    wanted = "Give me hero, place and wish of a story about a fox as JSON."
+    assert accepts(ask(wanted), '{"hero": "a little fox called Mira", "place": "the sea", "wish": "to fly a kite"}')
+    assert not accepts(ask(wanted), '{"hero": "a little cat called Mira", "place": "the sea", "wish": "to fly a kite"}')
+
+
+def test_a_thought_is_one_line_and_right() -> None:
+    messages = ask("What is 3 + 4?")
+    assert check(messages, "3 and 4 more is 7.\n</think>\n\n3 + 4 = 7.", thinking=True).accepted
+    for wrong in (
+        "3 + 4 = 7.",
+        "3 and 4 more is 8.\n</think>\n\n3 + 4 = 7.",
+        "3 and 4 more is 7.\n</think>\n\n3 + 4 = 8.",
+        "3 and 4 more is 7.</think>\n\n3 + 4 = 7.",
+        "3 and 4 more is 7.\n3 and 4 more is 7.\n</think>\n\n3 + 4 = 7.",
+        "\n</think>\n\n3 + 4 = 7.",
+    ):
+        assert not check(messages, wrong, thinking=True).accepted
+
+
+def test_a_story_is_about_the_kind_that_was_thought_of() -> None:
+    turn = Grammar(3).turn(ANOTHER_EXCHANGE, {}, thinking=True)
+    assert check(ask(turn.prompt), turn.said, thinking=True).accepted
+    other = "a whale" if "whale" not in turn.said else "a bee"
+    changed = re.sub(r"think of an? \w+", f"think of {other}", turn.said)
+    assert not check(ask(turn.prompt), changed, thinking=True).accepted

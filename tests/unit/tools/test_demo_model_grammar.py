@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.support.traces import outputs_of
@@ -9,9 +11,12 @@ from tools.demo_model import foreign
 from tools.demo_model.evaluate import PLAN, assert_disjoint, held_out_prompts
 from tools.demo_model.grammar import (
     ABOUT_STORY,
+    CALLS,
     COMPANY,
     EXCHANGES,
     FACTS,
+    NEW_AS_JSON,
+    RESULTS,
     STORY_EXCHANGE,
     SUMS,
     Exchange,
@@ -70,11 +75,32 @@ def test_every_kind_of_turn_has_prompts_in_both_parts(exchange: Exchange) -> Non
 
 def test_training_conversations_contain_no_held_out_turn() -> None:
     assert not any(turn.is_held_out for chat in sample_conversations(12, 400) for turn in chat.turns)
+    grammar = Grammar(12)
+    assert not any(turn.is_held_out for _ in range(400) for turn in grammar.form().turns)
+
+
+def test_conversations_without_the_forms_are_as_they_were() -> None:
+    """So the tokenizer, which is trained on them, is too."""
+    said = [turn.said for chat in sample_conversations(12, 200) for turn in chat.turns]
+    assert not any(tag in text for text in said for tag in ("<", "{", "JSON"))
+
+
+def test_every_form_is_written() -> None:
+    grammar = Grammar(9)
+    chats = [grammar.form() for _ in range(300)]
+    turns = [turn for chat in chats for turn in chat.turns]
+    assert {exchange.name for exchange in (*CALLS, *RESULTS, *NEW_AS_JSON)} <= {turn.exchange.name for turn in turns}
+    for chat in chats:
+        roles = [turn.exchange.role for turn in chat.turns[1:]]
+        assert roles == ["tool" if turn.is_call else "user" for turn in chat.turns[:-1]]
+        assert not any(turn.has_thought for turn in chat.turns[:-1])
+        has_adder = any(re.fullmatch(r"add", tool["function"]["name"]) for tool in chat.tools)
+        assert has_adder or not any(turn.is_call for turn in chat.turns)
 
 
 def test_held_out_prompts_are_disjoint_from_training_and_all_different() -> None:
     prompts = held_out_prompts(5)
-    assert len(prompts) == sum(count for _, count, _ in PLAN) >= 400
+    assert len(prompts) == sum(subject.count for subject in PLAN) >= 400
     assert assert_disjoint(prompts, sample_conversations(12, 400)) == 400
 
 
