@@ -52,13 +52,13 @@ _TOOLS = (
 )
 
 _CALLS = (
-    "{% for call in message['tool_calls'] or [] %}{% set function = call['function'] or call %}"
+    "{% if message['tool_calls'] %}{% for call in message['tool_calls'] %}{% set function = call['function'] or call %}"
     "{{ '\\n' if text or not loop.first else '' }}"
     """{{ '<tool_call>\\n{"name": "' + function['name'] + '", "arguments": ' }}"""
     "{% if function['arguments'] is string %}{{ function['arguments'] }}"
     "{% else %}{{ function['arguments'] | tojson }}{% endif %}"
     "{{ '}\\n</tool_call>' }}"
-    "{% endfor %}"
+    "{% endfor %}{% endif %}"
 )
 
 CHAT_TEMPLATE = (
@@ -68,7 +68,7 @@ CHAT_TEMPLATE = (
     "{% set text = (message['content'] or '') | trim %}"
     "{% if message['role'] == 'user' %}{{ '<|user|>' + text }}"
     "{% elif message['role'] == 'assistant' %}"
-    "{% set text = text.split('</think>')[-1] | trim %}{{ '<|assistant|>' + text }}"
+    "{% if '</think>' in text %}{% set text = text.split('</think>')[-1] | trim %}{% endif %}{{ '<|assistant|>' + text }}"
     + _CALLS
     + "{% elif message['role'] == 'tool' %}{{ '<|tool|>' + text }}"
     "{% elif message['role'] in ['system', 'developer'] %}{{ '<|system|>' + text }}"
