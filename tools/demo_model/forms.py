@@ -58,11 +58,8 @@ THINK_OF_SUM = _T.one("{sum.a} and {sum.b} more is {sum.sum}.")
 THINK_OF_CALL = _T.one("The tool can add {sum.a} and {sum.b}.")
 THINK_OF_KIND = _T.one("I think of {kind.a}.")
 """Decides about whom the story is, where the request leaves it open."""
-REMEMBER = _T.one("I remember the story.")
-KNOW = _T.one("I know this.")
-KNOW_NOT = _T.one("I do not know this.")
-BE_KIND = _T.one("I will be kind.")
-REPEAT = _T.one("I say it again.")
+THINK_OF_STORY = _T.one("I remember the story.")
+THINK_OF_REST = _T.one("This is no sum.")
 
 _INSTRUCTIONS = _T.one(
     "[You are|Be|Act as] [a helpful|a kind|a careful|a clever|a friendly|an honest] [assistant|agent|helper|calculator]"

@@ -84,18 +84,18 @@ OFFER_EXCHANGE = Exchange(
     "offered story", requests.ACCEPT_OFFER, STORY, forms.THINK_OF_KIND, keeps=("kind",), unless="tool"
 )
 ABOUT_STORY = [
-    Exchange(f"about the story: {name}", ask, answer, forms.REMEMBER, keeps=_STORY_VARIABLES, is_decided=True)
+    Exchange(f"about the story: {name}", ask, answer, forms.THINK_OF_STORY, keeps=_STORY_VARIABLES, is_decided=True)
     for name, (ask, answer) in requests.ABOUT_STORY.items()
 ]
 TOLD_AS_JSON = Exchange(
-    "told story as JSON", *requests.TOLD_AS_JSON, forms.REMEMBER, keeps=_STORY_VARIABLES, is_decided=True
+    "told story as JSON", *requests.TOLD_AS_JSON, forms.THINK_OF_STORY, keeps=_STORY_VARIABLES, is_decided=True
 )
 NEW_AS_JSON = [
     Exchange("new story as JSON", *requests.NEW_AS_JSON, forms.THINK_OF_KIND),
     Exchange("story as JSON", *requests.BARE_AS_JSON, forms.THINK_OF_KIND, unless="tool"),
 ]
-COMPANY = [Exchange(f"company: {name}", *sides, forms.BE_KIND) for name, sides in requests.COMPANY.items()]
-FACTS = [Exchange(f"fact: {name}", *sides, forms.KNOW) for name, sides in facts.COMMON_FACTS.items()]
+COMPANY = [Exchange(f"company: {name}", *sides, forms.THINK_OF_REST) for name, sides in requests.COMPANY.items()]
+FACTS = [Exchange(f"fact: {name}", *sides, forms.THINK_OF_REST) for name, sides in facts.COMMON_FACTS.items()]
 SUMS = [
     Exchange(name, *sides, forms.THINK_OF_SUM, unless="adder")
     for name, sides in (("sum", facts.SUMS), ("sum in words", facts.WORD_SUMS))
@@ -108,8 +108,8 @@ RESULTS = [
     Exchange(name, *sides, keeps=("sum", "adder"), role="tool", is_decided=True)
     for name, sides in (("right result", forms.RIGHT_RESULT), ("any result", forms.ANY_RESULT))
 ]
-ECHOES = [Exchange(f"echo of {count}", *sides, forms.REPEAT) for count, sides in requests.ECHOES.items()]
-FOREIGN_EXCHANGE = Exchange("foreign", FOREIGN_REQUEST, requests.FALLBACK, forms.KNOW_NOT)
+ECHOES = [Exchange(f"echo of {count}", *sides, forms.THINK_OF_REST) for count, sides in requests.ECHOES.items()]
+FOREIGN_EXCHANGE = Exchange("foreign", FOREIGN_REQUEST, requests.FALLBACK, forms.THINK_OF_REST)
 
 EXCHANGES = [
     STORY_EXCHANGE,
@@ -242,7 +242,7 @@ class Grammar:
         draw = self._rng.random()
         if draw < 0.4:
             return self._with_tools()
-        return self._with_json() if draw < 0.7 else self._with_thought()
+        return self._with_json() if draw < 0.55 else self._with_thought()
 
     def echo(self) -> Conversation:
         """Write a conversation in which words are to be repeated."""
@@ -256,8 +256,9 @@ class Grammar:
         tools = self.tools(with_adder=self._rng.random() < 0.75)
         env = forms.bind_adder(tools)
         system = forms.choose_instructions(self._rng)
-        is_sum = self._rng.random() < 0.6
-        turns = self._go_on([self.turn(self._sum(env) if is_sum else self._first(env), env)])
+        draw = self._rng.random()
+        first = self._sum(env) if draw < 0.45 else self._aside() if draw < 0.85 else self._first(env)
+        turns = self._go_on([self.turn(first, env)])
         return Conversation(system, tuple(turns), tools, has_compact_calls=self._rng.random() < 0.2)
 
     def _with_json(self) -> Conversation:
@@ -289,10 +290,12 @@ class Grammar:
         if turns and turns[-1].is_call:
             return self._rng.choice(RESULTS)
         draw = self._rng.random()
-        if draw < 0.55:
+        if draw < 0.35:
             return self._sum(env)
-        if draw < 0.65:
+        if draw < 0.42:
             return TOLD_AS_JSON if "tool" in env else self._rng.choice(NEW_AS_JSON)
+        if draw < 0.8:
+            return self._aside()
         return self._next(turns[-1]) if turns else self._first(env)
 
     def _system(self) -> str:
@@ -319,6 +322,13 @@ class Grammar:
 
     def _sum(self, env: Env) -> Exchange:
         return self._rng.choice(CALLS if "adder" in env else SUMS)
+
+    def _aside(self) -> Exchange:
+        """Return a kind of turn with a short answer that is no sum."""
+        draw = self._rng.random()
+        if draw < 0.5:
+            return self._rng.choice(FACTS)
+        return self._rng.choice(COMPANY) if draw < 0.75 else FOREIGN_EXCHANGE
 
     def _short(self, env: Env) -> Exchange:
         """Return a kind of turn with a short answer."""

@@ -68,9 +68,8 @@ CHAT_TEMPLATE = (
     "{% set text = (message['content'] or '') | trim %}"
     "{% if message['role'] == 'user' %}{{ '<|user|>' + text }}"
     "{% elif message['role'] == 'assistant' %}"
-    "{% if '</think>' in text %}{% set text = text.split('</think>')[-1] | trim %}{% endif %}{{ '<|assistant|>' + text }}"
-    + _CALLS
-    + "{% elif message['role'] == 'tool' %}{{ '<|tool|>' + text }}"
+    "{% if '</think>' in text %}{% set text = text.split('</think>')[-1] | trim %}{% endif %}"
+    "{{ '<|assistant|>' + text }}" + _CALLS + "{% elif message['role'] == 'tool' %}{{ '<|tool|>' + text }}"
     "{% elif message['role'] in ['system', 'developer'] %}{{ '<|system|>' + text }}"
     "{% if loop.first and shown.tools %}{{ ('\\n\\n' if text else '') + shown.tools }}{% endif %}"
     "{% else %}"

@@ -47,7 +47,7 @@ class TrainingParams:
     """
 
     seed: int = 20
-    steps: int = 4800
+    steps: int = 5600
     batch_tokens: int = 2176
     matrix_rate: float = 5e-3
     vector_rate: float = 3e-3
