@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from shared.types import SamplingParams, Thinking
 from tests.support.dispatchers import CHAT, COMPLETIONS, TEXT, Running, Serve, make_settings, running_dispatcher
 from tests.support.raw_http import check_error
 from tests.support.socket_talks import talk
-from tests.support.text_models import THINKER, byte_level_json, thinking_json, write_model_folder
+from tests.support.text_models import SILENT_OPENER, THINKER, byte_level_json, thinking_json, write_model_folder
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 OVERLAPPING = {"oneOf": [{"type": "object"}, {"type": "object", "properties": {"a": {"type": "null"}}}]}
@@ -176,6 +176,24 @@ async def test_a_form_comes_behind_the_thinking_where_a_token_ends_it(tmp_path: 
         assert (sampling.thinking.budget, bool(sampling.grammar)) == (7, True)
         sampling = await told(running, COMPLETIONS, guided_regex="a+", max_tokens=60)
         assert (sampling.thinking, bool(sampling.grammar)) == (None, True)
+
+
+@pytest.mark.parametrize("tokenizer", [thinking_json, byte_level_json])
+async def test_a_form_comes_at_once_where_the_template_opens_no_thinking(
+    tmp_path: Path, tokenizer: Callable[[], str]
+) -> None:
+    folder = write_model_folder(tmp_path, tokenizer(), template=SILENT_OPENER)
+    async with running_dispatcher(load_text(make_settings(folder)), folder, TEXT) as running:
+        assert ((await told(running)).thinking is not None) == (tokenizer is thinking_json)
+        sampling = await told(running, guided_regex="a+")
+        assert (sampling.thinking, bool(sampling.grammar)) == (None, True)
+        thinking = {"chat_template_kwargs": {"thinking": True}}
+        if tokenizer is thinking_json:
+            sampling = await told(running, guided_regex="a+", **thinking)
+            assert (sampling.thinking and sampling.thinking.is_open, bool(sampling.grammar)) == (True, True)
+        else:
+            status, answer = await running.post(guided_regex="a+", **thinking)
+            assert check_error(status, answer) == (400, "unsupported_parameter", "guided_regex")
 
 
 async def test_a_form_is_refused_where_text_ends_the_thinking(tmp_path: Path) -> None:

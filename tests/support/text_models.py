@@ -24,6 +24,8 @@ OPENER = (
     + "{% if thinking %}{{ '<think>\n' }}{% else %}{{ '</think>' }}{% endif %}{% endif %}"
 )
 """Begins the thought in the prompt, or says that there is none."""
+SILENT_OPENER = OPENER.replace("{{ '</think>' }}", "{# </think> #}")
+"""Begins the thought in the prompt, or says nothing of it."""
 CORPUS = [
     "Once upon a time a little fox lived in the woods, and every day the fox went down to the river.",
     "The quick brown fox jumps over the lazy dog. 0123456789",

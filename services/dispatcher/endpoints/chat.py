@@ -59,7 +59,7 @@ def chat_call(arrival: Arrival, sender: Caller, body: dict[str, Any]) -> Checked
         public_id=sender.public_id,
         is_chat=True,
         params=params,
-        encode=lambda: [_encode(front, messages, kwargs, end, tools)],
+        encode=lambda: [_encode(front, messages, kwargs, end, tools, has_form=guide is not None)],
         num_prompts=1,
         num_chars=count_chars(messages) + count_tool_chars(tool_use),
         prompt_param="messages",
@@ -80,6 +80,8 @@ def _encode(
     kwargs: TemplateKwargs,
     end: PromptEnd,
     tools: ToolDefinitions,
+    *,
+    has_form: bool,
 ) -> Prompt:
     ids = front.codec.encode_chat(
         messages, add_generation_prompt=end.begins_answer, continues_last=end.continues_last, kwargs=kwargs, tools=tools
@@ -88,4 +90,4 @@ def _encode(
     if tags is None:
         return Prompt(pack_token_ids(ids))
     stage = tags.stage_within(text_of(messages[-1]), ids) if end.continues_last else tags.stage_after(ids)
-    return Prompt(pack_token_ids(ids), stage=stage)
+    return Prompt(pack_token_ids(ids), stage=tags.stage_of_form(stage) if has_form else stage)

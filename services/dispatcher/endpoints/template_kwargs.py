@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 from services.dispatcher.endpoints.fields import Fields, type_name
 from services.dispatcher.http.errors import invalid, unsupported
 from services.dispatcher.text.template import ChatTemplate, TemplateKwargs
+from services.dispatcher.text.thinking import SWITCHES
 
 _CONTINUE: Final = "continue_final_message"
 _BEGIN: Final = "add_generation_prompt"
@@ -17,8 +18,6 @@ EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 MAX_NUMBER: Final = 1_000_000
 """A template may repeat a text or a loop so many times."""
 MAX_CHARS: Final = 256
-_SWITCHES: Final = ("enable_thinking", "thinking")
-"""Variables by which templates switch the model's thinking: true or false."""
 _EFFORT: Final = "reasoning_effort"
 
 
@@ -66,7 +65,7 @@ def _of_effort(fields: Fields, variables: frozenset[str]) -> dict[str, bool | st
         return {}
     if word not in EFFORTS:
         raise invalid("invalid_value", _EFFORT, f"'{_EFFORT}' must be one of {', '.join(EFFORTS)}.")
-    given: dict[str, bool | str] = {name: word != "none" for name in _SWITCHES if name in variables}
+    given: dict[str, bool | str] = {name: word != "none" for name in SWITCHES if name in variables}
     if _EFFORT in variables:
         given[_EFFORT] = word
     if not given:

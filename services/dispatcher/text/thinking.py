@@ -9,16 +9,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
 from services.dispatcher.text.prompts import PromptCodec
+from services.dispatcher.text.template import ChatTemplate, TemplateRefusalError
+from services.dispatcher.text.template_forms import TALKS
 from shared.process.config import ReasoningParser
 from shared.types import Thinking
 
 OPENING: Final = "<think>"
 CLOSING: Final = "</think>"
+SWITCHES: Final = ("enable_thinking", "thinking")
+"""Variables by which templates switch the model's thinking: true or false."""
 _LINE_ENDS: Final = "\r\n"
 _BLANKS: Final = " \t\r\n"
 _MAX_BLANK_TOKENS: Final = 16
@@ -52,6 +57,8 @@ class ThinkTags:
     """Where an answer begins if its prompt does not end with a tag."""
     bytes_of: Callable[[int], bytes]
     """Text of a token; special ones have their names."""
+    opened_by_switch: bool = False
+    """The chat template opens the thinking where a request switches it on."""
 
     def stage_after(self, prompt_ids: Sequence[int]) -> ThinkStage:
         """Return where the answer to a prompt begins: its template may have opened the thinking, or closed it."""
@@ -79,6 +86,14 @@ class ThinkTags:
         begun.push(text)
         return ThinkStage.SPEAKING if begun.stage is ThinkStage.UNDECIDED else begun.stage
 
+    def stage_of_form(self, stage: ThinkStage) -> ThinkStage:
+        """Return where an answer begins that is held to a form, and without it at a stage.
+
+        Where the template would open the thinking if it were switched on, there is none: among the few tokens that a
+        mask leaves, the opening tag would be drawn, which such a model does not write by itself.
+        """
+        return ThinkStage.SPEAKING if self.opened_by_switch and stage is ThinkStage.UNDECIDED else stage
+
     def thinking(self, stage: ThinkStage, budget: int | None) -> Thinking | None:
         """Return what a worker is told of an answer that begins at a stage; None: it has nothing to look for."""
         is_over = stage in (ThinkStage.CLOSED, ThinkStage.SPEAKING)
@@ -102,7 +117,16 @@ def find_think_tags(parser: ReasoningParser, codec: PromptCodec) -> ThinkTags | 
         closing_id=added[CLOSING] if has_tokens else None,
         at_start=ThinkStage.OPENED if parser == "deepseek_r1" else ThinkStage.UNDECIDED,
         bytes_of=codec.names.bytes_of,
+        opened_by_switch=codec.template is not None and _is_opened_by_switch(codec.template),
     )
+
+
+def _is_opened_by_switch(template: ChatTemplate) -> bool:
+    for roles in TALKS:
+        with suppress(TemplateRefusalError):
+            talk = template.in_form([{"role": role, "content": "a"} for role in roles], add_generation_prompt=True)
+            return template.render(talk, kwargs=dict.fromkeys(SWITCHES, True)).rstrip().endswith(OPENING)
+    return False
 
 
 class ThinkSplitter:

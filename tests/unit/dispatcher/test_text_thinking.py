@@ -22,6 +22,7 @@ from shared.types import FinishReason
 from tests.support.text_models import (
     CHATML,
     OPENER,
+    SILENT_OPENER,
     THINKER,
     byte_level_json,
     sentencepiece_json,
@@ -244,6 +245,8 @@ def test_how_a_model_thinks_is_seen_by_its_template_or_said(
         (THINKER, {"enable_thinking": False}, ThinkStage.SPEAKING),
         (OPENER, {"thinking": True}, ThinkStage.OPENED),
         (OPENER, {}, ThinkStage.SPEAKING),
+        (SILENT_OPENER, {"thinking": True}, ThinkStage.OPENED),
+        (SILENT_OPENER, {}, ThinkStage.UNDECIDED),
     ],
 )
 def test_the_end_of_the_prompt_says_where_the_answer_begins(
@@ -261,6 +264,26 @@ def test_the_end_of_the_prompt_says_where_the_answer_begins(
     assert (tags.opening_id is not None) == (kind in ("tokens", "special"))
     for content in ("hi", "</think>", "<think>", "<think>\n\n</think>\n\n"):
         assert tags.stage_after(codec.encode_chat([{"role": "user", "content": content}], kwargs=kwargs)) is stage
+
+
+@pytest.mark.parametrize(
+    ("template", "stage"),
+    [
+        (THINKER, ThinkStage.UNDECIDED),
+        (OPENER, ThinkStage.SPEAKING),
+        (SILENT_OPENER, ThinkStage.SPEAKING),
+        (SILENT_OPENER.replace("['content']", "['content'][0]['text']"), ThinkStage.SPEAKING),
+        (CHATML + "{# </think> #}", ThinkStage.UNDECIDED),
+    ],
+)
+def test_a_form_comes_at_once_where_the_template_did_not_open_the_thinking_that_it_could(
+    tmp_path: Path, template: str, stage: ThinkStage
+) -> None:
+    tags = find_think_tags("auto", codec_of(tmp_path, template, thinking_json()))
+    assert tags is not None
+    assert tags.stage_of_form(ThinkStage.UNDECIDED) is stage
+    others = set(ThinkStage) - {ThinkStage.UNDECIDED}
+    assert {tags.stage_of_form(other) for other in others} == others
 
 
 def test_a_user_who_ends_the_prompt_with_a_tag_opens_nothing(tmp_path: Path) -> None:

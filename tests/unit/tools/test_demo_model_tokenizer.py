@@ -132,6 +132,7 @@ def test_the_dispatcher_tells_where_an_answer_begins(loaded: PreTrainedTokenizer
     for thinking, stage in ((True, ThinkStage.OPENED), (False, ThinkStage.UNDECIDED)):
         ids = codec.encode_chat(chat, kwargs={"enable_thinking": thinking})
         assert tags.stage_after(ids) is stage
+        assert tags.stage_of_form(stage) is (ThinkStage.OPENED if thinking else ThinkStage.SPEAKING)
         assert [token for token in ids if token >= VOCAB_SIZE - 5] == ([tags.opening_id] if thinking else [])
 
 
