@@ -1,6 +1,6 @@
 """Answers of a form of a real cluster: whatever is drawn, they end by themselves, and are what their schemas want.
 
-Real processes and the demo model, which has never seen a schema: what holds its answers are the workers' masks alone.
+Real processes and the demo model, which sees no schema: what holds its answers are the workers' masks alone.
 `pytest tests/integration/test_guided_live.py -m slow`
 """
 

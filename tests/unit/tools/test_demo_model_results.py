@@ -61,10 +61,10 @@ def prompts() -> list[Prompt]:
 
 @pytest.mark.slow
 def test_a_sample_of_held_out_prompts_is_answered_well(prompts: list[Prompt]) -> None:
-    """At 97.8 % the chance that more than 5 of 40 are rejected is below 0.001; the seed fixes the draw."""
+    """At 98.8 % the chance that more than 4 of 41 are rejected is below 0.001; the seed fixes the draw."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(MODEL)
     model = LlamaForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     torch.manual_seed(1)
     answers = sample(model, tokenizer, [prompt.chat for prompt in prompts])
     accepted = [prompt.accepts(answer).accepted for prompt, answer in zip(prompts, answers, strict=True)]
-    assert accepted.count(False) <= 5
+    assert accepted.count(False) <= 4
