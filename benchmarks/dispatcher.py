@@ -7,8 +7,7 @@ alone. Latency is from the moment a step's tokens are handed to the bus to the m
     python -m benchmarks.dispatcher [--streams 32 256] [--steps 300] [--period-ms 50] [--workers 1]
                                     [--ways completions chat tools]
 
-`chat` and `tools` are of a model whose template has think tags and reads tools: with `tools` each token goes through
-the search for calls.
+The demo model's template has think tags and reads tools: with `tools` each token goes through the search for calls.
 """
 
 from __future__ import annotations
@@ -16,12 +15,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -45,7 +41,6 @@ from shared.transport.nats_bus import NatsBus
 from shared.types import FinishReason
 from shared.wire import encode_json
 from tests.support.fake_worker import FakeWorker, make_status
-from tests.support.tool_templates import HERMES
 
 TEXT = "Once upon a time there was a small fox who lived beside a quiet river and dreamed of the sea. " * 200
 WARMUP_STEPS = 20
@@ -166,17 +161,6 @@ def _delays(workers: list[PlayedWorker], readings: list[SseReading], steps: int)
     return delays
 
 
-@contextmanager
-def talkative_model() -> Iterator[Path]:
-    """Give a folder of the demo model whose template has think tags and reads tools."""
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        for file in DEMO_MODEL.iterdir():
-            (folder / file.name).symlink_to(file)
-        (folder / "chat_template.jinja").write_text("{# <think></think> #}" + HERMES)
-        yield folder
-
-
 async def idle_share(pid: int, seconds: float) -> float:
     """Return the dispatcher's CPU share without any stream: views, sweeps, timers."""
     before = cpu_s(pid)
@@ -203,8 +187,7 @@ async def main() -> None:
             workers.append(PlayedWorker(bus, f"bench-{number}", token_ids))
             await workers[-1].start()
         reporting = [asyncio.ensure_future(worker.report_for_ever()) for worker in workers]
-        folder = stack.enter_context(talkative_model())
-        async with cluster(url, {}, ["--model", str(folder)]) as (port, processes):
+        async with cluster(url, {}) as (port, processes):
             pid = processes["dispatcher"].pid
             idle = await idle_share(pid, 3.0)
             rows = [
