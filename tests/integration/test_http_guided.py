@@ -187,7 +187,7 @@ async def test_a_form_comes_at_once_where_the_template_opens_no_thinking(
         assert ((await told(running)).thinking is not None) == (tokenizer is thinking_json)
         sampling = await told(running, guided_regex="a+")
         assert (sampling.thinking, bool(sampling.grammar)) == (None, True)
-        thinking = {"chat_template_kwargs": {"thinking": True}}
+        thinking: dict[str, Any] = {"chat_template_kwargs": {"thinking": True}}
         if tokenizer is thinking_json:
             sampling = await told(running, guided_regex="a+", **thinking)
             assert (sampling.thinking and sampling.thinking.is_open, bool(sampling.grammar)) == (True, True)
