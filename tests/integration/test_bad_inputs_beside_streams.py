@@ -7,6 +7,7 @@ message when one fails.
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -18,9 +19,11 @@ import pytest
 from tests.support.bad_inputs import ALLOWED, KEY, LATE, MIB, REQUEST_IDS, bad_inputs, content, raw_inputs
 from tests.support.cluster import Cluster, cluster
 from tests.support.dispatchers import CHAT, COMPLETIONS, HELLO, write_keys
+from tests.support.fault_cluster import DEMO_MODEL
 from tests.support.fault_streams import Ask, Reader, all_read, ask
 from tests.support.processes import wait_until
 from tests.support.raw_http import check_error, exchange, send, status_of
+from tests.support.text_models import CHATML
 from tests.support.waiting import rounds
 
 NUM_STREAMS = 8
@@ -37,6 +40,9 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    model = tmp_path_factory.mktemp("model")
+    shutil.copytree(DEMO_MODEL, model, dirs_exist_ok=True)
+    (model / "chat_template.jinja").write_text(CHATML)  # reads neither tools nor a switch, as the rows have it
     keys = tmp_path_factory.mktemp("keys") / "keys.toml"
     write_keys(keys, {KEY: ("table", "infer", "metrics"), METRICS_KEY: ("table", "metrics")})
     env = {
@@ -45,7 +51,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         "SLUICE_DISPATCHER_MAX_REQUESTS": str(MAX_REQUESTS),
     }
     flags = ["--served-model-name", "tiny", "--memory", "512MiB", "--threads", "1", "--deterministic"]
-    flags += ["--max-model-len", str(CONTEXT), "--api-keys-file", str(keys)]
+    flags += ["--model", str(model), "--max-model-len", str(CONTEXT), "--api-keys-file", str(keys)]
     with cluster(*flags, env=env) as running:
         running.key = KEY
         yield running
