@@ -80,6 +80,15 @@ def test_it_asks_the_tool_for_a_sum_and_says_its_result(ask: Ask, more: dict[str
     assert re.findall(r"\d+", choice.message.content) == ["3", "4", str(result)]
 
 
+def test_a_strict_tool_gets_its_own_names(ask: Ask) -> None:
+    """The model by itself has others for them."""
+    numbers = {name: {"type": "integer"} for name in ("foo", "bar")}
+    schema = {"type": "object", "properties": numbers, "required": list(numbers), "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "add", "parameters": schema, "strict": True}}
+    (call,) = ask([user(SUM)], tools=[tool]).message.tool_calls
+    assert json.loads(call.function.arguments) == {"foo": 3, "bar": 4}
+
+
 def test_a_tool_changes_no_story(ask: Ask) -> None:
     assert "fox" in ask([user(STORY)], tools=[ADD]).message.content
 
