@@ -60,6 +60,7 @@ def prompts() -> list[Prompt]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_sample_of_held_out_prompts_is_answered_well(prompts: list[Prompt]) -> None:
     """At 98.8 % the chance that more than 4 of 41 are rejected is below 0.001; the seed fixes the draw."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(MODEL)
