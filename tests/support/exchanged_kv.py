@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.blocks.prefix import following_names, root_name
 from services.worker.contract.executor import Executor
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.engine.engine import Engine
@@ -19,6 +18,7 @@ from services.worker.engine.invariants import check_engine
 from services.worker.executor.elastic_model import ElasticModel
 from services.worker.kv_moves.arrivals import Arrivals
 from services.worker.roles.torch_device import TorchGroupDevice
+from shared.prefix_names import following_names, root_name
 from tests.support import page_cards
 from tests.support.live_groups import (
     Group,
@@ -114,7 +114,7 @@ class Server:
     def num_cached(self, kept: KeptKv, name: int) -> int:
         """Return how many tokens of a request, as far as it has come, lie in blocks that were kept."""
         tokens = np.array([*prompt_of(name), *self.texts.get(name, [])], np.int32)
-        chain = following_names(root_name(""), tokens[:-1], BLOCK)
+        chain = following_names(root_name(""), tokens[:-1].astype(np.int32).tobytes(), BLOCK)
         return BLOCK * next((i for i, each in enumerate(chain) if each not in kept.names), len(chain))
 
     def left_to_compute(self, kept: KeptKv, names: Sequence[int]) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 from services.worker.blocks.free_blocks import FreeBlocks
 from services.worker.blocks.limit import IdLimit
 from services.worker.blocks.pins import Pins
-from services.worker.blocks.prefix import PrefixIndex
+from services.worker.blocks.prefix_index import PrefixIndex
 from services.worker.contract.arrays import EMPTY_I32, I32, Bool
 
 

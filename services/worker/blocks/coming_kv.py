@@ -18,10 +18,10 @@ from typing import Final
 import numpy as np
 
 from services.worker.blocks.block_pool import BlockPool
-from services.worker.blocks.prefix import RunName
 from services.worker.blocks.remote_kv import RemoteKv, RemoteSpan
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from shared.ids import RequestId
+from shared.prefix_names import RunName
 
 _EXCHANGE: Final = "KV that is on its way"
 """Owner of the pins, and of the names."""

@@ -12,8 +12,8 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from services.worker.blocks.block_pool import BlockPool
-from services.worker.blocks.prefix import RunName
 from services.worker.contract.arrays import I32, Bool
+from shared.prefix_names import RunName
 
 
 class HostBlocks(BlockPool):

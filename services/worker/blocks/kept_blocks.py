@@ -12,10 +12,11 @@ from collections.abc import Container, Iterable, Sequence
 
 import numpy as np
 
-from services.worker.blocks.prefix import PrefixIndex, RunName
+from services.worker.blocks.prefix_index import PrefixIndex
 from services.worker.blocks.remote_kv import tail_begin
 from services.worker.contract.arrays import I32
 from services.worker.contract.kept_kv import KeptKv, as_host_id
+from shared.prefix_names import RunName
 
 
 def kept_blocks(

@@ -16,9 +16,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.worker.blocks.prefix import PrefixIndex, RunName
+from services.worker.blocks.prefix_index import PrefixIndex
 from services.worker.contract.kept_kv import KeptKv
 from services.worker.contract.remote import SPLIT_KEYS
+from shared.prefix_names import RunName
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
-"""Names of the full blocks of each sequence (`prefix.py`), made when somebody asks for them."""
+"""Names of the full blocks of each sequence (`shared.prefix_names`), made when somebody asks for them."""
 
 from __future__ import annotations
 
-from services.worker.blocks.prefix import RunName, following_names, root_name
 from services.worker.sequences.assemble import known_tokens
 from services.worker.sequences.table import SequenceTable
 from services.worker.sequences.token_log import TokenLog
+from shared.prefix_names import RunName, following_names, root_name
 
 
 class RowNames:
@@ -36,7 +36,7 @@ class RowNames:
         made = len(names) - 1
         if num_blocks > made:
             tokens = known_tokens(self._table, self._log, row, made * size, (num_blocks - made) * size)
-            names += following_names(names[-1], tokens, size)
+            names += following_names(names[-1], tokens.tobytes(), size)
         return names[1 : num_blocks + 1]
 
     def made(self, row: int) -> list[RunName]:

@@ -20,8 +20,9 @@ import numpy as np
 
 from services.worker.blocks.block_pool import BlockPool
 from services.worker.blocks.host_blocks import HostBlocks
-from services.worker.blocks.prefix import PrefixIndex, RunName
+from services.worker.blocks.prefix_index import PrefixIndex
 from services.worker.contract.arrays import EMPTY_I32, I32
+from shared.prefix_names import RunName
 
 STEPS_AHEAD: Final = 2
 """Of as many blocks as any can take: one that is made next, and one while what it has made room for is copied."""

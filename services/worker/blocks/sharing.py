@@ -20,12 +20,13 @@ from services.worker.blocks.coming_kv import ComingKv
 from services.worker.blocks.forks import Forks
 from services.worker.blocks.kept_blocks import kept_blocks
 from services.worker.blocks.manager import BlockManager
-from services.worker.blocks.prefix import PrefixIndex, RunName
+from services.worker.blocks.prefix_index import PrefixIndex
 from services.worker.blocks.row_names import RowNames
 from services.worker.contract.arrays import EMPTY_I32, I32, AnyRows
 from services.worker.contract.kept_kv import KeptKv
 from services.worker.scheduling.view import NOTHING_CACHED, CachedPrefix
 from services.worker.sequences.table import SequenceTable, Status
+from shared.prefix_names import RunName
 
 
 @dataclass(slots=True)

@@ -23,7 +23,6 @@ import numpy as np
 
 from services.worker.blocks.host_blocks import HostBlocks
 from services.worker.blocks.manager import BlockManager
-from services.worker.blocks.prefix import RunName
 from services.worker.blocks.row_names import RowNames
 from services.worker.blocks.second_tier import LookingAhead, begin_of
 from services.worker.contract.arrays import EMPTY_I32, I32
@@ -31,6 +30,7 @@ from services.worker.contract.executor import HostCopy, HostMemory
 from services.worker.scheduling.view import NOTHING_BEHIND, NOTHING_ON_HOST, HostPrefix, HostView, OnHost
 from services.worker.sequences.table import Hold, SequenceTable, Status
 from shared.cost import CostModel
+from shared.prefix_names import RunName
 
 NOBODY: Final = -1
 

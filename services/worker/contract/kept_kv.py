@@ -19,7 +19,7 @@ class KeptKv:
     """
 
     names: tuple[bytes, ...] = ()
-    """[n] of `blocks/prefix.py`, each once."""
+    """[n] of `shared.prefix_names`, each once."""
     ids: I32 = field(default_factory=lambda: EMPTY_I32)
     """[n] block ids."""
     tails: I32 = field(default_factory=lambda: EMPTY_I32)

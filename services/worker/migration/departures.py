@@ -15,7 +15,6 @@ from typing import Final
 
 import numpy as np
 
-from services.worker.blocks.prefix import RunName
 from services.worker.contract.arrays import I32
 from services.worker.contract.kept_kv import as_host_id
 from services.worker.engine.engine import Engine
@@ -36,6 +35,7 @@ from shared.api_keys import Tier
 from shared.errors import WireError
 from shared.ids import RequestId, WorkerId
 from shared.messages.fetch import ListRunning, RunningList, RunningPart
+from shared.prefix_names import RunName
 from shared.process.log import get_logger
 
 LEASE_S: Final = 5.0

@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-from services.worker.blocks.prefix import RunName
 from services.worker.contract.kept_kv import KeptKv
 from services.worker.engine.demand import count_promised_blocks, count_queued_for_memory
 from services.worker.engine.engine import Engine
@@ -30,6 +29,7 @@ from services.worker.peers.greeting import PeerRefusedError
 from shared.errors import WireError
 from shared.ids import RequestId, WorkerId
 from shared.messages.fetch import Fetch, Fetched, FetchOutcome, FetchReason
+from shared.prefix_names import RunName
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
 

@@ -6,10 +6,10 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from services.worker.blocks.prefix import RunName
 from shared.errors import WireError
 from shared.ids import RequestId
 from shared.messages.base import ControlMessage
+from shared.prefix_names import RunName
 
 NAME_BYTES: Final = 16
 MAX_LISTED: Final = 2**18

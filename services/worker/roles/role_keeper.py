@@ -2,7 +2,7 @@
 
 A change of role preempts all sequences that are here. A leader's wait for their turn again; a member's are released,
 and their dispatchers bring them to the leader. Their KV travels by what it is, not by whose it is: full blocks with
-their names (`blocks/prefix.py`), so that in the group they are found as any cached prefix is. A group of which a stage
+their names (`prefix_names.py`), so that in the group they are found as any cached prefix is. A group of which a stage
 or a connection is lost is over: each of its members, by itself, loads the layers that it lacks, and computes KV anew.
 
 Source: KunServe v2, section 4.1 (a drop changes page tables and roles between two steps) and 4.2 (KV is exchanged).

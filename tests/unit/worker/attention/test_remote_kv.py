@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.blocks.prefix import PrefixIndex
+from services.worker.blocks.prefix_index import PrefixIndex
 from services.worker.blocks.remote_kv import RemoteKv, RemoteSpan, tail_begin
 from services.worker.contract.kept_kv import KeptKv
 from services.worker.contract.remote import SPLIT_KEYS

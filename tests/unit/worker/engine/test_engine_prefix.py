@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.blocks.prefix import PrefixIndex, following_names, root_name
+from services.worker.blocks.prefix_index import PrefixIndex
 from services.worker.contract.arrays import I32
 from services.worker.contract.batch import BatchOutput
 from services.worker.engine.stats import take_stats
 from services.worker.sequences.config import NewSequence
 from services.worker.sequences.events import RowExtra
+from shared.prefix_names import following_names, root_name
 from shared.stream_extras import TokenLogprob
 from shared.types import FinishReason
 from tests.support.engine_builders import FIRST_COME, new_sequence
@@ -40,12 +41,12 @@ def first_batch_of(harness: EngineHarness, new: NewSequence) -> tuple[int, int]:
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.integers(0, 2), max_size=12), st.lists(st.integers(0, 2), max_size=12), st.booleans())
 def test_names_are_equal_exactly_as_far_as_salt_and_all_tokens_are(a: list[int], b: list[int], salted: bool) -> None:
-    names_a = following_names(root_name(""), i32(*a), 3)
-    names_b = following_names(root_name("x" if salted else ""), i32(*b), 3)
+    names_a = following_names(root_name(""), i32(*a).tobytes(), 3)
+    names_b = following_names(root_name("x" if salted else ""), i32(*b).tobytes(), 3)
     assert (len(names_a), len(names_b)) == (len(a) // 3, len(b) // 3)
     for i, (name_a, name_b) in enumerate(zip(names_a, names_b, strict=False), start=1):
         assert (name_a == name_b) == (not salted and a[: 3 * i] == b[: 3 * i])
-    assert following_names(names_a[0], i32(*a[3:]), 3) == names_a[1:] if names_a else True
+    assert following_names(names_a[0], i32(*a[3:]).tobytes(), 3) == names_a[1:] if names_a else True
 
 
 def test_the_index_finds_a_beginning_and_keeps_the_first_block_of_a_name() -> None:

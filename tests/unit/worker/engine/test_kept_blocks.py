@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from services.worker.blocks.kept_blocks import kept_blocks
-from services.worker.blocks.prefix import PrefixIndex
+from services.worker.blocks.prefix_index import PrefixIndex
 from services.worker.contract.kept_kv import as_host_id
 from services.worker.scheduling.view import PreemptHow
 from tests.support.engine_builders import new_sequence

@@ -7,7 +7,6 @@ import asyncio
 import numpy as np
 import pytest
 
-from services.worker.blocks.prefix import following_names, root_name
 from services.worker.engine.engine import Engine
 from services.worker.migration.departures import LEASE_S, MAX_DEPARTURES, Departure, Departures
 from services.worker.migration.kv_messages import GetKv, HasLeft, KvListed, LetGo, ListKv, NotHere, unpack_names
@@ -16,6 +15,7 @@ from shared.errors import WireError
 from shared.ids import RequestId, WorkerId
 from shared.messages.fetch import ListRunning
 from shared.messages.report_parts import SharedPrefix
+from shared.prefix_names import following_names, root_name
 from shared.types import FinishReason
 from tests.support.engine_builders import new_sequence
 from tests.support.engine_harness import EngineHarness, make_harness
@@ -240,7 +240,7 @@ async def test_what_others_hold_too_is_told_by_name_and_is_not_free_if_one_leave
     assert size == 4
     assert [parts[name].num_prefix_blocks for name in ("r0", "r1", "r2")] == [0, 3, 3]
     assert [parts[name].num_held_blocks - parts[name].num_blocks for name in ("r0", "r1", "r2")] == [0, 3, 3]
-    assert names == {following_names(root_name(""), first[:12].astype(np.int32), size)[-1].hex()}
+    assert names == {following_names(root_name(""), first[:12].astype(np.int32).tobytes(), size)[-1].hex()}
     assert shared_prefixes(source.engine) == (SharedPrefix(name=names.pop(), num_blocks=3),)
     source.engine.registry.cancel(RequestId("r2"), 1)
     source.harness.step()

@@ -1,42 +1,14 @@
-"""Names of token runs, and which block holds which run.
-
-A full block is named by everything that its KV depends on: the salt, and every token from the sequence's first to the
-block's last. So equal names mean equal KV.
-
-    name(block 0) = hash(hash(salt), tokens of block 0)      name(block i) = hash(name(block i - 1), tokens of block i)
-
-The hash is BLAKE2b with 128 bits: nobody can make two prompts with one name.
-"""
+"""Which block holds which token run, by name (`shared.prefix_names`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.contract.arrays import I32
-
-RunName = bytes
-"""16 bytes; names a block's tokens and all before them."""
-
-_NAME_BYTES = 16
-
-
-def root_name(salt: str) -> RunName:
-    """Return the name of the empty run."""
-    return blake2b(salt.encode(), digest_size=_NAME_BYTES).digest()
-
-
-def following_names(before: RunName, tokens: I32, block_size: int) -> list[RunName]:
-    """Return the names of the full blocks of [n] tokens that follow a run; a rest of less than a block has none."""
-    data, step = tokens.astype(np.int32).tobytes(), 4 * block_size
-    names: list[RunName] = []
-    for begin in range(0, len(data) - step + 1, step):
-        before = blake2b(before + data[begin : begin + step], digest_size=_NAME_BYTES).digest()
-        names.append(before)
-    return names
+from shared.prefix_names import RunName
 
 
 class PrefixIndex:
