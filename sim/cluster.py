@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from services.dispatcher.config import DispatcherSettings
+from services.dispatcher.policy.placement import Placement
 from services.dispatcher.service import DispatcherService
 from services.monitor.config import MonitorSettings
 from services.monitor.service import Monitor
@@ -50,6 +51,8 @@ class ClusterParams:
     workers: tuple[SimWorkerParams, ...]
     system: str = DEFAULT_SYSTEM
     """Of the dispatcher; each worker names its own."""
+    placement: Placement | None = None
+    """Which worker gets a request; None: as the system has it."""
     latency_s: float = LATENCY_S
     """Of every message, from sender to receiver."""
     link: ModelledLink | None = None
@@ -92,7 +95,9 @@ class SimCluster:
             flex_memory=FLEX_MEMORY_BYTES,
             queue_limit_s=QUEUE_LIMIT_S,
         )
-        self.dispatcher = DispatcherService(settings, self.broker.connect("dispatcher"), self._fail)
+        self.dispatcher = DispatcherService(
+            settings, self.broker.connect("dispatcher"), self._fail, placement=params.placement
+        )
 
     def _fail(self, name: str, error: BaseException) -> None:
         self.failures.append((name, error))

@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.limits.waiting_room import RoomLimits
-from services.dispatcher.policy.placement import PLACEMENTS
+from services.dispatcher.policy.placement import PLACEMENTS, Placement
 from services.dispatcher.session.calls import WorkerCalls
 from services.dispatcher.session.owners import Owners
 from services.dispatcher.session.request import FailureCode, Sender
@@ -48,6 +48,7 @@ class DispatcherService:
         bus: connected; the caller closes it.
         on_failure: called with a task's name and error when one of the dispatcher's own tasks dies.
         incarnation: of this process among those that go by the same instance id.
+        placement: which worker gets a request; None: as the system has it.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class DispatcherService:
         on_failure: Callable[[str, BaseException], None],
         *,
         incarnation: Incarnation = NOBODY,
+        placement: Placement | None = None,
     ) -> None:
         self.bus = bus
         self.num_malformed = 0
@@ -73,7 +75,7 @@ class DispatcherService:
             calls=WorkerCalls(bus, self._subjects, settings.submit_limit_s),
             owners=Owners(bus, self._subjects),
             cluster=ClusterState(settings.model_name(), settings.step_limit_s),
-            placement=PLACEMENTS[find_system(settings.system).placement],
+            placement=placement or PLACEMENTS[find_system(settings.system).placement],
             limits=SessionLimits(
                 max_requests=settings.max_requests,
                 queues=RoomLimits(settings.max_queued, settings.max_queued_flex, settings.flex_memory),

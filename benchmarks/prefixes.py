@@ -1,0 +1,383 @@
+"""Where requests go whose prompts share prefixes: placements beside each other, on the virtual clock.
+
+    python -m benchmarks.prefixes [--load all] [--workers 2,4,8] [--placements least-loaded,session-affinity]
+        [--seeds 1] [--rate R] [--warm-up 120] [--duration 240] [--model qwen2.5-14b] [--gpu a800]
+
+The same conversations (`sim/workload/prefixes.py`) under each placement, at a rate per worker at which `least-loaded`
+has all workers busy and nobody waits for long. A placement is one of the dispatcher's by its name, or a baseline of
+this benchmark:
+
+- `round-robin`: the next worker in turn;
+- `session-affinity`: where the conversation's first turn went, which was the least loaded worker; of documents: where
+  the document was first asked.
+
+Figures are of the time from the warm-up to the end, when what is under way is cut off. TTFT and TPOT: of the answers
+that ended. By the workers' own counters: *hits*, the prompt tokens found in the prefix cache, of all that were looked
+up; *computed*, those that were not found, per second and worker; *uneven*, the most that a worker computed of these
+over the mean of all; the mean step; how often a sequence gave way. Progress goes to stderr; one seed has one output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Final
+
+import numpy as np
+
+from benchmarks.harness import percentiles, print_table
+from services.dispatcher.policy.placement import PLACEMENTS, Placed, Placement, PlacementLoad, place_least_loaded
+from shared.errors import StartupError
+from shared.ids import WorkerId
+from shared.process.log import only_from
+from sim.catalog.instance import CatalogInstance, find_instance
+from sim.cluster import ClusterParams, SimCluster
+from sim.experiment.setup import BLOCK_SIZE, MAX_SEQUENCES
+from sim.names import unknown_name
+from sim.requests import SimAnswer, SimRequest
+from sim.virtual_time import run as run_virtually
+from sim.worker import SimWorkerParams
+from sim.workload.prefixes import AGENTS, CHATS, DOCUMENTS, VOCAB_SIZE, PrefixLoad, SimConversation
+from sim.workload.workload import F64
+
+ASKING: Final = ContextVar[SimConversation | None]("asking", default=None)
+"""Whose turn is being placed; None: a service looks who would take what waits."""
+PROGRESS_S: Final = 20.0
+"""Virtual seconds between two lines of progress."""
+SETTLE_S: Final = 1.0
+"""Virtual seconds after the end, in which what was cut off goes away."""
+BASELINES: Final = ("round-robin", "session-affinity")
+HEAD: Final = (
+    "workers",
+    "placement",
+    "TTFT P50 / P99, s",
+    "TPOT P50 / P99, ms",
+    "answers/s",
+    "tokens/s",
+    "hits",
+    "computed/s",
+    "uneven",
+    "step, ms",
+    "gave way",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCase:
+    """A load, and how much of it."""
+
+    load: PrefixLoad
+    rate_per_s: float
+    """Conversations that begin, per second and worker."""
+    affinity: Callable[[SimConversation], int]
+    """What `session-affinity` keeps at one worker."""
+
+
+CASES: Final = {
+    "chats": PrefixCase(CHATS, 1.2, lambda conversation: conversation.index),
+    "agents": PrefixCase(AGENTS, 1.2, lambda conversation: conversation.index),
+    "documents": PrefixCase(DOCUMENTS, 1.2, lambda conversation: conversation.opening_index),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Which part of a run counts, in seconds from its beginning."""
+
+    warm_up_s: float
+    end_s: float
+    """Then the run ends."""
+
+
+@dataclass(slots=True)
+class PrefixRun:
+    """What one run shows."""
+
+    window_s: float
+    ttft_s: list[float] = field(default_factory=list)
+    """Of each answer that ended in the window."""
+    tpot_s: list[float] = field(default_factory=list)
+    """The same, of those with two tokens or more."""
+    counted: F64 = field(default_factory=lambda: np.zeros((0, 6)))
+    """[num_workers, 6] by how much the workers' counters grew; see `counters`."""
+
+    def take(self, answer: SimAnswer) -> None:
+        """Count an answer."""
+        at_s = answer.delivered_s
+        self.ttft_s.append(at_s[0])
+        if len(at_s) > 1:
+            self.tpot_s.append((at_s[-1] - at_s[0]) / (len(at_s) - 1))
+
+    @property
+    def computed(self) -> F64:
+        """[num_workers] prompt tokens that were not found in the prefix cache."""
+        computed: F64 = self.counted[:, 0] - self.counted[:, 1]
+        return computed
+
+
+def placement_of(name: str, affinity: Callable[[SimConversation], int]) -> Placement:
+    """Return the placement of this name, a new one each time.
+
+    Raises:
+        StartupError: there is none.
+    """
+    if name == "round-robin":
+        return _round_robin()
+    if name == "session-affinity":
+        return _session_affinity(affinity)
+    if name not in PLACEMENTS:
+        raise unknown_name("there is no placement", name, [*PLACEMENTS, *BASELINES])
+    return PLACEMENTS[name]
+
+
+def _round_robin() -> Placement:
+    turns = count()
+
+    def groups(workers: Sequence[PlacementLoad]) -> Iterator[Sequence[PlacementLoad]]:
+        first = next(turns) % max(len(workers), 1)
+        yield from ([worker] for worker in (*workers[first:], *workers[:first]))
+
+    return _first_of(groups)
+
+
+def _session_affinity(affinity: Callable[[SimConversation], int]) -> Placement:
+    homes: dict[int, WorkerId] = {}
+
+    def groups(workers: Sequence[PlacementLoad]) -> Iterator[Sequence[PlacementLoad]]:
+        conversation = ASKING.get()
+        if conversation is not None and affinity(conversation) in homes:
+            home = homes[affinity(conversation)]
+            yield [worker for worker in workers if worker.worker_id == home]
+        yield workers
+
+    def note(placed: Placed) -> None:
+        conversation = ASKING.get()
+        if conversation is not None:
+            homes.setdefault(affinity(conversation), placed.worker_id)
+
+    return _first_of(groups, note)
+
+
+def _first_of(
+    groups: Callable[[Sequence[PlacementLoad]], Iterable[Sequence[PlacementLoad]]],
+    note: Callable[[Placed], None] = lambda _: None,
+) -> Placement:
+    """Return the placement on the least loaded worker of the first group that has one which takes the request."""
+
+    def place(
+        workers: Sequence[PlacementLoad], num_tokens: int, refused: Collection[WorkerId] = (), num_known: int = 0
+    ) -> Placed | None:
+        for group in groups(workers):
+            placed = place_least_loaded(group, num_tokens, refused, num_known)
+            if placed is not None:
+                note(placed)
+                return placed
+        return None
+
+    return place
+
+
+async def hold_all(
+    cluster: SimCluster,
+    conversations: Sequence[SimConversation],
+    on_answer: Callable[[SimConversation, SimRequest, SimAnswer], None],
+) -> None:
+    """Hold conversations; return when all have ended. Every turn gets its answer."""
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+
+    async def hold(conversation: SimConversation) -> None:
+        ASKING.set(conversation)
+        answers: list[list[int]] = []
+        for number, turn in enumerate(conversation.turns):
+            await asyncio.sleep(turn.think_s)
+            name, prompt = f"c{conversation.index}-{number}", conversation.prompt(answers)
+            answer = await cluster.ask(SimRequest(name, prompt, turn.num_output, seed=conversation.index))
+            assert answer.failure is None, f"{name}: {answer.failure}"
+            answers.append(answer.tokens)
+            on_answer(conversation, answer.request, answer)
+
+    async with asyncio.TaskGroup() as group:
+        for conversation in conversations:
+            await asyncio.sleep(max(began_s + conversation.begin_s - loop.time(), 0.0))
+            group.create_task(hold(conversation))
+
+
+def counters(cluster: SimCluster) -> F64:
+    """Return what the workers have counted so far, [num_workers, 6].
+
+    Columns: prompt tokens that were looked up, and found; generated tokens; steps, and their seconds; preemptions.
+    """
+    totals = [worker.service.engine.totals for worker in cluster.workers]
+    rows = [
+        (
+            each.num_prefix_cache_queries,
+            each.num_prefix_cache_hits,
+            each.num_generated_tokens,
+            each.num_steps,
+            each.busy_s,
+            each.num_preemptions,
+        )
+        for each in totals
+    ]
+    return np.array(rows, dtype=np.float64)
+
+
+async def observe(
+    params: ClusterParams,
+    conversations: Sequence[SimConversation],
+    window: Window,
+    on_progress: Callable[[float], None] = lambda _: None,
+) -> PrefixRun:
+    """Return what a cluster's run shows.
+
+    Args:
+        params: of the cluster.
+        conversations: what is asked.
+        window: which part counts.
+        on_progress: called now and then with the seconds that have passed.
+    """
+    seen, loop = PrefixRun(window.end_s - window.warm_up_s), asyncio.get_running_loop()
+    async with SimCluster(params) as cluster:
+        began_s = loop.time()
+
+        def on_answer(_: SimConversation, __: SimRequest, answer: SimAnswer) -> None:
+            if loop.time() - began_s >= window.warm_up_s:
+                seen.take(answer)
+
+        holding = asyncio.create_task(hold_all(cluster, conversations, on_answer))
+        try:
+            before = counters(cluster)
+            for at_s in sorted({window.warm_up_s, *np.arange(0.0, window.end_s, PROGRESS_S).tolist(), window.end_s}):
+                await asyncio.wait([holding], timeout=began_s + at_s - loop.time())
+                on_progress(at_s)
+                if at_s == window.warm_up_s:
+                    before = counters(cluster)
+            seen.counted = counters(cluster) - before
+            if holding.done():
+                holding.result()
+        finally:
+            holding.cancel()
+            await asyncio.gather(holding, return_exceptions=True)
+        await asyncio.sleep(SETTLE_S)
+        cluster.check_idle()
+    return seen
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What stays the same from run to run of one load."""
+
+    name: str
+    case: PrefixCase
+    instance: CatalogInstance
+    window: Window
+    num_seeds: int
+
+    def run(self, num_workers: int, placement: str, seed: int) -> PrefixRun:
+        """Run the conversations of a seed once."""
+        rate_per_s = self.case.rate_per_s * num_workers
+        conversations = self.case.load.conversations(rate_per_s, self.window.end_s, seed)
+        params = cluster_of(num_workers, self.instance, self.case, placement)
+
+        def progress(at_s: float) -> None:
+            told = (
+                f"{self.name}, {num_workers} workers, {placement}, seed {seed}: {at_s:.0f} of {self.window.end_s:.0f} s"
+            )
+            print(told, file=sys.stderr, flush=True)
+
+        with only_from("error"):
+            return run_virtually(observe(params, conversations, self.window, progress))
+
+    def report(self, workers: Sequence[int], placements: Sequence[str]) -> None:
+        """Run all, and print a table."""
+        rows = [
+            row_of(num_workers, placement, [self.run(num_workers, placement, seed) for seed in range(self.num_seeds)])
+            for num_workers in workers
+            for placement in placements
+        ]
+        window, rate = self.window, f"{self.case.rate_per_s:g} conversations/s per worker"
+        seconds = f"{window.warm_up_s:g} s to {window.end_s:g} s"
+        print_table(f"{self.name}: {rate}, {self.instance.name}, {seconds}, {self.num_seeds} seeds", HEAD, rows)
+
+
+def cluster_of(num_workers: int, instance: CatalogInstance, case: PrefixCase, placement: str) -> ClusterParams:
+    """Return a cluster of equal instances that serve each request where a placement says."""
+    workers = tuple(
+        SimWorkerParams(
+            f"worker-{i}",
+            instance.cost,
+            num_blocks=instance.kv_tokens // BLOCK_SIZE,
+            block_size=BLOCK_SIZE,
+            max_model_len=case.load.max_tokens,
+            max_sequences=MAX_SEQUENCES,
+            vocab_size=VOCAB_SIZE,
+            kv_bytes_per_token=instance.kv_bytes_per_token,
+        )
+        for i in range(num_workers)
+    )
+    return ClusterParams(workers, placement=placement_of(placement, case.affinity))
+
+
+def row_of(num_workers: int, placement: str, runs: Sequence[PrefixRun]) -> list[str]:
+    """Return what is printed of the runs of some seeds: percentiles of all their answers, and means."""
+    counted = np.concatenate([run.counted for run in runs])
+    queries, hits, tokens, steps, busy_s, preemptions = counted.sum(axis=0).tolist()
+    seconds = sum(run.window_s for run in runs)
+    uneven = float(np.mean([run.computed.max() / run.computed.mean() for run in runs]))
+    return [
+        str(num_workers),
+        placement,
+        percentiles([each for run in runs for each in run.ttft_s]),
+        percentiles([each for run in runs for each in run.tpot_s], scale=1e3),
+        f"{sum(len(run.ttft_s) for run in runs) / seconds:.1f}",
+        f"{tokens / seconds:.0f}",
+        f"{hits / queries:.1%}",
+        f"{(queries - hits) / seconds / num_workers:.0f}",
+        f"{uneven:.2f}",
+        f"{busy_s / steps * 1e3:.1f}",
+        f"{preemptions:.0f}",
+    ]
+
+
+def main() -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--load", choices=[*CASES, "all"], default="all")
+    parser.add_argument("--workers", type=_numbers, default=[2, 4, 8], help="how many, as 2,4,8")
+    parser.add_argument("--placements", type=_names, default=["least-loaded", *BASELINES], help="by name, as a,b")
+    parser.add_argument("--seeds", type=int, default=1, help="how many")
+    parser.add_argument("--rate", type=float, help="conversations per second and worker; the load's if nothing is said")
+    parser.add_argument("--warm-up", type=float, default=120.0, help="seconds that do not count")
+    parser.add_argument("--duration", type=float, default=240.0, help="seconds of a run, the warm-up included")
+    parser.add_argument("--model", default="qwen2.5-14b")
+    parser.add_argument("--gpu", default="a800")
+    asked = parser.parse_args()
+    try:
+        instance = find_instance(asked.model, asked.gpu)
+        for name in asked.placements:
+            placement_of(name, CASES["chats"].affinity)
+    except StartupError as error:
+        parser.error(str(error))
+    for name, case in CASES.items():
+        if asked.load in (name, "all"):
+            chosen = case if asked.rate is None else replace(case, rate_per_s=asked.rate)
+            window = Window(asked.warm_up, asked.duration)
+            Measurement(name, chosen, instance, window, asked.seeds).report(asked.workers, asked.placements)
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+if __name__ == "__main__":
+    main()
