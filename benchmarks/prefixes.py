@@ -1,7 +1,7 @@
 """Where requests go whose prompts share prefixes: placements beside each other, on the virtual clock.
 
     python -m benchmarks.prefixes [--load all] [--workers 2,4,8] [--placements least-loaded,session-affinity]
-        [--seeds 1] [--rate R] [--warm-up 120] [--duration 240] [--model qwen2.5-14b] [--gpu a800]
+        [--seeds 1] [--rate R] [--warm-up 90] [--duration 180] [--model qwen2.5-14b] [--gpu a800]
 
 The same conversations (`sim/workload/prefixes.py`) under each placement, at a rate per worker at which `least-loaded`
 has all workers busy and nobody waits for long. A placement is one of the dispatcher's by its name, or a baseline of
@@ -22,11 +22,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from itertools import count
-from typing import Final
+from itertools import count, product
+from typing import Any, Final
 
 import numpy as np
 
@@ -169,11 +169,9 @@ def _first_of(
 ) -> Placement:
     """Return the placement on the least loaded worker of the first group that has one which takes the request."""
 
-    def place(
-        workers: Sequence[PlacementLoad], num_tokens: int, refused: Collection[WorkerId] = (), num_known: int = 0
-    ) -> Placed | None:
+    def place(workers: Sequence[PlacementLoad], *args: Any, **kwargs: Any) -> Placed | None:
         for group in groups(workers):
-            placed = place_least_loaded(group, num_tokens, refused, num_known)
+            placed = place_least_loaded(group, *args, **kwargs)
             if placed is not None:
                 note(placed)
                 return placed
@@ -296,11 +294,11 @@ class Measurement:
 
     def report(self, workers: Sequence[int], placements: Sequence[str]) -> None:
         """Run all, and print a table."""
-        rows = [
-            row_of(num_workers, placement, [self.run(num_workers, placement, seed) for seed in range(self.num_seeds)])
-            for num_workers in workers
-            for placement in placements
-        ]
+        rows: list[list[str]] = []
+        for num_workers, placement in product(workers, placements):
+            runs = [self.run(num_workers, placement, seed) for seed in range(self.num_seeds)]
+            rows.append(row_of(num_workers, placement, runs))
+            print(self.name, *rows[-1], sep="  ", file=sys.stderr, flush=True)
         window, rate = self.window, f"{self.case.rate_per_s:g} conversations/s per worker"
         seconds = f"{window.warm_up_s:g} s to {window.end_s:g} s"
         print_table(f"{self.name}: {rate}, {self.instance.name}, {seconds}, {self.num_seeds} seeds", HEAD, rows)
@@ -353,8 +351,8 @@ def main() -> None:
     parser.add_argument("--placements", type=_names, default=["least-loaded", *BASELINES], help="by name, as a,b")
     parser.add_argument("--seeds", type=int, default=1, help="how many")
     parser.add_argument("--rate", type=float, help="conversations per second and worker; the load's if nothing is said")
-    parser.add_argument("--warm-up", type=float, default=120.0, help="seconds that do not count")
-    parser.add_argument("--duration", type=float, default=240.0, help="seconds of a run, the warm-up included")
+    parser.add_argument("--warm-up", type=float, default=90.0, help="seconds that do not count")
+    parser.add_argument("--duration", type=float, default=180.0, help="seconds of a run, the warm-up included")
     parser.add_argument("--model", default="qwen2.5-14b")
     parser.add_argument("--gpu", default="a800")
     asked = parser.parse_args()
