@@ -79,8 +79,8 @@ class PrefixCase:
 
 
 CASES: Final = {
-    "chats": PrefixCase(CHATS, 1.2, lambda conversation: conversation.index),
-    "agents": PrefixCase(AGENTS, 1.2, lambda conversation: conversation.index),
+    "chats": PrefixCase(CHATS, 1.4, lambda conversation: conversation.index),
+    "agents": PrefixCase(AGENTS, 0.8, lambda conversation: conversation.index),
     "documents": PrefixCase(DOCUMENTS, 1.2, lambda conversation: conversation.opening_index),
 }
 

@@ -172,10 +172,10 @@ CHATS: Final = PrefixLoad(
     num_openings=1,
     opening=Uniform(kind="uniform", low=64, high=64),
     zipf=0.0,
-    mean_turns=6.0,
-    max_turns=24,
+    mean_turns=4.0,
+    max_turns=16,
     lengths=find_lengths("sharegpt-bros"),
-    pauses=Pauses(mean_s=20.0, sigma=1.0, max_s=90.0),
+    pauses=Pauses(mean_s=10.0, sigma=1.0, max_s=60.0),
     max_tokens=16_384,
 )
 """People who talk with a model, behind one short system prompt for all. Assumed: all but the lengths of texts."""
