@@ -11,6 +11,8 @@ this benchmark:
 - `session-affinity`: where the conversation's first turn went, which was the least loaded worker; of documents: where
   the document was first asked.
 
+Behind a name `@100` lets workers bring prefixes from each other, over links of 100 Gbps each way.
+
 Figures are of the time from the warm-up to the end, when what is under way is cut off. TTFT and TPOT: of the answers
 that ended. By the workers' own counters: *hits*, the prompt tokens found in the prefix cache, of all that were looked
 up; *computed*, those that were not found, per second and worker; *uneven*, the most that a worker computed of these
@@ -37,7 +39,8 @@ from shared.ids import WorkerId
 from shared.process.log import only_from
 from sim.catalog.instance import CatalogInstance, find_instance
 from sim.cluster import ClusterParams, SimCluster
-from sim.experiment.setup import BLOCK_SIZE, MAX_SEQUENCES
+from sim.devices.channel import ModelledLink
+from sim.experiment.setup import BLOCK_SIZE, LINK_LATENCY_S, MAX_SEQUENCES
 from sim.names import unknown_name
 from sim.requests import SimAnswer, SimRequest
 from sim.virtual_time import run as run_virtually
@@ -306,6 +309,8 @@ class Measurement:
 
 def cluster_of(num_workers: int, instance: CatalogInstance, case: PrefixCase, placement: str) -> ClusterParams:
     """Return a cluster of equal instances that serve each request where a placement says."""
+    name, _, gbps = placement.partition("@")
+    link = ModelledLink(LINK_LATENCY_S, float(gbps) * 1e9 / 8) if gbps else None
     workers = tuple(
         SimWorkerParams(
             f"worker-{i}",
@@ -316,10 +321,11 @@ def cluster_of(num_workers: int, instance: CatalogInstance, case: PrefixCase, pl
             max_sequences=MAX_SEQUENCES,
             vocab_size=VOCAB_SIZE,
             kv_bytes_per_token=instance.kv_bytes_per_token,
+            pull_prefixes=link is not None,
         )
         for i in range(num_workers)
     )
-    return ClusterParams(workers, placement=placement_of(placement, case.affinity))
+    return ClusterParams(workers, link=link, placement=placement_of(name, case.affinity))
 
 
 def row_of(num_workers: int, placement: str, runs: Sequence[PrefixRun]) -> list[str]:
@@ -359,7 +365,7 @@ def main() -> None:
     try:
         instance = find_instance(asked.model, asked.gpu)
         for name in asked.placements:
-            placement_of(name, CASES["chats"].affinity)
+            placement_of(name.partition("@")[0], CASES["chats"].affinity)
     except StartupError as error:
         parser.error(str(error))
     for name, case in CASES.items():

@@ -16,12 +16,19 @@ RunName = bytes
 """16 bytes; names a block's tokens and all before them."""
 
 _NAME_BYTES = 16
+_MARK_BYTES = 4
+NUM_MARKS = 2 ** (8 * _MARK_BYTES)
 _TOKEN_BYTES = 4
 
 
 def root_name(salt: str) -> RunName:
     """Return the name of the empty run."""
     return blake2b(salt.encode(), digest_size=_NAME_BYTES).digest()
+
+
+def mark_of(name: RunName) -> int:
+    """Return the number below `NUM_MARKS` by which sketches list a name; some names have the same, by chance."""
+    return int.from_bytes(name[:_MARK_BYTES], "little")
 
 
 def following_names(before: RunName, tokens: bytes, block_size: int) -> list[RunName]:

@@ -123,7 +123,7 @@ SYSTEMS: dict[str, System] = {
         System("andes-unlimited", scheduler="andes", placement="least-loaded", memory=Memory.UNLIMITED),
         System("lqsf", scheduler="lqsf", placement="least-loaded"),
         # Readers as in `andes` and requests with limits, and best effort in what these leave.
-        System("sluice", scheduler="sluice", placement="least-loaded"),
+        System("sluice", scheduler="sluice", placement="prefix-aware"),
         # TokenFlow, which parks in host memory: by how much text readers have unread.
         System("tokenflow", scheduler="tokenflow", placement="least-loaded", swaps=True),
         # BROS. And without blocks that two requests share: who gives way goes to the host as a whole, or is computed

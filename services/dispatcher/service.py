@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.limits.waiting_room import RoomLimits
-from services.dispatcher.policy.placement import PLACEMENTS, Placement
+from services.dispatcher.policy.placement import PLACEMENTS, Placement, place_prefix_aware
 from services.dispatcher.session.calls import WorkerCalls
 from services.dispatcher.session.owners import Owners
 from services.dispatcher.session.request import FailureCode, Sender
@@ -70,12 +70,18 @@ class DispatcherService:
         self._open: list[Subscription] = []
         self._views = ViewFeed(bus, self._subjects, self._on_view, self._on_malformed)
         self._now = asyncio.get_running_loop().time
+        chosen = placement or PLACEMENTS[find_system(settings.system).placement]
         self.sessions = Sessions(
             sender=Sender(self._dispatcher_id, incarnation),
             calls=WorkerCalls(bus, self._subjects, settings.submit_limit_s),
             owners=Owners(bus, self._subjects),
-            cluster=ClusterState(settings.model_name(), settings.step_limit_s),
-            placement=placement or PLACEMENTS[find_system(settings.system).placement],
+            cluster=ClusterState(
+                settings.model_name(),
+                settings.step_limit_s,
+                self._dispatcher_id,
+                asks_prefixes=chosen is place_prefix_aware,
+            ),
+            placement=chosen,
             limits=SessionLimits(
                 max_requests=settings.max_requests,
                 queues=RoomLimits(settings.max_queued, settings.max_queued_flex, settings.flex_memory),

@@ -1,15 +1,5 @@
 """What the dispatcher knows of the cluster: the monitor's last view, and its own submissions since.
 
-A worker looks different to real-time work and to best effort, which waits apart from it:
-
-                 real time                                      best effort
-    waiting      real-time sequences                            best effort that waits or gave way
-    KV, prompts  real time's, where best effort gives way       everybody's
-                 everybody's elsewhere
-    room         all                                            where it gives way: all; elsewhere while no real-time
-                                                                work waits, and, if want of KV would drop parameters,
-                                                                what it fits into at its full length
-
 One writer: the service. Everyone else reads snapshots.
 """
 
@@ -18,13 +8,16 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from math import inf
 
-from services.dispatcher.policy.placement import PlacementLoad
+from services.dispatcher.policy.loads import Change, Counted, load_since, reported_loads
+from services.dispatcher.policy.placement import Placed, PlacementLoad
+from services.dispatcher.policy.prefixes import HeldPrefixes
 from shared.api_keys import Tier
 from shared.ids import WorkerId
 from shared.messages.plan import Filling
-from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus, cost_beside_prompts
+from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerStatus
 
 _MAX_RECENT = 4096
 UNNAMED_LIMIT_S = 10.0
@@ -32,48 +25,6 @@ UNNAMED_LIMIT_S = 10.0
 report: several times what a monitor that has just started needs to hear everybody."""
 _RUNS_NOTHING = (WorkerPhase.LOADING, WorkerPhase.STOPPED)
 """What was placed on a worker that loads was placed on the process before this one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """A request, as it is counted at the worker that it was sent to."""
-
-    worker_id: WorkerId
-    at_s: float
-    """When it was sent there."""
-    num_prompt: int
-    """Tokens; none of a fork, whose prompt is there already."""
-    num_output: int
-    """Tokens of output that it had then."""
-    is_flex: bool = False
-    """It is best effort."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """A submission, a beginning or an ending that the report may not contain."""
-
-    at_s: float
-    num_sequences: int
-    """1, -1, or 0 if one has begun."""
-    num_tokens: int
-    """That the request had when it was sent; negative if it has left."""
-    num_waiting: int = 0
-    """By how much those differ that wait there: 1, -1 or 0."""
-    num_grown: int = 0
-    """Tokens that one that has left had got since it was sent."""
-    sent_s: float = 0.0
-    is_flex: bool = False
-    """See `Counted`."""
-
-    def tokens_since(self, reported_s: float) -> int:
-        """Return by how many tokens the worker's memory differs from what its report of that time says.
-
-        Of what has left, the report has as much output as there was then: tokens come evenly, as far as is known here.
-        """
-        if reported_s <= self.sent_s or not self.num_grown:
-            return self.num_tokens
-        return self.num_tokens - int(self.num_grown * (reported_s - self.sent_s) / (self.at_s - self.sent_s))
 
 
 @dataclass(slots=True)
@@ -92,7 +43,7 @@ class _Known:
     """When its step counter last moved."""
     open_worker: WorkerId | None = None
     """That this one has named when it refused a request because it was closing."""
-    recent: deque[_Change] = field(default_factory=lambda: deque(maxlen=_MAX_RECENT))
+    recent: deque[Change] = field(default_factory=lambda: deque(maxlen=_MAX_RECENT))
     """Since the report, in order."""
 
     @property
@@ -101,6 +52,12 @@ class _Known:
         report = self.status.report
         return report.host, report.pid, report.incarnation
 
+    def load_now(self, *, is_flex: bool) -> PlacementLoad:
+        """Return its load now, as real-time work sees it, or best effort."""
+        if not self.recent and not is_flex:
+            return self.loads[False]
+        return load_since(self.status.report, self.loads, self.recent, self.reported_s, is_flex=is_flex)
+
 
 class ClusterState:
     """The cluster as of the last view.
@@ -108,9 +65,18 @@ class ClusterState:
     Args:
         model: only workers that serve this model count.
         step_limit_s: see `DispatcherSettings.step_limit_s`.
+        own_id: of this dispatcher. Of workers that are alike each dispatcher begins with another one; "": in order.
+        asks_prefixes: whether placement asks who holds which.
     """
 
-    def __init__(self, model: str, step_limit_s: float) -> None:
+    def __init__(
+        self,
+        model: str,
+        step_limit_s: float,
+        own_id: str = "",
+        *,
+        asks_prefixes: bool = False,
+    ) -> None:
         self.model = model
         self.view: ClusterView | None = None
         self.viewed_s = 0.0
@@ -123,10 +89,18 @@ class ClusterState:
         """Workers that are about to stop, sorted: what runs there should go on elsewhere."""
         self.silent: set[WorkerId] = set()
         """Of the lost workers, those that the monitor merely cannot hear."""
+        self.prefixes = HeldPrefixes()
+        """What workers hold; nothing if nobody asks."""
+        self._asks_prefixes = asks_prefixes
         self._step_limit_s = step_limit_s
+        self._own_id = own_id
         self._next_for: dict[WorkerId, tuple[tuple[int, float], ...]] = {}
         """See `PlacementLoad`."""
         self._workers: dict[WorkerId, _Known] = {}
+        """Sorted."""
+        self._turns: dict[WorkerId, bytes] = {}
+        self._in_turn: list[_Known] = []
+        """The same in an order of this dispatcher's own."""
         self._loads: dict[bool, Sequence[PlacementLoad]] = {}
         """What `loads` returned last for real-time work and best effort, unless something has changed since."""
 
@@ -144,10 +118,13 @@ class ClusterState:
             report = status.report
             if report.model and report.model != self.model:
                 continue
-            worker = self._workers.get(report.worker_id) or _Known(status, now_s, _loads(status, ready=False))
+            worker = self._workers.get(report.worker_id) or _Known(status, now_s, reported_loads(status, ready=False))
             if worker.process != (report.host, report.pid, report.incarnation):
+                self.prefixes.forget(report.worker_id)
                 self.restarted.append(report.worker_id)
                 self.num_restarts[report.worker_id] += worker.status.report.phase is not WorkerPhase.STOPPED
+            if self._asks_prefixes:
+                self.prefixes.take(report.worker_id, report.prefixes, report.block_size, now_s)
             worker.status, worker.reported_s = status, now_s - status.age_s
             while worker.recent and worker.recent[0].at_s < worker.reported_s:
                 worker.recent.popleft()
@@ -160,7 +137,12 @@ class ClusterState:
             for worker_id, worker in self._workers.items()
             if worker_id not in named and not self._is_lost(worker) and now_s - worker.reported_s < UNNAMED_LIMIT_S
         }
+        for worker_id in self._workers.keys() - known.keys():
+            self.prefixes.forget(worker_id)
+        if known.keys() != self._workers.keys():
+            self._turns = {worker_id: _turn(self._own_id, worker_id) for worker_id in known}
         self._workers = dict(sorted(known.items()))
+        self._in_turn = sorted(self._workers.values(), key=lambda worker: self._turns[worker.status.report.worker_id])
         self.restarted.sort()
         return self._judge()
 
@@ -173,7 +155,7 @@ class ClusterState:
             phase, is_lost = status.report.phase, has_ended or status.liveness is Liveness.DEAD
             worker.is_ready = phase is WorkerPhase.READY and not status.report.stage and not is_lost
             next_for = self._next_for.get(worker_id, ())
-            worker.loads = _loads(status, ready=worker.is_ready and not status.report.held, next_for=next_for)
+            worker.loads = reported_loads(status, ready=worker.is_ready and not status.report.held, next_for=next_for)
             if phase is WorkerPhase.DRAINING:
                 self.draining.append(worker_id)
             if not has_ended:
@@ -192,28 +174,30 @@ class ClusterState:
         return worker.status.liveness is Liveness.DEAD or self._has_ended(worker)
 
     def submitted(
-        self, worker_id: WorkerId, num_prompt: int, num_output: int, now_s: float, tier: Tier = Tier.DEFAULT
+        self, placed: Placed, num_prompt: int, num_output: int, now_s: float, tier: Tier = Tier.DEFAULT
     ) -> Counted:
         """Count a request that is sent to the worker, with the tokens that it has; the next report contains it.
 
         Args:
-            worker_id: where it goes.
+            placed: where it goes.
             num_prompt: see `Counted`; so the others.
             num_output: likewise.
             now_s: the event loop's clock.
             tier: of the request.
         """
-        self._note(worker_id, _Change(now_s, 1, num_prompt + num_output, 1, is_flex=tier.is_best_effort))
-        return Counted(worker_id, now_s, num_prompt, num_output, tier.is_best_effort)
+        num_tokens, is_flex = num_prompt + num_output, tier.is_best_effort
+        num_cached = min(placed.num_cached, num_tokens)
+        self._note(placed.worker_id, Change(now_s, 1, num_tokens, 1, is_flex=is_flex, num_cached=num_cached))
+        return Counted(placed.worker_id, now_s, num_prompt, num_output, tier.is_best_effort)
 
     def began(self, worker_id: WorkerId, now_s: float, tier: Tier = Tier.DEFAULT) -> None:
         """Count a request that waits at the worker no more: it has begun there, or is about to leave."""
-        self._note(worker_id, _Change(now_s, 0, 0, -1, is_flex=tier.is_best_effort))
+        self._note(worker_id, Change(now_s, 0, 0, -1, is_flex=tier.is_best_effort))
 
     def ended(self, counted: Counted, num_output: int, now_s: float) -> None:
         """Count a request that has left its worker with so many tokens of output."""
         num_tokens, num_grown = counted.num_prompt + counted.num_output, num_output - counted.num_output
-        change = _Change(now_s, -1, -num_tokens, 0, num_grown, counted.at_s, counted.is_flex)
+        change = Change(now_s, -1, -num_tokens, 0, num_grown, counted.at_s, counted.is_flex)
         self._note(counted.worker_id, change)
 
     def note_closing(self, worker_id: WorkerId, open_worker: WorkerId | None) -> None:
@@ -231,7 +215,7 @@ class ClusterState:
             return
         real_time, every = worker.loads
         asked = real_time.num_blocks - num_free_blocks
-        num_more = max(asked - _load_now(worker, is_flex=False).num_demanded_blocks, 0)
+        num_more = max(asked - worker.load_now(is_flex=False).num_demanded_blocks, 0)
         worker.loads = (
             replace(real_time, num_demanded_blocks=real_time.num_demanded_blocks + num_more),
             replace(every, num_demanded_blocks=every.num_demanded_blocks + num_more),
@@ -263,7 +247,7 @@ class ClusterState:
             return None
         return named.status.report.worker_id
 
-    def _note(self, worker_id: WorkerId, change: _Change) -> None:
+    def _note(self, worker_id: WorkerId, change: Change) -> None:
         worker = self._workers.get(worker_id)
         if worker is not None:
             worker.recent.append(change)
@@ -273,10 +257,7 @@ class ClusterState:
         """Return the workers as the placement of a request of this tier sees them."""
         is_flex = tier.is_best_effort
         if is_flex not in self._loads:
-            self._loads[is_flex] = [
-                _load_now(worker, is_flex=is_flex) if worker.recent or is_flex else worker.loads[is_flex]
-                for worker in self._workers.values()
-            ]
+            self._loads[is_flex] = [worker.load_now(is_flex=is_flex) for worker in self._in_turn]
         return self._loads[is_flex]
 
     def address_for(self, target: WorkerId, source: WorkerId) -> str | None:
@@ -319,72 +300,6 @@ class ClusterState:
         return min([limit for limit in ready if limit], default=default)
 
 
-def _loads(
-    status: WorkerStatus, *, ready: bool, next_for: tuple[tuple[int, float], ...] = ()
-) -> tuple[PlacementLoad, PlacementLoad]:
-    """Return a worker's load by its report alone, as real-time work sees it, and best effort."""
-    report, flex = status.report, status.report.best_effort
-    flex_blocks = flex.num_used_blocks + max(flex.num_demanded_blocks, flex.num_uncomputed_blocks)
-    every = PlacementLoad(
-        worker_id=report.worker_id,
-        ready=ready,
-        num_sequences=report.num_running + report.num_waiting + report.num_preempted + report.migration.num_fetching,
-        max_sequences=report.max_sequences,
-        num_waiting=flex.num_waiting + flex.num_preempted,
-        max_waiting=flex.max_parked,
-        num_demanded_blocks=report.num_used_blocks + max(report.num_demanded_blocks, report.num_uncomputed_blocks),
-        waiting_s=report.num_uncomputed_blocks * report.block_size * _token_s(report),
-        num_blocks=report.num_blocks,
-        block_size=report.block_size,
-        decode_cost=cost_beside_prompts(report),
-        max_request_tokens=_max_request_tokens(status),
-        is_closing=bool(report.migration.closing),
-        next_for=next_for,
-    )
-    real_time = replace(
-        every,
-        num_sequences=every.num_sequences - flex.num_running - every.num_waiting,
-        num_waiting=max(report.num_waiting - flex.num_waiting, 0),
-        max_waiting=report.max_waiting,
-    )
-    if flex.gives_way:
-        others = report.num_uncomputed_blocks - flex.num_uncomputed_blocks
-        real_time = replace(
-            real_time,
-            num_demanded_blocks=max(every.num_demanded_blocks - flex_blocks, 0),
-            waiting_s=max(others, 0) * report.block_size * _token_s(report),
-        )
-    return real_time, every
-
-
-def _load_now(worker: _Known, *, is_flex: bool) -> PlacementLoad:
-    """Return a worker's load with what was placed there, or left it, since its report."""
-    report = worker.status.report
-    load, gives_way = worker.loads[is_flex], report.best_effort.gives_way
-    num_real_time = worker.loads[False].num_waiting + sum(
-        change.num_waiting for change in worker.recent if not change.is_flex
-    )
-    changes = [change for change in worker.recent if is_flex or not (gives_way and change.is_flex)]
-    own = [change for change in worker.recent if change.is_flex == is_flex]
-    num_tokens = sum(change.tokens_since(worker.reported_s) for change in changes)
-    num_sent = sum(change.num_tokens for change in changes if change.num_sequences > 0)
-    return replace(
-        load,
-        num_sequences=max(0, load.num_sequences + sum(each.num_sequences for each in (changes if is_flex else own))),
-        num_waiting=max(0, load.num_waiting + sum(change.num_waiting for change in own)),
-        num_demanded_blocks=max(0, load.num_demanded_blocks + -(-num_tokens // max(1, report.block_size))),
-        waiting_s=load.waiting_s + num_sent * _token_s(report),
-        is_crowded=is_flex and not gives_way and num_real_time > 0,  # it would come before the next of the others
-    )
-
-
-def _token_s(report: WorkerReport) -> float:
-    """Return the seconds in which a worker, with its group, computes a token of a prompt; 0 if it does not say."""
-    return report.token_s / max(report.num_stages, 1)
-
-
-def _max_request_tokens(status: WorkerStatus) -> int:
-    """Return the smaller of the context and the whole KV memory, in tokens; 0 if the worker has not said."""
-    report = status.report
-    limits = [limit for limit in (report.max_model_len, report.num_blocks * report.block_size) if limit]
-    return min(limits, default=0)
+def _turn(own_id: str, worker_id: WorkerId) -> bytes:
+    """Return a number by which workers come in another order for every dispatcher."""
+    return blake2b(f"{own_id}/{worker_id}".encode(), digest_size=8).digest() if own_id else b""

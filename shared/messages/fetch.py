@@ -45,6 +45,8 @@ class FetchReason(StrEnum):
     """Another one has more room."""
     PACK = "pack"
     """Fewer workers would do, or its own is about to run short of KV memory."""
+    PREFIX = "prefix"
+    """It has just come, and another worker has KV of its prompt: nobody is asked to fetch for this reason."""
     RECOVERY = "recovery"
     """Its dispatcher has given up its worker, which may live: cut off from the broker, or with a step that hangs. It is
     asked for the KV alone, since whatever it goes on with is nobody's."""

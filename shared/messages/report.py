@@ -10,7 +10,7 @@ from pydantic import Field
 from shared.api_keys import Tier
 from shared.ids import DispatcherId, Incarnation, WorkerId
 from shared.messages.base import ControlMessage, MessagePart
-from shared.messages.report_parts import DecodeCost, MigrationPart
+from shared.messages.report_parts import DecodeCost, MigrationPart, PrefixSketch
 
 MAX_WAITING_ROWS: Final = 1024
 """Models and tiers of which a view says how many requests wait."""
@@ -264,6 +264,8 @@ class WorkerReport(ProcessFacts, ControlMessage):
     """Prompt tokens looked up in the prefix cache; vLLM's `prefix_cache_queries`."""
     num_prefix_cache_hits_total: int = 0
     """Of these, the ones whose KV was there already; vLLM's `prefix_cache_hits`."""
+    prefixes: PrefixSketch | None = None
+    """Whose KV is here, in device or host memory; None if the worker does not say."""
 
 
 def cost_beside_prompts(report: WorkerReport) -> DecodeCost:

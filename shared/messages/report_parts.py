@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 from pydantic import Field
 
 from shared.messages.base import MessagePart
+from shared.prefix_names import NUM_MARKS
 
+MAX_SKETCH_MARKS: Final = 512
+"""Of a report: 2.7 KB of it."""
 _Count = Annotated[int, Field(ge=0, le=10**9)]
 _Seconds = Annotated[float, Field(ge=0)]
 
@@ -82,3 +85,17 @@ class MigrationPart(MessagePart):
     bytes_per_s: Annotated[float, Field(ge=0)] = 0.0
     """Rate at which requests' KV comes, while it does, by a moving average of the time of a byte; of the first request,
     what has come of it yet."""
+
+
+class PrefixSketch(MessagePart):
+    """Which prefixes a worker holds: the smallest marks of the names of its blocks (`shared.prefix_names`).
+
+    Names are hashes, so this is a uniform sample of them, of one size whatever is held, and the same names are in the
+    samples of all who hold them: a bottom-k sketch (Cohen and Kaplan, "Summarizing data using bottom-k sketches", PODC
+    2007). Who knows a prompt's names can tell, from those below the bound, up to about which of them a worker holds it.
+    """
+
+    bound: Annotated[int, Field(ge=0, le=NUM_MARKS)] = NUM_MARKS
+    """All marks below it are listed; of larger ones nothing is said."""
+    marks: Annotated[str, Field(max_length=16 * MAX_SKETCH_MARKS // 3 + 4)] = ""
+    """Ascending, each once, as little-endian 32 bits, in base64."""

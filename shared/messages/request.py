@@ -15,7 +15,7 @@ from pydantic import Field
 
 from shared.api_keys import Tier
 from shared.ids import DispatcherId, Incarnation, RequestId, StreamId, WorkerId
-from shared.messages.base import ControlMessage
+from shared.messages.base import ControlMessage, MessagePart
 from shared.types import MAX_PREEMPTIONS, LatencyLimits, ReaderTarget, SamplingParams
 
 MAX_PROMPT_TOKENS = 1_000_000
@@ -30,6 +30,16 @@ def pack_token_ids(token_ids: NDArray[np.integer] | list[int]) -> bytes:
 
 
 NotNegative = Annotated[float, Field(ge=0)]
+
+
+class PrefixSource(MessagePart):
+    """A worker that holds more of a prompt than who is asked to take the request, as far as its dispatcher knows."""
+
+    worker_id: WorkerId
+    address: Annotated[str, Field(max_length=256)]
+    """`ProcessFacts.stage_address`."""
+    num_tokens: Annotated[int, Field(ge=1, le=MAX_PROMPT_TOKENS)]
+    """Of the prompt, from its beginning."""
 
 
 class Submit(ControlMessage):
@@ -82,6 +92,8 @@ class Submit(ControlMessage):
     """Nobody else has room for it: a worker that is closing takes it, and is closing no more."""
     needs_room: bool = False
     """It comes because it fits: who has no memory for the tokens known so far refuses it, instead of having it wait."""
+    prefix: PrefixSource | None = None
+    """Where KV of its prompt is that may be missing here; None: nobody is known to have more."""
     uploaded: Annotated[tuple[int, int] | None, Field()] = None
     """Bytes of prompt and of generated ids, in this order, that came before as `Upload`s; None: they are in here."""
 

@@ -10,6 +10,13 @@ their computing; and where all have the same memory, to one whose sequences are 
 group computes with all of its stages. Every worker says what a token costs it, whatever its system, so that systems
 differ in what they do and not in how they are placed; who does not say it is compared by memory.
 
+With prefixes a prompt is placed by what of it is new to a worker, times how many share that worker:
+
+    tokens of the prompt that it does not hold  ·  sequences there, this one included
+
+As a product it has no weight between the two: a prefix is worth a longer batch in proportion, and no more. Where nobody
+holds any of it there is nothing to weigh, and the load tells more than the batch.
+
 Best fit and worst fit are what packing is compared with: they fill workers that are in use, and take another one only
 if none has room. They look at memory alone; `gradient` is best fit that looks at steps and at prompts that wait as
 well. When memory runs out, the worker preempts as ever. By class goes where a planner says that requests of a size go
@@ -17,19 +24,23 @@ next.
 
 Pure: a snapshot in, a choice with its reason out. Source: the project's own design; KunServe v1 (section 4.3) has the
 dispatcher look at how many requests a group runs well; the fits are baselines of Mell (section VIII-B), and `gradient`
-is the load gradient of PolyServe, with one limit for all.
+is the load gradient of PolyServe, with one limit for all. The product is LMetric's (2603.15202), in seconds where
+workers say what a token takes them; deviation: who has none of it anywhere goes by load.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Protocol
+from types import MappingProxyType
+from typing import Final, Protocol
 
 from shared.hot import hot_dataclass
 from shared.ids import WorkerId
 from shared.messages.report_parts import DecodeCost
+from shared.messages.request import PrefixSource
+from shared.prefix_names import RunName
 from shared.systems import PACKED_STEP_S, PACKED_WAIT_S, ROOM_FOR_GROWTH_S
 
 WAITING_WEIGHT = 0.5
@@ -56,6 +67,8 @@ class PlacementLoad:
     """KV blocks that are held or asked for: also by prompts under way, for what they have yet to compute."""
     waiting_s: float
     """Seconds of computing that wait there, or were sent since; 0 if unknown."""
+    token_s: float
+    """Seconds that a token of a prompt takes there; 0 if unknown."""
     num_blocks: int
     """KV blocks in all; 0 if unknown."""
     block_size: int
@@ -81,6 +94,17 @@ class Placed:
     reason: str
     needs_room: bool = False
     """Chosen because it has room: if it turns out to have none, another one may be better."""
+    num_cached: int = 0
+    """Tokens of the prompt that are there already."""
+    prefix: PrefixSource | None = None
+    """Who has more of it; None: nobody does whom that worker can ask."""
+    names: Sequence[RunName] = ()
+    """Of the prompt's first blocks, if somebody says what it holds."""
+
+
+CachedTokens = Mapping[WorkerId, int]
+"""Tokens of a prompt whose KV workers have; those that are not in it have none."""
+NOTHING_CACHED: Final[CachedTokens] = MappingProxyType({})
 
 
 class Placement(Protocol):
@@ -92,6 +116,7 @@ class Placement(Protocol):
         num_tokens: int,
         refused: Collection[WorkerId] = (),
         num_known: int = 0,
+        cached: CachedTokens = NOTHING_CACHED,
     ) -> Placed | None:
         """Return the choice; None: no worker can take the request now.
 
@@ -100,6 +125,7 @@ class Placement(Protocol):
             num_tokens: most of prompt and output together.
             refused: workers that are not asked.
             num_known: of the prompt, and of the output so far: what has to find room at once.
+            cached: of these, what workers need not compute.
         """
 
 
@@ -108,6 +134,7 @@ def place_least_loaded(
     num_tokens: int,
     refused: Collection[WorkerId] = (),
     num_known: int = 0,
+    cached: CachedTokens = NOTHING_CACHED,
 ) -> Placed | None:
     """Choose the worker whose KV memory is asked for least.
 
@@ -124,22 +151,65 @@ def place_least_loaded(
     return Placed(best[3], f"least loaded: {best[1]:.0%} of its KV memory asked for, {best[2]} sequences")
 
 
+def place_prefix_aware(
+    workers: Sequence[PlacementLoad],
+    num_tokens: int,
+    refused: Collection[WorkerId] = (),
+    num_known: int = 0,
+    cached: CachedTokens = NOTHING_CACHED,
+) -> Placed | None:
+    """Choose the worker with the least product of what it would have to compute of the prompt, and its batch.
+
+    Those with room for what is known of the request come before the others. Where nobody holds any of the prompt it is
+    the least loaded. Ties: the load; then who comes first among the workers.
+    """
+    best: tuple[tuple[bool, bool, float, float, int], PlacementLoad] | None = None
+    for worker in workers:
+        if worker.worker_id in refused or not _can_take(worker, num_tokens):
+            continue
+        lacks_room = bool(cached) and worker.num_blocks > 0 and _free_tokens(worker) < num_known
+        product = _product(worker, num_known, cached) if cached else 0.0
+        key = (worker.is_closing, lacks_room, product, _load(worker), worker.num_sequences)
+        if best is None or key < best[0]:
+            best = key, worker
+    if best is None:
+        return None
+    (_, lacks_room, _, load, _), worker = best
+    if not cached:
+        return Placed(worker.worker_id, f"nobody has any of the prompt, and it is least loaded: {load:.0%}")
+    num_cached = cached.get(worker.worker_id, 0)
+    told = f"{num_cached} of {num_known} tokens are cached there, {worker.num_sequences} sequences"
+    return Placed(worker.worker_id, told, needs_room=not lacks_room, num_cached=num_cached)
+
+
 def place_best_fit(
-    workers: Sequence[PlacementLoad], num_tokens: int, refused: Collection[WorkerId] = (), num_known: int = 0
+    workers: Sequence[PlacementLoad],
+    num_tokens: int,
+    refused: Collection[WorkerId] = (),
+    num_known: int = 0,
+    cached: CachedTokens = NOTHING_CACHED,
 ) -> Placed | None:
     """Choose the fullest worker in use that has room for what is known of the request; see `_fit`."""
     return _fit(workers, num_tokens, refused, num_known, _Fit())
 
 
 def place_worst_fit(
-    workers: Sequence[PlacementLoad], num_tokens: int, refused: Collection[WorkerId] = (), num_known: int = 0
+    workers: Sequence[PlacementLoad],
+    num_tokens: int,
+    refused: Collection[WorkerId] = (),
+    num_known: int = 0,
+    cached: CachedTokens = NOTHING_CACHED,
 ) -> Placed | None:
     """Choose the emptiest worker in use that has room for what is known of the request; see `_fit`."""
     return _fit(workers, num_tokens, refused, num_known, _Fit(which="emptiest"))
 
 
 def place_pack(
-    workers: Sequence[PlacementLoad], num_tokens: int, refused: Collection[WorkerId] = (), num_known: int = 0
+    workers: Sequence[PlacementLoad],
+    num_tokens: int,
+    refused: Collection[WorkerId] = (),
+    num_known: int = 0,
+    cached: CachedTokens = NOTHING_CACHED,
 ) -> Placed | None:
     """Choose the fullest worker in use that has room for what is known of the request, and for growth besides.
 
@@ -151,7 +221,11 @@ def place_pack(
 
 
 def place_gradient(
-    workers: Sequence[PlacementLoad], num_tokens: int, refused: Collection[WorkerId] = (), num_known: int = 0
+    workers: Sequence[PlacementLoad],
+    num_tokens: int,
+    refused: Collection[WorkerId] = (),
+    num_known: int = 0,
+    cached: CachedTokens = NOTHING_CACHED,
 ) -> Placed | None:
     """Choose the fullest worker in use that has room and keeps limits of steps and of waiting (PolyServe)."""
     fit = _Fit(max_step_s=PACKED_STEP_S, max_waiting_s=PACKED_WAIT_S)
@@ -159,7 +233,11 @@ def place_gradient(
 
 
 def place_by_class(
-    workers: Sequence[PlacementLoad], num_tokens: int, refused: Collection[WorkerId] = (), num_known: int = 0
+    workers: Sequence[PlacementLoad],
+    num_tokens: int,
+    refused: Collection[WorkerId] = (),
+    num_known: int = 0,
+    cached: CachedTokens = NOTHING_CACHED,
 ) -> Placed | None:
     """Choose the worker that is filled next by requests of this size, as the planner has it (`Filling`).
 
@@ -255,6 +333,12 @@ def _load(worker: PlacementLoad) -> float:
     return ratio + WAITING_WEIGHT * worker.waiting_s
 
 
+def _product(worker: PlacementLoad, num_known: int, cached: CachedTokens) -> float:
+    """Return a request's prefill times the batch with it; in tokens where nothing is known of their time."""
+    num_new = max(num_known - cached.get(worker.worker_id, 0), 1)
+    return num_new * (worker.token_s or 1.0) * (worker.num_sequences + 1)
+
+
 def _can_take(worker: PlacementLoad, num_tokens: int) -> bool:
     if not worker.ready or (worker.max_request_tokens and num_tokens > worker.max_request_tokens):
         return False
@@ -263,6 +347,7 @@ def _can_take(worker: PlacementLoad, num_tokens: int) -> bool:
 
 PLACEMENTS: dict[str, Placement] = {
     "least-loaded": place_least_loaded,
+    "prefix-aware": place_prefix_aware,
     "best-fit": place_best_fit,
     "worst-fit": place_worst_fit,
     "pack": place_pack,

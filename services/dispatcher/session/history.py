@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from services.dispatcher.state import Counted
+from services.dispatcher.policy.loads import Counted
 from shared.ids import NOBODY, Incarnation, WorkerId
 
 MAX_BLAMES = 2

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from typing import Final
 from weakref import WeakKeyDictionary
 
+from services.dispatcher.policy.placement import Placed
 from services.dispatcher.session.calls import WorkerCalls
 from services.dispatcher.session.history import Attempt
-from services.dispatcher.session.placing import Placing, claimant_of
+from services.dispatcher.session.placing import Placing
 from services.dispatcher.session.session import Session
 from services.dispatcher.state import ClusterState
 from shared.ids import WorkerId
@@ -75,7 +76,7 @@ class SessionMigration:
         source, target = self._together.get(first, (None, None))
         if source == session.worker_id and target is not None and target not in tried:
             return target
-        found = self._placing.find(claimant_of(session), tried)
+        found = self._placing.choice.find(session, tried)
         return None if found is None else found.worker_id
 
     async def fetch_lost(self, session: Session, before: Attempt) -> WorkerId | None:
@@ -90,7 +91,7 @@ class SessionMigration:
         """
         if not session.tokens:
             return None
-        found = self._placing.find(claimant_of(session), {before.worker_id})
+        found = self._placing.choice.find(session, {before.worker_id})
         if found is None:
             return None
         target = found.worker_id
@@ -106,7 +107,9 @@ class SessionMigration:
         """Have a worker fetch a session, which counts there meanwhile."""
         request = session.request
         num_output, tier = len(session.tokens), request.tier
-        counted = self._cluster.submitted(target, request.num_prompt_tokens, num_output, self._now(), tier)
+        counted = self._cluster.submitted(
+            Placed(target, reason.value), request.num_prompt_tokens, num_output, self._now(), tier
+        )
         fetch = Fetch(
             request_id=request.request_id,
             attempt=before.number,

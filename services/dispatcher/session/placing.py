@@ -7,12 +7,12 @@ one whose worker is about to stop (`move`: it stays there unless another one tak
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from services.dispatcher.limits.lines import WorkerLines
-from services.dispatcher.limits.waiting_room import Claimant, RoomLimits, WaitingRooms
+from services.dispatcher.limits.waiting_room import RoomLimits
 from services.dispatcher.policy.placement import Placed, Placement
 from services.dispatcher.session.calls import SubmitAnswer, SubmitOutcome, WorkerCalls
+from services.dispatcher.session.choice import WorkerChoice, claimant_of
 from services.dispatcher.session.leases import WorkerPresence
 from services.dispatcher.session.owners import Owners
 from services.dispatcher.session.poison import Poison
@@ -20,7 +20,6 @@ from services.dispatcher.session.request import FailureCode, RequestFailedError
 from services.dispatcher.session.session import Session
 from services.dispatcher.session.submission import next_submit
 from services.dispatcher.state import ClusterState
-from shared.api_keys import Tier
 from shared.ids import WorkerId
 from shared.messages.owner import Owner
 from shared.process.tasks import TaskOwner
@@ -38,7 +37,7 @@ class SessionLimits:
 
 
 class Placing:
-    """Owns the waiting room, and the way of a submission to a worker and back."""
+    """Owns the way of a submission to a worker and back."""
 
     def __init__(  # noqa: PLR0913  one argument per part that is joined here
         self,
@@ -52,13 +51,13 @@ class Placing:
         now: Callable[[], float],
         tasks: TaskOwner,
     ) -> None:
-        self.waiting, self._lines = WaitingRooms(self._has_place, limits.queues), WorkerLines(cluster)
+        self.choice = WorkerChoice(calls, cluster, leases, placement, limits.queues)
+        self.waiting, self._lines = self.choice.waiting, self.choice.lines
         self.poison = Poison(calls, leases)
         self._calls = calls
         self._cluster = cluster
         self._leases = leases
         self._owners = owners
-        self._choose = placement
         self._limits = limits
         self._now = now
         self._tasks = tasks
@@ -78,24 +77,8 @@ class Placing:
             return
         request = session.request
         if not request.replaces and self.waiting.is_full(request.tier, request.tenant, request.max_tenant_queued):
-            raise RequestFailedError(self.crowded(request.tier))
+            raise RequestFailedError(self.choice.crowded(request.tier))
         await self._wait_and_submit(session, has_begun=session.request.replaces)
-
-    def _has_place(self, claimant: Claimant) -> bool:
-        """Return whether a worker would take this one at once, as far as is known here."""
-        return self._calls.connected and self.find(claimant, set()) is not None
-
-    def find(self, claimant: Claimant, refused: set[WorkerId]) -> Placed | None:
-        """Return the worker to ask next, by what is known here; None: there is none, or it would be others' first."""
-        if claimant.tier.is_best_effort and len(self.waiting.real_time):
-            return None
-        closed = refused | self._leases.lost_workers | self._lines.crowded(claimant)
-        return self._choose(self._cluster.loads(claimant.tier), claimant.num_tokens, closed, claimant.num_known)
-
-    def crowded(self, tier: Tier) -> FailureCode:
-        """Return why one more cannot wait: the clients' crowd, or, while the broker is away, our own failure."""
-        full = FailureCode.RESOURCE_UNAVAILABLE if tier.is_best_effort else FailureCode.QUEUE_FULL
-        return full if self._calls.connected else FailureCode.NO_CAPACITY
 
     async def _take_over(self, session: Session, refused: set[WorkerId]) -> bool:
         """Ask the worker that may run the request for another dispatcher; return whether it goes on there."""
@@ -107,7 +90,7 @@ class Placing:
         if owner.worker_id in self._leases.lost_workers:
             return False
         refused.add(owner.worker_id)
-        return await self._submit(session, owner.worker_id) is SubmitOutcome.ACCEPTED
+        return await self._submit(session, Placed(owner.worker_id, "has it")) is SubmitOutcome.ACCEPTED
 
     async def place_again(self, session: Session, lost: WorkerId | None, toward: WorkerId | None = None) -> None:
         """Return once a worker has accepted a session whose worker is lost, or the session has ended.
@@ -131,10 +114,11 @@ class Placing:
     async def move(self, session: Session) -> bool:
         """Offer a running session to another worker; return whether that one has it. If not, it runs on where it is."""
         before = session.present
-        target = self.find(claimant_of(session), {before.worker_id})
+        target = self.choice.find(session, {before.worker_id})
         if target is None:
             return False
-        accepted = await self._attempt(session, target.worker_id) is SubmitOutcome.ACCEPTED
+        placed = replace(target, needs_room=False)
+        accepted = await self._attempt(session, placed) is SubmitOutcome.ACCEPTED
         if accepted:
             self._cluster.ended(before.counted, len(session.tokens), self._now())
             self._leases.cancel(before.worker_id, session.request.request_id, before.number)
@@ -176,7 +160,9 @@ class Placing:
         finally:
             waiting.leave(ticket)
             self.waiting.signal()
-        raise RequestFailedError(self.crowded(request.tier) if self._cluster.num_ready else FailureCode.NO_CAPACITY)
+        raise RequestFailedError(
+            self.choice.crowded(request.tier) if self._cluster.num_ready else FailureCode.NO_CAPACITY
+        )
 
     async def _submit_somewhere(self, session: Session, refused: set[WorkerId], first: Sequence[WorkerId] = ()) -> bool:
         """Offer the session to these workers, then to all but those that refused it; return whether one has it.
@@ -185,17 +171,19 @@ class Placing:
             RequestFailedError: no worker can ever take it.
         """
         for worker_id in first:
-            if await self._submit(session, worker_id) is SubmitOutcome.ACCEPTED:
+            if await self._submit(session, Placed(worker_id, "has its KV")) is SubmitOutcome.ACCEPTED:
                 return True
             refused.add(worker_id)
         short = set[WorkerId]()
         while self._calls.connected and not session.ended.is_set():
-            placed = self.find(claimant_of(session), refused)
+            placed = self.choice.find(session, refused)
             if placed is None:
                 return False
             found = placed.worker_id
             was_closing = self._cluster.is_closing(found)
-            outcome = await self._submit(session, found, needs_room=placed.needs_room and found not in short)
+            if found in short:
+                placed = replace(placed, needs_room=False)
+            outcome = await self._submit(session, placed)
             if outcome is SubmitOutcome.ACCEPTED:
                 return True
             if outcome is SubmitOutcome.NO_ROOM:  # it is asked once more, to have it wait, if nobody has room
@@ -212,9 +200,10 @@ class Placing:
         refused.add(worker_id)
         if worker_id in self._lines.crowded(claimant_of(session)):
             return False
-        return await self._submit(session, worker_id, shares_prompt=True) is SubmitOutcome.ACCEPTED
+        placed = Placed(worker_id, "has its prompt")
+        return await self._submit(session, placed, shares_prompt=True) is SubmitOutcome.ACCEPTED
 
-    async def _submit(self, session: Session, worker_id: WorkerId, **how: bool) -> SubmitOutcome:
+    async def _submit(self, session: Session, placed: Placed, *, shares_prompt: bool = False) -> SubmitOutcome:
         """Begin the next attempt on this worker, or on the one that it names because it is closing; see `_attempt`.
 
         Raises:
@@ -222,14 +211,14 @@ class Placing:
         """
         if session.ended.is_set():  # whoever released it has found nothing to withdraw
             return SubmitOutcome.ELSEWHERE
-        outcome = await self._attempt(session, worker_id, **how)
-        if outcome is SubmitOutcome.UNKNOWN and await self.poison.has_killed(session, worker_id):
+        outcome = await self._attempt(session, placed, shares_prompt=shares_prompt)
+        if outcome is SubmitOutcome.UNKNOWN and await self.poison.has_killed(session, placed.worker_id):
             raise RequestFailedError(FailureCode.REQUEST_FAILED)
         if outcome is SubmitOutcome.CLOSING:
-            named = self._cluster.open_instead_of(worker_id)
-            return outcome if named is None else await self._submit(session, named)
+            named = self._cluster.open_instead_of(placed.worker_id)
+            return outcome if named is None else await self._submit(session, Placed(named, "is open"))
         if outcome is SubmitOutcome.OLD:  # another dispatcher, or this name's life before, has been there
-            outcome = await self._attempt(session, worker_id, **how)
+            outcome = await self._attempt(session, placed, shares_prompt=shares_prompt)
         if session.admitted_s is not None:  # what began somewhere goes on wherever it can
             return outcome
         if outcome is SubmitOutcome.TOO_LONG:
@@ -238,15 +227,15 @@ class Placing:
             raise RequestFailedError(FailureCode.INTERNAL)
         return outcome
 
-    async def _attempt(
-        self, session: Session, worker_id: WorkerId, *, shares_prompt: bool = False, needs_room: bool = False
-    ) -> SubmitOutcome:
+    async def _attempt(self, session: Session, placed: Placed, *, shares_prompt: bool = False) -> SubmitOutcome:
         """Return what came of offering a session; if it was accepted it may have ended meanwhile."""
+        worker_id, now_s = placed.worker_id, self._now()
         reopens = self._cluster.is_closing(worker_id)  # and chosen all the same: nobody else has room, or its KV
-        submit = next_submit(session, self._leases.sender, self._now(), reopens=reopens, needs_room=needs_room)
+        submit = next_submit(session, self._leases.sender, now_s, placed, reopens=reopens)
         request, num_output = session.request, len(session.tokens)
         num_prompt = 0 if shares_prompt else request.num_prompt_tokens
-        counted = self._cluster.submitted(worker_id, num_prompt, num_output, self._now(), request.tier)
+        counted = self._cluster.submitted(placed, num_prompt, num_output, now_s, request.tier)
+        self._cluster.prefixes.sent(worker_id, placed.names, now_s)
         self._lines.leave(session.stream, self._now())  # of one that is moved
         session.offer(worker_id, submit.attempt, counted, self._now())
         self._lines.join(session.stream, worker_id, claimant_of(session))
@@ -274,6 +263,8 @@ class Placing:
         session.fence()
         if may_run:
             self._leases.cancel(worker_id, submit.request_id, submit.attempt)
+        else:
+            self._cluster.prefixes.take_back(worker_id, placed.names)
         if answer.outcome is SubmitOutcome.NO_ROOM:
             self._cluster.note_room(worker_id, answer.num_free_blocks)
         return answer.outcome
@@ -287,16 +278,3 @@ class Placing:
         if session.request.resumable:
             owner = Owner(worker_id=worker_id, attempt=session.attempt)
             self._tasks.start(self._owners.note(session.request.request_id, owner), name="note-owner")
-
-
-def claimant_of(session: Session, *, has_begun: bool = False) -> Claimant:
-    """Return the session as the waiting room knows it."""
-    request = session.request
-    return Claimant(
-        request.tier,
-        request.tenant,
-        request.num_tokens,
-        num_known=request.num_prompt_tokens + len(session.tokens),
-        has_begun=has_begun,
-        has_output=bool(session.tokens),
-    )

@@ -13,12 +13,12 @@ from math import isnan
 
 import numpy as np
 
+from services.dispatcher.policy.loads import Counted
 from services.dispatcher.session.gaps import GapHistogram
 from services.dispatcher.session.history import Attempt, History
 from services.dispatcher.session.questions import Questions
 from services.dispatcher.session.reading import ReaderProgress
 from services.dispatcher.session.request import FailureCode, NewRequest, Reader
-from services.dispatcher.state import Counted
 from shared.ids import NOBODY, Incarnation, StreamId, WorkerId
 from shared.qoe import answer_qoe
 from shared.stream_extras import TokenLogprob

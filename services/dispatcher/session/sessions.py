@@ -185,7 +185,9 @@ class Sessions:
             )
         )
         if decision is not None:
-            raise RequestFailedError(self._placing.crowded(tier) if decision is FailureCode.QUEUE_FULL else decision)
+            raise RequestFailedError(
+                self._placing.choice.crowded(tier) if decision is FailureCode.QUEUE_FULL else decision
+            )
 
     def release(self, session: Session) -> None:
         """Forget the session; if a worker may still run it, cancel it there at once. Idempotent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from services.dispatcher.policy.placement import Placed
 from services.dispatcher.session.request import Sender
 from services.dispatcher.session.session import Session
 from services.dispatcher.session.standing import wanted_s
@@ -12,7 +13,7 @@ from shared.qoe import displayed
 
 
 def next_submit(
-    session: Session, sender: Sender, now_s: float, *, reopens: bool = False, needs_room: bool = False
+    session: Session, sender: Sender, now_s: float, placed: Placed | None = None, *, reopens: bool = False
 ) -> Submit:
     """Return the submission of the next attempt, which goes on after the tokens so far; `begin` makes it count.
 
@@ -20,8 +21,8 @@ def next_submit(
         session: takes the attempt's number.
         sender: this process.
         now_s: the event loop's clock.
+        placed: where it goes, and why; None: of that nothing is said.
         reopens: see `Submit.reopens`.
-        needs_room: see `Submit.needs_room`.
     """
     request, history = session.request, session.history
     age_s = max(0.0, now_s - request.arrival_s)
@@ -46,7 +47,8 @@ def next_submit(
         fork_of=None if session.parent is None else session.parent.request.request_id,
         cache_salt=request.cache_salt,
         reopens=reopens,
-        needs_room=needs_room,
+        needs_room=placed is not None and placed.needs_room,
+        prefix=None if placed is None else placed.prefix,
     )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.contract.arrays import I32
-from shared.prefix_names import RunName
+from shared.prefix_names import RunName, mark_of
 
 
 class PrefixIndex:
@@ -17,6 +17,8 @@ class PrefixIndex:
     def __init__(self, num_blocks: int) -> None:
         self.is_named: NDArray[np.bool_] = np.zeros(num_blocks, dtype=np.bool_)
         """[num_blocks]"""
+        self._marks: NDArray[np.uint32] = np.zeros(num_blocks, dtype=np.uint32)
+        """[num_blocks] of the names (`mark_of`)."""
         self._block_of: dict[RunName, int] = {}
         self._name_of: dict[int, RunName] = {}
 
@@ -27,6 +29,7 @@ class PrefixIndex:
         """Take note of ids up to num_blocks - 1."""
         more = np.zeros(num_blocks - self.is_named.size, dtype=np.bool_)
         self.is_named = np.concatenate([self.is_named, more])
+        self._marks = np.concatenate([self._marks, np.zeros(more.size, dtype=np.uint32)])
 
     def find(self, names: Iterable[RunName]) -> list[int]:
         """Return the blocks of the first names, as far as every one has a block."""
@@ -54,6 +57,7 @@ class PrefixIndex:
         self._block_of[name] = block
         self._name_of[block] = name
         self.is_named[block] = True
+        self._marks[block] = mark_of(name)
 
     def forget(self, ids: I32) -> None:
         """Forget the names of some blocks, as far as they have any."""
@@ -69,8 +73,14 @@ class PrefixIndex:
             self._name_of[new] = name = self._name_of.pop(old)
             self._block_of[name] = new
         self.is_named[target], self.is_named[source] = named, False
+        self._marks[target] = self._marks[source]
+
+    def marks(self) -> NDArray[np.uint32]:
+        """Return a copy of the marks of all names, in no order."""
+        return self._marks[self.is_named]
 
     def check_invariants(self) -> None:
         """Check that names and blocks are in one-to-one correspondence."""
         assert {block: name for name, block in self._block_of.items()} == self._name_of, "names and blocks differ"
         assert sorted(self._name_of) == np.flatnonzero(self.is_named).tolist(), "the marks of named blocks differ"
+        assert sorted(map(mark_of, self._block_of)) == sorted(self.marks().tolist()), "marks and names differ"

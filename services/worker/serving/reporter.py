@@ -20,7 +20,7 @@ from services.worker.roles.role import Role
 from shared.ids import Incarnation, WorkerId
 from shared.messages.event import Event
 from shared.messages.report import ElasticFacts, TransferProgress, WorkerPhase, WorkerReport
-from shared.messages.report_parts import MigrationPart
+from shared.messages.report_parts import MigrationPart, PrefixSketch
 from shared.process.log import get_logger
 from shared.subjects import Subjects
 from shared.transport.bus import Bus, BusError
@@ -30,6 +30,8 @@ RATE_HALF_LIFE_S = 2.0
 """Age at which a report counts half in the moving averages."""
 MIN_SHORTAGE_GAP_S = 0.1
 """Between two reports that are sent because memory runs short."""
+SKETCH_PERIOD_S = 2.0
+"""Between two looks at what is cached: those of a thousand workers take a dispatcher some time to take in."""
 
 _log = get_logger()
 
@@ -81,6 +83,9 @@ class Reporter:
         self._moves: Callable[[], tuple[TransferProgress, ...]] | None = None
         self._readers: Callable[[], ReadersNow] | None = None
         self._migration: Callable[[], MigrationPart] | None = None
+        self._prefixes: Callable[[], PrefixSketch | None] = lambda: None
+        self._sketch: PrefixSketch | None = None
+        self._sketched_s = float("-inf")
         self._holds: Callable[[], str] = str
         self._told_held = self._is_leaving = False
         self._cost, self._num_lanes = CostEstimate(), 1
@@ -137,6 +142,10 @@ class Reporter:
     def watch_migration(self, look: Callable[[], MigrationPart]) -> None:
         """Say with each report which requests have changed their worker."""
         self._migration = look
+
+    def watch_prefixes(self, look: Callable[[], PrefixSketch | None]) -> None:
+        """Say with each report whose KV is here."""
+        self._prefixes = look
 
     def watch_holds(self, look: Callable[[], str]) -> None:
         """Say with each report why the worker makes no steps; empty: it does."""
@@ -246,7 +255,10 @@ class Reporter:
             "decode_cost": self._cost.decode_cost,
             "step_time_s": self._rates.step_time_s,
             "tokens_per_s": self._rates.tokens_per_s,
+            "prefixes": self._sketch,
         }
+        if now_s >= self._sketched_s + SKETCH_PERIOD_S:
+            self._sketch, self._sketched_s = self._prefixes(), now_s
         facts = {field.name: getattr(self._facts, field.name) for field in fields(self._facts)}
         return base.model_copy(update={**facts, **numbers, **_place(self._role), **self._looks()})
 

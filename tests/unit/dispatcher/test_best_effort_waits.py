@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from services.dispatcher.limits.lines import WorkerLines
 from services.dispatcher.limits.waiting_room import Claimant
-from services.dispatcher.policy.placement import place_least_loaded
+from services.dispatcher.policy.placement import Placed, place_least_loaded
 from services.dispatcher.session.request import FailureCode
 from services.dispatcher.state import ClusterState
 from shared.api_keys import Tier
@@ -82,8 +82,8 @@ def test_a_chat_goes_where_other_chats_are_fewer_and_a_document_where_all_is_les
 def test_own_submissions_count_for_those_who_mind_them() -> None:
     """48 tokens are 3 blocks; a real-time request does not mind best effort, which gives way."""
     state = state_of(make_status(max_waiting=5, best_effort=BestEffortPart(max_parked=7, gives_way=True)))
-    sent = state.submitted(W0, 48, 0, 1.0, tier=Tier.FLEX)
-    state.submitted(W0, 16, 0, 1.0)
+    sent = state.submitted(Placed(W0, ""), 48, 0, 1.0, tier=Tier.FLEX)
+    state.submitted(Placed(W0, ""), 16, 0, 1.0)
     (real_time,), (flex,) = state.loads(), state.loads(Tier.FLEX)
     assert (real_time.num_sequences, real_time.num_waiting, real_time.num_demanded_blocks) == (1, 1, 1)
     assert (flex.num_sequences, flex.num_waiting, flex.num_demanded_blocks) == (2, 1, 4)
@@ -99,9 +99,9 @@ def test_where_it_would_not_give_way_none_comes_while_somebody_else_waits(gives_
     part = BestEffortPart(num_running=3, max_parked=7, gives_way=gives_way)
     waiting, others = state_of(make_status(num_waiting=1, best_effort=part)), state_of(make_status(best_effort=part))
     assert WorkerLines(others).crowded(Claimant(Tier.FLEX)) == set()
-    sent = others.submitted(W0, 99, 0, 0.5, tier=Tier.FLEX)
+    sent = others.submitted(Placed(W0, ""), 99, 0, 0.5, tier=Tier.FLEX)
     others.ended(sent, 9, 0.9)
-    others.submitted(W0, 16, 0, 1.0)
+    others.submitted(Placed(W0, ""), 16, 0, 1.0)
     for state in (waiting, others):
         crowded = set() if gives_way else {W0}
         assert WorkerLines(state).crowded(Claimant(Tier.FLEX)) == crowded

@@ -38,6 +38,7 @@ def make_load(worker_id: str = "w0", **fields: object) -> PlacementLoad:
         max_waiting=0,
         num_demanded_blocks=0,
         waiting_s=0.0,
+        token_s=0.0,
         num_blocks=100,
         block_size=16,
         decode_cost=DecodeCost(),

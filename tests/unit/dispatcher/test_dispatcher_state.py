@@ -6,6 +6,7 @@ from math import inf
 
 import pytest
 
+from services.dispatcher.policy.placement import Placed
 from services.dispatcher.session.gaps import BOUNDS_S, GapHistogram
 from services.dispatcher.state import UNNAMED_LIMIT_S, ClusterState
 from shared.ids import WorkerId
@@ -47,8 +48,8 @@ def test_a_process_in_place_of_one_that_had_not_stopped_is_a_restart() -> None:
 def test_own_submissions_count_until_a_report_that_was_made_after_them() -> None:
     """Submitted at 1.0 and 2.0. A view at 2.5 with a report 1 s old (made at 1.5) contains the first one only."""
     state = make_state(make_status())
-    state.submitted(W0, 33, 0, 1.0)
-    state.submitted(W0, 10, 6, 2.0)
+    state.submitted(Placed(W0, ""), 33, 0, 1.0)
+    state.submitted(Placed(W0, ""), 10, 6, 2.0)
     assert load_of(state) == (2, 4)
     state.apply(make_view(make_status(num_running=1, num_used_blocks=3, age_s=1.0)), 2.5)
     assert load_of(state) == (2, 4)
@@ -83,8 +84,8 @@ def test_own_requests_wait_until_they_begin_or_a_report_says_so() -> None:
         return load.num_waiting, load.max_waiting
 
     state = make_state(make_status(max_waiting=8))
-    state.submitted(W0, 33, 0, 1.0)
-    counted = state.submitted(W0, 10, 6, 2.0)
+    state.submitted(Placed(W0, ""), 33, 0, 1.0)
+    counted = state.submitted(Placed(W0, ""), 10, 6, 2.0)
     assert waiting(state) == (2, 8)
     state.began(W0, 2.5)
     assert waiting(state) == (1, 8)
@@ -100,7 +101,7 @@ def test_own_requests_wait_until_they_begin_or_a_report_says_so() -> None:
 def test_of_a_request_that_has_left_all_that_the_report_had_is_taken_off() -> None:
     """Sent at 0.0 with 32 tokens, 96 tokens of output at 3.0; at 2.0 it had 64 of them: (32 + 64) / 16 = 6 blocks."""
     state = make_state(make_status())
-    counted = state.submitted(W0, 32, 0, 0.0)
+    counted = state.submitted(Placed(W0, ""), 32, 0, 0.0)
     state.apply(make_view(make_status(num_running=2, num_used_blocks=10)), 2.0)
     state.ended(counted, 96, 3.0)
     assert load_of(state) == (1, 4)
@@ -111,14 +112,14 @@ def test_of_a_request_that_has_left_all_that_the_report_had_is_taken_off() -> No
 def test_output_that_the_report_does_not_have_is_not_taken_off() -> None:
     """The same request, sent after the report: it adds nothing and takes nothing, however much it said."""
     state = make_state(make_status(num_running=1, num_used_blocks=4))
-    state.ended(state.submitted(W0, 32, 0, 1.0), 96, 3.0)
+    state.ended(state.submitted(Placed(W0, ""), 32, 0, 1.0), 96, 3.0)
     assert load_of(state) == (1, 4)
 
 
 def test_output_from_before_an_attempt_is_there_from_its_beginning() -> None:
     """16 of prompt and 64 of output came along at 0.0; of 32 more at 2.0 half were there at 1.0: 6 blocks in all."""
     state = make_state(make_status())
-    counted = state.submitted(W0, 16, 64, 0.0)
+    counted = state.submitted(Placed(W0, ""), 16, 64, 0.0)
     assert load_of(state) == (1, 5)
     state.apply(make_view(make_status(num_running=2, num_used_blocks=10)), 1.0)
     state.ended(counted, 96, 2.0)
@@ -129,7 +130,7 @@ def test_computing_that_waits_is_what_the_report_leaves_and_what_was_sent_since(
     """5 blocks of 16 tokens at 10 ms, then 33 tokens more; a group of two computes in half the time."""
     for num_stages, expected_s in ((1, 1.13), (2, 0.565)):
         state = make_state(make_status(num_uncomputed_blocks=5, token_s=0.01, num_stages=num_stages))
-        state.submitted(W0, 33, 0, 1.0)
+        state.submitted(Placed(W0, ""), 33, 0, 1.0)
         (load,) = state.loads()
         assert load.waiting_s == pytest.approx(expected_s)
 
@@ -158,7 +159,7 @@ def test_who_comes_with_its_kv_is_there() -> None:
 
 def test_a_worker_that_is_not_known_is_not_counted() -> None:
     state = make_state(make_status(num_running=1, num_used_blocks=4))
-    state.ended(state.submitted(WorkerId("nobody"), 32, 0, 1.0), 9, 2.0)
+    state.ended(state.submitted(Placed(WorkerId("nobody"), ""), 32, 0, 1.0), 9, 2.0)
     assert load_of(state) == (1, 4)
 
 
@@ -231,7 +232,7 @@ def test_a_worker_that_views_do_not_name_counts_for_a_while_unless_its_end_was_s
     """A new monitor names nobody at first. Reports are made when their view comes, here: last at 1.0."""
     ended = [make_status("b", liveness=Liveness.DEAD), make_status("c", phase=WorkerPhase.STOPPED)]
     state = make_state(make_status("a"), *ended, make_status("d"), now_s=1.0)
-    state.submitted(WorkerId("a"), 16, 0, 2.0)
+    state.submitted(Placed(WorkerId("a"), ""), 16, 0, 2.0)
     other = make_status("d", model="another")
     for now_s, names in ((3.0, ["a"]), (1.0 + UNNAMED_LIMIT_S - 0.1, ["a"]), (1.0 + UNNAMED_LIMIT_S, [])):
         assert not state.apply(make_view(other), now_s)

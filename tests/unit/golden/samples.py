@@ -20,7 +20,7 @@ from shared.ids import DispatcherId, Incarnation, RequestId, StreamId, WorkerId
 from shared.messages.base import ControlMessage
 from shared.messages.errand import Errand
 from shared.messages.report import WorkerStatus
-from shared.messages.request import Submit, pack_token_ids
+from shared.messages.request import PrefixSource, Submit, pack_token_ids
 from shared.stream_extras import StreamExtra, TokenLogprob, pack_extras
 from shared.token_batch import TokenBatch
 from shared.types import FinishReason, LatencyLimits, ReaderTarget, SamplingParams, Thinking
@@ -92,6 +92,7 @@ _SUBMIT = Submit(
     cache_salt="tenant-7",
     reopens=True,
     needs_room=True,
+    prefix=PrefixSource(worker_id=WorkerId("w9"), address="10.0.0.9:7070", num_tokens=4096),
     uploaded=(16, 8),
 )
 
