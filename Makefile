@@ -140,7 +140,7 @@ gpu-figures: ## what docs/results/gpu.md asks for, on a model of 8 G parameters 
 	$(GPU_PYTHON) -m benchmarks.group_change --model $(GPU_MODEL) --device cuda --memory 36GiB --exchange-memory 4GiB --stages 2
 	$(GPU_PYTHON) -m benchmarks.remap --device cuda
 
-campaign: $(VENV)/.dev ## run COUNT seeds of random faults on the virtual clock: ABOUT=all|groups|migration
+campaign: $(VENV)/.dev ## run COUNT seeds of random faults on the virtual clock: ABOUT=all|groups|migration|prefixes
 	$(BIN)/python -m sim.faults --about $(ABOUT) --count $(COUNT)
 
 mutation: $(VENV)/.dev $(VENV)/.native ## make 200 small faults in the code, one at a time, and count those that tests notice

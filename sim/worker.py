@@ -71,6 +71,8 @@ class SimWorkerParams:
     max_model_len: int = 4096
     """Most tokens of prompt and output together."""
     prefix_caching: bool = True
+    pull_prefixes: bool = True
+    """See `WorkerSettings.pull_prefixes`."""
     max_sequences: int = 1024
     max_batch_rows: int = 256
     max_batch_tokens: int = 2048
@@ -161,6 +163,7 @@ class SimWorker:
             max_batch_tokens=params.max_batch_tokens,
             block_size=params.block_size,
             prefix_caching=params.prefix_caching,
+            pull_prefixes=params.pull_prefixes,
             orphan_s=params.orphan_s,
         )
         draw = TokenDraw.of_vocabulary(params.vocab_size, params.eos_token_ids, params.first_token_id)

@@ -16,6 +16,7 @@ from services.worker.engine.engine import Engine
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.engine.readers import look_at_readers
+from services.worker.engine.sketch import sketch_prefixes
 from services.worker.migration.kv_link import KvNetwork
 from services.worker.migration.migration import Migration
 from services.worker.roles.agent import OrderAgent
@@ -129,6 +130,7 @@ def build_worker(  # noqa: PLR0913  one argument per part that is joined here
     engine_executor, gate, roles = RoleExecutor(executor), StepGate(), _Roles()
     engine = _engine(settings, engine_executor, model, facts.max_model_len, make_engine)
     reporter.watch_readers(lambda: look_at_readers(engine, parts.now()))
+    reporter.watch_prefixes(lambda: sketch_prefixes(engine))
     steps = StepLog(parts.worker_id, settings.step_log_size, parts.now, model.cost)
     loop = StepLoop(
         engine,
@@ -236,6 +238,8 @@ def _endpoints(
             tasks=parts.tasks,
         )
         reporter.watch_migration(migration.look)
+        if settings.pull_prefixes:
+            intake.on_new = migration.pulls.begin
         if agent is not None:
             agent.keeper.migration = migration
     return Endpoints(

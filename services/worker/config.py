@@ -125,6 +125,8 @@ class WorkerSettings(ServiceSettings):
     """Tokens in one step at most; larger speeds up prompts and makes decodes wait longer."""
     prefix_caching: bool = True
     """Keep the KV of ended sequences until its memory is needed, for requests that begin alike."""
+    pull_prefixes: bool = True
+    """Bring KV of a prompt from a worker that has it, if that is quicker than computing it."""
     deterministic: bool = False
     """The same text whatever else is in the batch; somewhat slower."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0

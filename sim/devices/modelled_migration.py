@@ -17,7 +17,7 @@ from services.worker.contract.arrays import I32
 from services.worker.contract.kept_kv import KeptKv
 from services.worker.migration.departures import Departure, Departures
 from services.worker.migration.kv_link import SILENCE_S
-from services.worker.migration.kv_messages import GetKv, HasLeft, KvListed, LetGo, ListKv, NotHere, pack_names
+from services.worker.migration.kv_messages import FindKv, GetKv, HasLeft, KvListed, LetGo, ListKv, NotHere, pack_names
 from services.worker.modelled.shadow_kv import ShadowKv
 from services.worker.peers.frames import PeerLostError
 from services.worker.peers.greeting import PeerRefusedError
@@ -202,7 +202,7 @@ class ModelledKvLink:
         assert self._source.departures is not None, "it serves"
         return self._source.departures.open(self._target.worker_id, lambda: self.lose("the lease is over"))
 
-    async def ask(self, message: ListKv | LetGo) -> KvListed | HasLeft | NotHere:
+    async def ask(self, message: ListKv | FindKv | LetGo) -> KvListed | HasLeft | NotHere:
         """See `KvLink`."""
         departure = self._departure
         assert departure is not None, "it is open"

@@ -30,6 +30,7 @@ from sim.faults.scenario import (
     FaultScenario,
     draw_group_scenario,
     draw_migration_scenario,
+    draw_prefix_scenario,
     draw_scenario,
 )
 from sim.faults.trace import FaultTrace
@@ -49,7 +50,12 @@ _MAY_DIE = (ExecutorBrokenError, StuckStepError)
 """With these a worker ends by its own judgement of its device."""
 
 
-SCENARIOS = {"all": draw_scenario, "groups": draw_group_scenario, "migration": draw_migration_scenario}
+SCENARIOS = {
+    "all": draw_scenario,
+    "groups": draw_group_scenario,
+    "migration": draw_migration_scenario,
+    "prefixes": draw_prefix_scenario,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +248,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m sim.faults", description="Random faults on the virtual clock.")
     parser.add_argument("--seed", type=int, default=0, help="the seed to run (default 0)")
     parser.add_argument("--count", type=int, default=1, help="how many seeds from there on; more than one: no trace")
-    whose = "what a run is about: anything that fails, groups that come and go, or requests that change their workers"
+    whose = "what a run is about: anything that fails, or also groups, requests that change their workers, or prefixes"
     parser.add_argument("--about", choices=sorted(SCENARIOS), default="all", help=whose)
     arguments = parser.parse_args()
     draw, bad = SCENARIOS[arguments.about], 0

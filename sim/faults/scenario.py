@@ -34,6 +34,9 @@ LINK_BYTES_PER_S = (5e3, 2e5)
 MIGRATION_BYTES_PER_S = (2e4, 2e6)
 """A sequence's takes from a few hundredths of a second to some seconds."""
 
+PREFIX_BYTES_PER_S = (2e5, 5e6)
+"""A prompt's takes from a hundredth of a second to some tenths: less, or more, than computing it."""
+
 MERGING_RATIO = 0.45
 """Of the seeds in which groups come and go: those in which groups of two become one of four."""
 
@@ -148,6 +151,23 @@ def draw_migration_scenario(seed: int) -> FaultScenario:
     faults.sort(key=lambda fault: (fault.at_s, fault.kind, fault.target))
     plan = FaultPlan(tuple(faults), scenario.plan.num_poisonous, moves)
     return replace(scenario, workers=workers, plan=plan, link_bytes_per_s=link_bytes_per_s)
+
+
+def draw_prefix_scenario(seed: int) -> FaultScenario:
+    """As `draw_scenario`, with long prompts that begin alike, and workers that bring their KV from each other."""
+    random = np.random.default_rng([seed, 10])
+    scenario = draw_scenario(seed)
+    documents = [random.integers(FIRST_TOKEN, VOCABULARY, int(random.integers(24, 64))) for _ in range(2)]
+
+    def ask_about(ask: Ask) -> Ask:
+        own = ask.request.prompt[: int(random.integers(1, 12))]
+        document = documents[int(random.integers(2))]
+        return replace(ask, request=replace(ask.request, prompt=np.concatenate([document, own])))
+
+    asks = tuple(ask_about(ask) if random.random() < 0.9 else ask for ask in scenario.asks)
+    workers = tuple(replace(worker, system=DEFAULT_SYSTEM, prefix_caching=True) for worker in scenario.workers)
+    link_bytes_per_s = float(np.exp(random.uniform(*np.log(PREFIX_BYTES_PER_S))))
+    return replace(scenario, workers=workers, asks=asks, link_bytes_per_s=link_bytes_per_s)
 
 
 def _with_tiers(scenario: FaultScenario, random: np.random.Generator) -> FaultScenario:

@@ -85,6 +85,10 @@ class Sharing:
         num_shared = self._blocks.in_use(np.array(ids, dtype=np.int32)) if ids else 0
         return CachedPrefix(match.num_tokens, num_shared, following)
 
+    def shareable(self, row: int) -> list[RunName]:
+        """Return the names of all full blocks of a row that it could share, wherever they are."""
+        return self._names.of(row, self._num_shareable(row))
+
     # Rows come, run and go
 
     def add(self, row: int, salt: str, parent: int | None) -> None:

@@ -118,9 +118,9 @@ class SequenceRegistry:
             return False
         return np.array_equal(self._log.read(row, 0, num_known), new.generated)
 
-    def is_here(self, request_id: RequestId) -> bool:
-        """Return whether any attempt of a request is here."""
-        return request_id in self._newest
+    def newest_row(self, request_id: RequestId) -> int | None:
+        """Return the row of a request's newest attempt; None: none is here."""
+        return self._newest.get(request_id)
 
     def num_outputs(self, request_id: RequestId, attempt: int) -> int:
         """Return how many output tokens a sequence has that is here, 0 if it is not."""

@@ -18,7 +18,7 @@ from shared.api_keys import Tier
 from shared.hot import hot_dataclass
 from shared.messages.report import BestEffortPart, TierCounts
 
-_HELD_BACK = Hold.CANCELLED | Hold.NO_ROOM | Hold.FORK | Hold.PAUSED | Hold.ENDED | Hold.LEAVING
+_HELD_BACK = Hold.CANCELLED | Hold.NO_ROOM | Hold.FORK | Hold.PAUSED | Hold.ENDED | Hold.LEAVING | Hold.PULLING
 """Who is none that steps are made for; a row in a step or copy is, and so is one that is to be tried again."""
 MIN_WAITING: Final = 32
 """Sequences that may wait however few the memory holds: the first to come may be much longer than those that follow."""

@@ -16,9 +16,10 @@ from typing import Final
 import numpy as np
 
 from services.worker.contract.arrays import I32
-from services.worker.contract.kept_kv import as_host_id
+from services.worker.contract.kept_kv import KeptKv, as_host_id
 from services.worker.engine.engine import Engine
 from services.worker.migration.kv_messages import (
+    FindKv,
     GetKv,
     HasLeft,
     KvListed,
@@ -28,7 +29,7 @@ from services.worker.migration.kv_messages import (
     pack_names,
     unpack_names,
 )
-from services.worker.migration.shared_prefixes import shared_prefix
+from services.worker.migration.shared_prefixes import find_prefix, shared_prefix
 from services.worker.sequences.sequence import SequenceKey
 from services.worker.sequences.table import Hold, Status
 from shared.api_keys import Tier
@@ -153,9 +154,11 @@ class Departure:
         if not self._is_closed:
             self._timer = asyncio.get_running_loop().call_later(LEASE_S, self.expire)
 
-    async def answer(self, asked: ListKv | LetGo) -> KvListed | HasLeft | NotHere:
+    async def answer(self, asked: ListKv | FindKv | LetGo) -> KvListed | HasLeft | NotHere:
         """Answer a question; what `ids_of` reads is asked for apart."""
         self.renew()
+        if isinstance(asked, FindKv):
+            return self._find(unpack_names(asked.names))
         return self._list(asked) if isinstance(asked, ListKv) else await self._let_go()
 
     def ids_of(self, asked: GetKv) -> I32:
@@ -196,10 +199,20 @@ class Departure:
     def _row(self) -> int | None:
         return None if self._key is None else self._engine.registry.row_of.get(self._key)
 
+    def _find(self, names: tuple[RunName, ...]) -> KvListed | NotHere:
+        if reason := self._refusal():
+            return NotHere(detail=reason, is_refused=True)
+        kept = find_prefix(self._engine, names)
+        self._keep(kept)
+        return KvListed(names=pack_names(kept.names))
+
+    def _refusal(self) -> str:
+        return "the lease is over" if self._is_closed else self._departures.refusal()
+
     def _list(self, asked: ListKv) -> KvListed | NotHere:
         key = (asked.request_id, asked.attempt)
-        if self._is_closed or (reason := self._departures.refusal()):
-            return NotHere(detail="the lease is over" if self._is_closed else reason, is_refused=True)
+        if reason := self._refusal():
+            return NotHere(detail=reason, is_refused=True)
         if self._key is None:
             self._key = key
         row = self._row
@@ -208,13 +221,17 @@ class Departure:
         engine = self._engine
         runs = engine.table.status[row] == Status.RUNNING
         kept = engine.sharing.computed([row]) if runs else engine.kept([row])
+        self._keep(kept)
+        num_left = int(engine.table.num_known[row] - engine.table.num_computed[row])
+        is_prefilling = bool(runs) and num_left > engine.config.block_size
+        return KvListed(names=pack_names(kept.names), is_prefilling=is_prefilling)
+
+    def _keep(self, kept: KeptKv) -> None:
+        """Keep blocks for who asks, as far as they are not."""
         new = [place for place, name in enumerate(kept.names) if name not in self._ids]
         if new:
             self._pin(kept.ids[new])
             self._ids.update((kept.names[place], int(kept.ids[place])) for place in new)
-        num_left = int(engine.table.num_known[row] - engine.table.num_computed[row])
-        is_prefilling = bool(runs) and num_left > engine.config.block_size
-        return KvListed(names=pack_names(kept.names), is_prefilling=is_prefilling)
 
     def _pin(self, ids: I32) -> None:
         """Let blocks, named as in `KeptKv`, stay as they are, on the device and on the host."""

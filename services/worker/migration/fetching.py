@@ -22,7 +22,7 @@ from typing import Final
 from services.worker.contract.kept_kv import KeptKv
 from services.worker.engine.demand import count_promised_blocks, count_queued_for_memory
 from services.worker.engine.engine import Engine
-from services.worker.migration.kv_link import SILENCE_S, KvLink, KvNetwork
+from services.worker.migration.kv_link import SILENCE_S, KvLink, KvNetwork, KvRate
 from services.worker.migration.kv_messages import HasLeft, KvListed, LetGo, ListKv, NotHere, unpack_names
 from services.worker.peers.frames import PeerLostError
 from services.worker.peers.greeting import PeerRefusedError
@@ -41,8 +41,6 @@ TURN_LIMIT_S: Final = 4.0
 """Longest wait for its turn."""
 ROOM_BLOCKS: Final = 3
 """Free blocks for what a request computes next: the rest of its KV, and more."""
-RATE_WEIGHT: Final = 0.3
-"""Of one request's time for a byte in the moving average: of rates themselves, a quick way would hide slow ones."""
 POLL_S: Final = 0.01
 """Between looks for what is being computed, or comes for another request that began alike."""
 PIECE_BLOCKS: Final = 64
@@ -97,8 +95,8 @@ class KvFetching:
         """That have come since the start."""
         self.busy_s = 0.0
         """Seconds for which they were under way."""
-        self._bytes_per_s = 0.0
-        """Moving average over requests of which some has come, of the time of a byte; 0: there was none."""
+        self.rate = KvRate()
+        """Over requests of which some has come."""
         self._engine = engine
         self._network = network
         self._wake = wake
@@ -131,6 +129,12 @@ class KvFetching:
         self.outcomes[asked.reason, answer.outcome] += 1
         return answer
 
+    def count(self, reason: FetchReason, outcome: FetchOutcome, num_bytes: int, took_s: float) -> None:
+        """Count what came otherwise than by a `Fetch`."""
+        self.outcomes[reason, outcome] += 1
+        self.num_bytes += num_bytes
+        self.busy_s += took_s
+
     @property
     def num_under_way(self) -> int:
         """Requests that come now."""
@@ -139,7 +143,7 @@ class KvFetching:
     @property
     def bytes_per_s(self) -> float:
         """See `MigrationPart`."""
-        return self._bytes_per_s or max((one.bytes_per_s for one in self._states.values()), default=0.0)
+        return self.rate.bytes_per_s or max((one.bytes_per_s for one in self._states.values()), default=0.0)
 
     def state_of(self, request_id: RequestId) -> str:
         """Return how far a request is, in a word; empty: nothing is under way for it, and nothing kept."""
@@ -187,9 +191,7 @@ class KvFetching:
                 self._wake()
             self.num_bytes += one.num_bytes
             self.busy_s += self._now() - began_s
-            if rate := one.bytes_per_s:
-                weight = RATE_WEIGHT if self._bytes_per_s else 1.0
-                self._bytes_per_s = 1 / (weight / rate + (1 - weight) / (self._bytes_per_s or 1.0))
+            self.rate.note(one.bytes_per_s)
         said = answer.outcome.value, answer.detail, one.num_blocks, round(self._now() - began_s, 4)
         names = ("outcome", "detail", "num_blocks", "took_s")
         _log.info("request_fetched", rid=asked.request_id, source=asked.source, **dict(zip(names, said, strict=True)))
@@ -198,7 +200,7 @@ class KvFetching:
     async def _bring(self, one: _Fetch) -> None:
         if reason := self._refusal():
             raise _FetchFailedError(FetchOutcome.REFUSED, reason)
-        if self._engine.registry.is_here(one.asked.request_id):
+        if self._engine.registry.newest_row(one.asked.request_id) is not None:
             raise _FetchFailedError(FetchOutcome.REFUSED, "it runs here")
         if count_queued_for_memory(self._engine):
             raise _FetchFailedError(FetchOutcome.FULL, "others wait for memory here")

@@ -6,17 +6,36 @@ from typing import Final, Protocol
 
 from services.worker.contract.kept_kv import KeptKv
 from services.worker.migration.departures import Departures
-from services.worker.migration.kv_messages import HasLeft, KvListed, LetGo, ListKv, NotHere
+from services.worker.migration.kv_messages import FindKv, HasLeft, KvListed, LetGo, ListKv, NotHere
 from shared.ids import WorkerId
 
+RATE_WEIGHT: Final = 0.3
+"""Of what has come last in the moving average."""
 SILENCE_S: Final = 6.0
 """A little more than a lease: who waits longer for the next thing waits for nobody."""
+
+
+class KvRate:
+    """At which KV comes from other workers, while it does: a moving average of the time of a byte.
+
+    Of rates themselves an average would let a quick way hide slow ones.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_per_s = 0.0
+        """0: none has come."""
+
+    def note(self, bytes_per_s: float) -> None:
+        """Something has come at this rate; 0: nothing has."""
+        if bytes_per_s:
+            weight = RATE_WEIGHT if self.bytes_per_s else 1.0
+            self.bytes_per_s = 1 / (weight / bytes_per_s + (1 - weight) / (self.bytes_per_s or 1.0))
 
 
 class KvLink(Protocol):
     """A connection to the worker that runs a request. One thing at a time."""
 
-    async def ask(self, message: ListKv | LetGo) -> KvListed | HasLeft | NotHere:
+    async def ask(self, message: ListKv | FindKv | LetGo) -> KvListed | HasLeft | NotHere:
         """Ask, and return the answer; raises `PeerLostError`."""
 
     async def get(self, coming: KeptKv) -> int:

@@ -27,8 +27,15 @@ class ListKv(ControlMessage):
     attempt: int
 
 
+class FindKv(ControlMessage):
+    """Which of these first blocks of a prompt does it have? As with `ListKv` they are kept for who asks."""
+
+    kind: Literal["find_kv"] = "find_kv"
+    names: _Names
+
+
 class KvListed(ControlMessage):
-    """Those of the request's blocks that are full and computed, in order."""
+    """Those of the request's blocks that are full and computed, in order; or the first of those that were named."""
 
     kind: Literal["kv_listed"] = "kv_listed"
     names: _Names

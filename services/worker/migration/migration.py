@@ -14,6 +14,7 @@ from services.worker.engine.engine import Engine
 from services.worker.migration.departures import Departures
 from services.worker.migration.fetching import KvFetching
 from services.worker.migration.kv_link import KvNetwork
+from services.worker.migration.prefix_pulls import PrefixPulls
 from services.worker.migration.shared_prefixes import shared_prefixes
 from services.worker.serving.closing import Closing
 from shared.messages.fetch import Close, Fetch, ListRunning
@@ -63,6 +64,15 @@ class Migration:
             now=now,
             tasks=tasks,
         )
+        self.pulls = PrefixPulls(
+            engine,
+            network,
+            self.fetching,
+            wake=wake,
+            refusal=lambda: never or busy(),
+            now=now,
+            tasks=tasks,
+        )
         self._coming = engine.sharing.coming
         self._engine = engine
         self._network = network
@@ -103,6 +113,7 @@ class Migration:
 
     async def abort(self) -> None:
         """Give up what is under way, both ways: when it returns nothing of the KV is pinned, read or written for it."""
+        await self.pulls.stop()
         await self.fetching.stop()
         self.departures.close()
         await self._network.disconnect()

@@ -7,16 +7,26 @@ Pure: it reads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
+from services.worker.blocks.kept_blocks import kept_blocks
 from services.worker.contract.arrays import I32
+from services.worker.contract.kept_kv import KeptKv
 from services.worker.engine.engine import Engine
 from shared.messages.report_parts import SharedPrefix
+from shared.prefix_names import RunName
 
 MAX_PREFIXES: Final = 8
 """Of a report."""
+
+
+def find_prefix(engine: Engine, names: Sequence[RunName]) -> KeptKv:
+    """Return what is here, on the device or on the host, of the first of these blocks of a prompt."""
+    on_host = None if engine.swapping is None else engine.swapping.host.index
+    return kept_blocks([names], engine.config.block_size, engine.blocks.index, on_host)
 
 
 def shared_prefix(engine: Engine, rows: list[int]) -> SharedPrefix | None:

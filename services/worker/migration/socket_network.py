@@ -1,7 +1,7 @@
 """The KV of a request over a socket between two live workers: frames, a thread for each connection.
 
     target                                                  source
-    ListKv, LetGo ──────────────────────────────────────►   a `Departure` answers, on the event loop
+    ListKv, FindKv, LetGo ──────────────────────────────►   a `Departure` answers, on the event loop
     GetKv (names) ──────────────────────────────────────►   blocks are copied aside piece by piece, beside the steps
     blocks of the cache ◄──── KV_CHUNK, … ────────────────  each piece with all layers, keys and values apart
 
@@ -33,6 +33,7 @@ from services.worker.migration.departures import Departure, Departures
 from services.worker.migration.kv_link import SILENCE_S
 from services.worker.migration.kv_messages import (
     MAX_LIST_BYTES,
+    FindKv,
     GetKv,
     HasLeft,
     KvListed,
@@ -50,7 +51,7 @@ from shared.ids import WorkerId
 from shared.process.log import get_logger
 from shared.wire import decode_union, encode
 
-_Asked = ListKv | GetKv | LetGo
+_Asked = ListKv | FindKv | GetKv | LetGo
 _Said = KvListed | HasLeft | NotHere
 _ASKED: Final[TypeAdapter[_Asked]] = TypeAdapter(Annotated[_Asked, Field(discriminator="kind")])
 _SAID: Final[TypeAdapter[_Said]] = TypeAdapter(Annotated[_Said, Field(discriminator="kind")])
@@ -144,7 +145,7 @@ class SocketKvLink:
         self._busy = asyncio.Lock()
         self._buffer = memoryview(b"")
 
-    async def ask(self, message: ListKv | LetGo) -> _Said:
+    async def ask(self, message: ListKv | FindKv | LetGo) -> _Said:
         """See `KvLink`."""
         async with self._busy:
             return await in_thread(lambda: self._ask(message), "KV of a request", interrupt=self._wire.shut)
@@ -161,7 +162,7 @@ class SocketKvLink:
             self._wire.close()
         self._on_close(self)
 
-    def _ask(self, message: ListKv | LetGo) -> _Said:
+    def _ask(self, message: ListKv | FindKv | LetGo) -> _Said:
         self._wire.send(FrameKind.MIGRATION_ASK, encode(message, MAX_LIST_BYTES))
         frame = self._wire.receive(FrameKind.MIGRATION_ANSWER, max_bytes=MAX_LIST_BYTES)
         return decode_union(bytes(frame.payload), _SAID, MAX_LIST_BYTES)

@@ -41,6 +41,7 @@ class Hold:
     SWAPPING: Final = np.uint16(64)  # its KV is being copied to host memory, or back
     ENDED: Final = np.uint16(128)  # has ended and said so; a batch that went ahead still writes its KV
     LEAVING: Final = np.uint16(256)  # goes on at another worker once it is in no batch and no copy
+    PULLING: Final = np.uint16(512)  # waits for KV of its prompt that comes from another worker
 
 
 class SequenceTable:

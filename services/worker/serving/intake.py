@@ -28,6 +28,7 @@ from shared.messages.request import (
     Accepted,
     Cancel,
     Cancelled,
+    PrefixSource,
     RefusalReason,
     Refused,
     Replay,
@@ -79,6 +80,8 @@ class Intake:
         self._wake = wake
         self._prepare_grammar = prepare_grammar
         self.closing = Closing(now)
+        self.on_new: Callable[[int, PrefixSource | None], None] = lambda _row, _source: None
+        """Called with each row that has come, and a worker that may have more of its prompt."""
         self._open = False
         self._is_aside = False
         self._uploads = Uploads()
@@ -169,7 +172,7 @@ class Intake:
             check_token(submit.dispatcher_id)
         except ValueError as error:
             return refuse(RefusalReason.INVALID, str(error))
-        row = self._take(self._new_sequence(submit), is_here=is_here, needs_room=submit.needs_room)
+        row = self._take(submit, is_here=is_here)
         if isinstance(row, RefusalReason):
             return refuse(row, newest_attempt=newest)
         self._remember(submit)
@@ -182,16 +185,16 @@ class Intake:
             num_preemptions=int(self._engine.table.num_preemptions[row]),
         )
 
-    def _take(self, new: NewSequence, *, is_here: bool, needs_room: bool) -> int | RefusalReason:
+    def _take(self, submit: Submit, *, is_here: bool) -> int | RefusalReason:
         """Hand it to the engine; who has no token yet and finds as many waiting as may had better wait elsewhere."""
-        registry = self._engine.registry
+        registry, new = self._engine.registry, self._new_sequence(submit)
         row = registry.hand_over(new)
         if row is not None:
             return row
         if not is_here and self._is_full(new):
             return RefusalReason.FULL
         num_blocks = -(-(new.prompt.size + new.generated.size) // self._engine.config.block_size)
-        if needs_room and num_blocks > count_free_blocks(self._engine):  # as if nothing of it were cached
+        if submit.needs_room and num_blocks > count_free_blocks(self._engine):  # as if nothing of it were cached
             return RefusalReason.NO_ROOM
         outcome = registry.add(new)
         if outcome is AddRefusal.FULL and not new.tier.is_best_effort:
@@ -199,7 +202,11 @@ class Intake:
             if sent_back is not None:  # to its dispatcher, where it waits
                 registry.release([sent_back], "")
                 outcome = registry.add(new)
-        return RefusalReason(outcome.value) if isinstance(outcome, AddRefusal) else outcome
+        if isinstance(outcome, AddRefusal):
+            return RefusalReason(outcome.value)
+        if not is_here:
+            self.on_new(outcome, submit.prefix)
+        return outcome
 
     def _is_full(self, new: NewSequence) -> bool:
         """Return whether as many wait as may. Best effort counts apart, and also if it has begun: it can wait."""

@@ -17,9 +17,12 @@ from services.worker.memory.kv_cache import KVCache
 from services.worker.migration.migration import Migration
 from services.worker.migration.socket_network import SocketKvNetwork
 from services.worker.peers.connect import Peers
+from services.worker.sequences.table import Hold
 from services.worker.serving.closing import Closing
+from shared.cost import CostModel
 from shared.ids import RequestId, StreamId, WorkerId
 from shared.messages.fetch import Fetch, Fetched, FetchOutcome, FetchReason
+from shared.messages.request import PrefixSource
 from shared.process.tasks import TaskOwner
 from shared.transport.bus import Message
 from shared.types import FinishReason
@@ -33,6 +36,8 @@ BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS = 4, 64, 3
 PAIR_BYTES = 2 * BLOCK_SIZE * 2 * 3 * 4
 """Keys and values of a block in one layer."""
 NAME = RequestId("r0")
+COST = CostModel(g0_s=1.0, b0_s=0.1, g1_s=0.0, b1_s=0.1, d_s=0.0, a_s=0.0)
+"""Slow enough to wait for anything."""
 
 
 class Worker:
@@ -149,6 +154,32 @@ async def test_a_request_comes_with_all_of_its_full_blocks_to_the_bit() -> None:
         assert target.engine.sharing.coming.num_recomputed == 0
         target.engine.registry.cancel(NAME, 2)
         target.harness.land()
+
+
+@pytest.mark.parametrize("how", ["", "busy", "gone", "unknown cost"])
+async def test_the_prefix_of_a_request_that_has_just_come_comes_to_the_bit_or_is_computed(how: str) -> None:
+    async with two() as (source, target):
+        target.engine.cost.now = None if how == "unknown cost" else COST
+        target.migration.pulls._wake = lambda: None  # until what has come was compared
+        asked = PrefixSource(worker_id=source.worker_id, address=source.peers.address, num_tokens=80)
+        source.is_busy = "it forms a group" if how == "busy" else ""
+        if how == "gone":
+            await source.close()
+        new = replace(
+            new_sequence(1, num_prompt=90, max_tokens=9),
+            prompt=source.engine.table.sequence(0).prompt.astype(np.uint32),
+        )
+        row = target.harness.add(new)
+        assert isinstance(row, int)
+        target.migration.pulls.begin(row, asked)
+        assert bool(target.engine.table.hold[row] & Hold.PULLING) == (how != "unknown cost")
+        while len(target.migration.pulls):
+            await asyncio.sleep(0.001)
+        assert not target.engine.table.hold[row] & Hold.PULLING
+        assert check_names(source, target) == (0 if how else 80 // BLOCK_SIZE)
+        while target.harness.stories[1001].finish is FinishReason.NONE:
+            target.harness.step()
+        assert bool(target.engine.totals.num_prefix_cache_hits) == (not how)
 
 
 async def test_what_is_there_already_does_not_come_again() -> None:
