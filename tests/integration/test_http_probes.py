@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -16,6 +15,7 @@ from cli.status import run_status
 from services.dispatcher.build import load_text
 from shared.errors import StartupError
 from shared.messages.report import Liveness, TransferKind, TransferProgress, WorkerPhase
+from shared.messages.report_parts import MigrationPart, PrefixSketch, SharedPrefix
 from shared.troubleshooting import sections
 from shared.version import VERSION
 from tests.support.dispatchers import Running, Serve, load_model, make_settings, running_dispatcher
@@ -120,9 +120,13 @@ async def test_the_models_own_sampling_holds_unless_it_is_left_out(tmp_path: Pat
 async def test_the_cluster_view_is_handed_on_with_its_age(served: Running) -> None:
     status, body = await served.get("/v1/cluster")
     assert (status, body["workers"], body["age_s"]) == (200, [], None)
-    await served.view(make_status(num_running=3))
+    shared = MigrationPart(shared_prefixes=(SharedPrefix(name="ab" * 16, num_blocks=3),), num_left_total=7)
+    await served.view(make_status(num_running=3, prefixes=PrefixSketch(marks="AQAAAA=="), migration=shared))
     _, body = await served.get("/v1/cluster")
-    assert body["workers"][0]["report"]["num_running"] == 3
+    report = body["workers"][0]["report"]
+    assert (report["num_running"], report["migration"]["num_left_total"]) == (3, 7)
+    assert "prefixes" not in report, "what is made of prompts is nobody's to see"
+    assert "shared_prefixes" not in report["migration"]
     assert body["age_s"] >= 0
     assert body["dispatcher"]["model"] == "tiny"
 
@@ -135,7 +139,9 @@ async def test_the_view_of_a_large_cluster_is_handed_on_whole_and_read_by_status
     assert "4000 of 4000 workers can take requests" in shown
     status, body = await served.get("/v1/cluster")
     assert (status, len(body["workers"])) == (200, 4000)
-    assert body["workers"][-1]["report"] == json.loads(make_elastic_report(3999, model="tiny").model_dump_json())
+    expected = make_elastic_report(3999, model="tiny").model_dump(mode="json")
+    del expected["prefixes"], expected["migration"]["shared_prefixes"]
+    assert body["workers"][-1]["report"] == expected
     assert body["num_left_out"] == 0
     assert not body.keys() & {"part", "num_parts", "facts"}
 

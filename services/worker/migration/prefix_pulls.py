@@ -50,12 +50,14 @@ class _Pull:
     """That lack here, in order."""
     num_here: int
     """Blocks before them."""
+    began_s: float
     waiting: list[RequestId] = field(default_factory=list)
     """Requests that wait for it, the one that it is for among them."""
     num_blocks: int = 0
     """That have come."""
     num_bytes: int = 0
     copying_s: float = 0.0
+    outcome: FetchOutcome = FetchOutcome.LOST
 
 
 class PrefixPulls:
@@ -119,13 +121,14 @@ class PrefixPulls:
             table.hold[row] |= Hold.PULLING
         elif source is not None and len(self) < MAX_AT_ONCE and not self._refusal():
             named = tuple(names[num_here : source.num_tokens // self._engine.config.block_size])
-            pull = _Pull(request_id, source, named, num_here, [request_id])
+            pull = _Pull(request_id, source, named, num_here, self._now(), [request_id])
             saved_s = self._computed_s(pull)
             if named and self._comes_s(pull) < saved_s:
                 table.hold[row] |= Hold.PULLING
                 self._pulls[named[0]] = pull
-                task = self._pull(pull, named[0], saved_s)
-                self._under_way[request_id] = self._tasks.start(task, name=f"prefix-{request_id}")
+                task = self._tasks.start(self._pull(pull, saved_s), name=f"prefix-{request_id}")
+                task.add_done_callback(lambda _: self._end(pull, named[0]))
+                self._under_way[request_id] = task
 
     async def stop(self) -> None:
         """End all that are under way; nothing is written when it returns."""
@@ -148,29 +151,29 @@ class PrefixPulls:
         rate = pull.num_bytes / pull.copying_s if pull.copying_s else self._fetching.rate.bytes_per_s
         return (len(pull.names) - pull.num_blocks) * self._block_bytes / rate if rate else 0.0
 
-    async def _pull(self, pull: _Pull, first: RunName, limit_s: float) -> None:
-        began_s, outcome = self._now(), FetchOutcome.LOST
-        coming = self._engine.sharing.coming
+    async def _pull(self, pull: _Pull, limit_s: float) -> None:
         try:
             async with asyncio.timeout(limit_s):
-                outcome = await self._bring(pull)
+                pull.outcome = await self._bring(pull)
         except TimeoutError:
-            outcome = FetchOutcome.LATE
+            pull.outcome = FetchOutcome.LATE
         except PeerRefusedError:
-            outcome = FetchOutcome.REFUSED
+            pull.outcome = FetchOutcome.REFUSED
         except (PeerLostError, WireError) as error:
             _log.info("prefix_lost", rid=pull.request_id, source=pull.source.worker_id, reason=str(error))
-        finally:
-            del self._under_way[pull.request_id], self._pulls[first]
-            rows = [self._engine.registry.newest_row(request_id) for request_id in pull.waiting]
-            if rows[0] is None or outcome is not FetchOutcome.MOVED:
-                coming.release(pull.request_id)  # what has come may be used by anybody
-            else:
-                coming.is_whole(pull.request_id, 0)
-            self._engine.table.hold[[row for row in rows if row is not None]] &= ~Hold.PULLING
-            self._fetching.count(FetchReason.PREFIX, outcome, pull.num_bytes, self._now() - began_s)
-            self._fetching.rate.note(pull.num_bytes / pull.copying_s if pull.copying_s else 0.0)
-            self._wake()
+
+    def _end(self, pull: _Pull, first: RunName) -> None:
+        """Let go on who waits for it. It may have been cancelled before it began."""
+        del self._under_way[pull.request_id], self._pulls[first]
+        rows = [self._engine.registry.newest_row(request_id) for request_id in pull.waiting]
+        if rows[0] is None or pull.outcome is not FetchOutcome.MOVED:
+            self._engine.sharing.coming.release(pull.request_id)  # what has come may be used by anybody
+        else:
+            self._engine.sharing.coming.is_whole(pull.request_id, 0)
+        self._engine.table.hold[[row for row in rows if row is not None]] &= ~Hold.PULLING
+        self._fetching.count(FetchReason.PREFIX, pull.outcome, pull.num_bytes, self._now() - pull.began_s)
+        self._fetching.rate.note(pull.num_bytes / pull.copying_s if pull.copying_s else 0.0)
+        self._wake()
 
     async def _bring(self, pull: _Pull) -> FetchOutcome:
         """Return what came of it; raises PeerLostError, PeerRefusedError, WireError."""
