@@ -59,7 +59,7 @@ class LivePrefixRun:
     """Share of the machine that others used."""
 
 
-async def hold(url: str, number: int, seen: LivePrefixRun) -> None:
+async def hold(url: str, model: str, number: int, seen: LivePrefixRun) -> None:
     """Hold one conversation."""
     random = np.random.default_rng(number)
     opening = np.random.default_rng(1_000_000 + number % NUM_OPENINGS).integers(FIRST_ID, NUM_TOKENS, OPENING_TOKENS)
@@ -68,9 +68,9 @@ async def hold(url: str, number: int, seen: LivePrefixRun) -> None:
     async with aiohttp.ClientSession() as session:
         for _ in range(TURNS):
             prompt += random.integers(FIRST_ID, NUM_TOKENS, TURN_TOKENS).tolist()
-            fields = {"prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0.0, "ignore_eos": True}
+            fields = {"model": model, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "ignore_eos": True, "stream": True}
             began_s, is_first = time.perf_counter(), True
-            async with session.post(f"{url}/v1/completions", json=fields | {"stream": True}) as response:
+            async with session.post(f"{url}/v1/completions", json=fields) as response:
                 response.raise_for_status()
                 async for line in response.content:
                     if line.startswith(b"data: {") and is_first and json.loads(line[6:])["choices"]:
@@ -98,8 +98,10 @@ async def run(way: str, folder: Path, num_workers: int, num_conversations: int) 
         with tempfile.TemporaryDirectory() as logs:
             env = {"SLUICE_WORKER_PULL_PREFIXES": pulls}
             await cluster.serve(*flags, "--memory", "700MiB", log=Path(logs) / "log", env=env)
+            async with aiohttp.ClientSession() as session, session.get(f"{cluster.url}/v1/models") as models:
+                model = (await models.json())["data"][0]["id"]
             before = Share.take(cluster.pid)
-            await asyncio.gather(*(hold(cluster.url, number, seen) for number in range(num_conversations)))
+            await asyncio.gather(*(hold(cluster.url, model, number, seen) for number in range(num_conversations)))
             seen.foreign_ratio = foreign_share(before, Share.take(cluster.pid))
             await asyncio.sleep(2.0)
             take_counts(await cluster.worker_reports(), seen)
