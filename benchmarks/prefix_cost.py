@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -86,8 +87,8 @@ def row(num_workers: int, num_blocks: int, num_calls: int) -> list[str]:
     cells = [f"{num_workers:,}", taking, taken_us(lambda: place_least_loaded(loads, 3000), num_calls)]
     for prompt, names in zip(prompts, named, strict=True):
         cells += [
-            taken_us(lambda prompt=prompt: prefixes.names_of(prompt, ""), num_calls),
-            taken_us(lambda names=names: prefixes.cached(names), num_calls),
+            taken_us(partial(prefixes.names_of, prompt, ""), num_calls),
+            taken_us(partial(prefixes.cached, names), num_calls),
         ]
     cached = prefixes.cached(named[0])
     return [*cells, taken_us(lambda: place_prefix_aware(loads, 3000, (), 2000, cached), num_calls)]
