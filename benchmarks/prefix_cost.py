@@ -90,6 +90,7 @@ def row(num_workers: int, num_blocks: int, num_calls: int) -> list[str]:
             taken_us(partial(prefixes.names_of, prompt, ""), num_calls),
             taken_us(partial(prefixes.cached, names), num_calls),
         ]
+        cells.append(taken_us(partial(prefixes.sent, workers[0], names, 2.0), num_calls))
     cached = prefixes.cached(named[0])
     return [*cells, taken_us(lambda: place_prefix_aware(loads, 3000, (), 2000, cached), num_calls)]
 
@@ -103,7 +104,7 @@ def main() -> None:
     arguments = parser.parse_args()
     marks = np.random.default_rng(0).integers(0, NUM_MARKS, arguments.blocks, dtype=np.uint32)
     num_bytes = len(sketch_of(marks).model_dump_json())
-    names = [f"{what} ({length:,} tokens)" for length in PROMPTS for what in ("names", "who holds them")]
+    names = [f"{what} ({length:,} tokens)" for length in PROMPTS for what in ("names", "who holds them", "sent")]
     head = ["workers", "a view's sketches", "least-loaded", *names, "prefix-aware"]
     title = f"{machine()}; µs: median, p99. A sketch of {arguments.blocks:,} blocks: {num_bytes:,} bytes"
     print_table(title, head, [row(count, arguments.blocks, arguments.calls) for count in arguments.workers])

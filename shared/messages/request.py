@@ -66,7 +66,7 @@ class Submit(ControlMessage):
     slo: LatencyLimits | None = None
     """What the request is to keep; None: nobody has said."""
     qoe: ReaderTarget | None = None
-    """The reader's schedule; None when no reader follows the stream (not streamed, JSON, tools)."""
+    """The reader's schedule; None when no reader follows the stream: it is not streamed, or best effort."""
     displayed: Annotated[tuple[NotNegative, NotNegative] | None, Field()] = None
     """What the reader has seen of `generated`: when the newest token is displayed, seconds after arrival, and the sum
     of all delays so far; None without any, or without a reader. Of an answer that thinks still, as if its thinking were
