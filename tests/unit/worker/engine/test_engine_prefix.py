@@ -7,12 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.dispatcher.policy.prefixes import HeldPrefixes
 from services.worker.blocks.prefix_index import PrefixIndex
 from services.worker.contract.arrays import I32
 from services.worker.contract.batch import BatchOutput
+from services.worker.engine.sketch import sketch_prefixes
 from services.worker.engine.stats import take_stats
+from services.worker.migration.shared_prefixes import find_prefix
 from services.worker.sequences.config import NewSequence
 from services.worker.sequences.events import RowExtra
+from shared.ids import WorkerId
 from shared.prefix_names import following_names, root_name
 from shared.stream_extras import TokenLogprob
 from shared.types import FinishReason
@@ -102,6 +106,27 @@ def test_the_next_turn_of_a_talk_finds_the_answer_too() -> None:
     text = harness.stories[1000].text
     assert first_batch_of(harness, new_sequence(1, prompt=[*PROMPT[:10], *text, 7, 8])) == (16, 5)
     harness.judge()
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 64])
+@pytest.mark.parametrize("num_blocks", [12, 40])
+def test_a_dispatcher_finds_by_the_sketch_what_the_engine_finds(num_blocks: int, num_host_blocks: int) -> None:
+    """Prompts that begin alike come, answers are cached too, and much of it is lost again; only whole blocks count."""
+    harness = make_harness(num_blocks=num_blocks, num_host_blocks=num_host_blocks)
+    worker_id, held, found = WorkerId("w0"), HeldPrefixes(), 0
+    for name in range(24):
+        prompt = [*PROMPT[: 4 * (name % 7) + 5], name % 5 + 2, *range(2, 4 + name % 9)]
+        held.take(worker_id, sketch_prefixes(harness.engine), 4, float(name))
+        names = held.names_of(np.array(prompt[:-1], dtype="<u4").tobytes(), "")
+        says = held.cached(names).get(worker_id, 0)
+        row = harness.add(new_sequence(name, prompt=prompt, max_tokens=6))
+        assert isinstance(row, int)
+        assert says == len(find_prefix(harness.engine, harness.engine.sharing.shareable(row))) * 4
+        found += says
+        while harness.engine.table.num_sequences:
+            harness.step()
+    assert found > 40
+    assert sketch_prefixes(make_harness(prefix_caching=False).engine) is None
 
 
 def test_salts_and_other_beginnings_keep_sequences_apart() -> None:
