@@ -127,9 +127,9 @@ class Cluster:
 async def cluster(
     broker: MemoryBroker | None = None, name: str = "d0", incarnation: int = 0, **settings_fields: Any
 ) -> AsyncIterator[Cluster]:
-    settings = DispatcherSettings.model_validate(
-        {"model": Path("tiny"), "served_model_name": "tiny", "instance_id": name, **settings_fields}
-    )
+    """A dispatcher that places by load, and of equal workers on the first by name."""
+    fields = {"model": Path("tiny"), "served_model_name": "tiny", "instance_id": name, "system": "fcfs-chunked"}
+    settings = DispatcherSettings.model_validate(fields | settings_fields)
     broker = broker or MemoryBroker()
     bus = broker.connect(name)
     failures: list[object] = []
