@@ -37,6 +37,8 @@ from shared.process.tasks import TaskOwner
 
 MAX_AT_ONCE: Final = 4
 """Requests whose prefixes come at a time; others compute theirs."""
+FADING: Final = 0.8
+"""What is left of the time that asking took, each time that nobody is asked because of it."""
 _log = get_logger()
 
 
@@ -57,6 +59,8 @@ class _Pull:
     """That have come."""
     num_bytes: int = 0
     copying_s: float = 0.0
+    has_answer: bool = False
+    """The source has said what it has."""
     outcome: FetchOutcome = FetchOutcome.LOST
 
 
@@ -96,6 +100,8 @@ class PrefixPulls:
         """By the first name that comes."""
         self._block_bytes = 0.0
         """Of what came last; 0: nothing has."""
+        self._asking_s = 0.0
+        """How long it took of late until a source had said what it has; it fades while nobody is asked for that."""
 
     def __len__(self) -> int:
         """Return how many are under way."""
@@ -123,7 +129,9 @@ class PrefixPulls:
             named = tuple(names[num_here : source.num_tokens // self._engine.config.block_size])
             pull = _Pull(request_id, source, named, num_here, self._now(), [request_id])
             saved_s = self._computed_s(pull)
-            if named and self._comes_s(pull) < saved_s:
+            if named and self._asking_s + self._comes_s(pull) >= saved_s:
+                self._asking_s *= FADING
+            elif named:
                 table.hold[row] |= Hold.PULLING
                 self._pulls[named[0]] = pull
                 task = self._tasks.start(self._pull(pull, saved_s), name=f"prefix-{request_id}")
@@ -147,7 +155,7 @@ class PrefixPulls:
         return cost.chunk_s(first, (len(pull.names) - pull.num_blocks) * size)
 
     def _comes_s(self, pull: _Pull) -> float:
-        """Return how long what has yet to come takes, at the rate that is known; 0: none is."""
+        """Return how long what has yet to come takes once it is asked for, at the rate that is known; 0: none is."""
         rate = pull.num_bytes / pull.copying_s if pull.copying_s else self._fetching.rate.bytes_per_s
         return (len(pull.names) - pull.num_blocks) * self._block_bytes / rate if rate else 0.0
 
@@ -164,12 +172,11 @@ class PrefixPulls:
 
     def _end(self, pull: _Pull, first: RunName) -> None:
         """Let go on who waits for it. It may have been cancelled before it began."""
+        if not pull.has_answer:
+            self._asking_s = max(self._asking_s, self._now() - pull.began_s)
         del self._under_way[pull.request_id], self._pulls[first]
         rows = [self._engine.registry.newest_row(request_id) for request_id in pull.waiting]
-        if rows[0] is None or pull.outcome is not FetchOutcome.MOVED:
-            self._engine.sharing.coming.release(pull.request_id)  # what has come may be used by anybody
-        else:
-            self._engine.sharing.coming.is_whole(pull.request_id, 0)
+        self._engine.sharing.coming.release(pull.request_id)  # what has come is cached, for anybody
         self._engine.table.hold[[row for row in rows if row is not None]] &= ~Hold.PULLING
         self._fetching.count(FetchReason.PREFIX, pull.outcome, pull.num_bytes, self._now() - pull.began_s)
         self._fetching.rate.note(pull.num_bytes / pull.copying_s if pull.copying_s else 0.0)
@@ -180,6 +187,7 @@ class PrefixPulls:
         link = await self._network.connect(pull.source.worker_id, pull.source.address)
         try:
             found = await link.ask(FindKv(names=pack_names(pull.names)))
+            pull.has_answer, self._asking_s = True, self._now() - pull.began_s
             if not isinstance(found, KvListed):
                 return FetchOutcome.REFUSED
             pull.names = unpack_names(found.names)

@@ -182,6 +182,26 @@ async def test_the_prefix_of_a_request_that_has_just_come_comes_to_the_bit_or_is
         assert bool(target.engine.totals.num_prefix_cache_hits) == (not how)
 
 
+async def test_who_waits_in_vain_for_an_answer_asks_for_large_prefixes_only_and_after_a_while_for_all() -> None:
+    """400 blocks of a second each are worth it; ten are not, until it was nearly forgotten how long that took."""
+    async with two() as (source, target):
+        pulls = target.migration.pulls
+        target.engine.cost.now, pulls._wake, pulls._asking_s = COST, lambda: None, 30.0
+        new = replace(new_sequence(1, num_prompt=90), prompt=source.engine.table.sequence(0).prompt.astype(np.uint32))
+        row = target.harness.add(new)
+        assert isinstance(row, int)
+        asked = PrefixSource(worker_id=source.worker_id, address=source.peers.address, num_tokens=80)
+        num_tries = 0
+        while not len(pulls):
+            pulls.begin(row, asked)
+            num_tries += 1
+        assert 4 < num_tries < 20
+        while len(pulls):
+            await asyncio.sleep(0.001)
+        assert pulls._asking_s < 1.0
+        assert check_names(source, target) == 80 // BLOCK_SIZE
+
+
 async def test_what_is_there_already_does_not_come_again() -> None:
     async with two() as (source, target):
         first = await target.fetch(source)
