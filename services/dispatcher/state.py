@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from math import inf
 
-from services.dispatcher.policy.loads import Change, Counted, load_since, reported_loads
+from services.dispatcher.policy.loads import Counted, PlacementChange, load_since, reported_loads
 from services.dispatcher.policy.placement import Placed, PlacementLoad
 from services.dispatcher.policy.prefixes import HeldPrefixes
 from shared.api_keys import Tier
@@ -43,7 +43,7 @@ class _Known:
     """When its step counter last moved."""
     open_worker: WorkerId | None = None
     """That this one has named when it refused a request because it was closing."""
-    recent: deque[Change] = field(default_factory=lambda: deque(maxlen=_MAX_RECENT))
+    recent: deque[PlacementChange] = field(default_factory=lambda: deque(maxlen=_MAX_RECENT))
     """Since the report, in order."""
 
     @property
@@ -187,17 +187,17 @@ class ClusterState:
         """
         num_tokens, is_flex = num_prompt + num_output, tier.is_best_effort
         num_cached = min(placed.num_cached, num_tokens)
-        self._note(placed.worker_id, Change(now_s, 1, num_tokens, 1, is_flex=is_flex, num_cached=num_cached))
+        self._note(placed.worker_id, PlacementChange(now_s, 1, num_tokens, 1, is_flex=is_flex, num_cached=num_cached))
         return Counted(placed.worker_id, now_s, num_prompt, num_output, tier.is_best_effort)
 
     def began(self, worker_id: WorkerId, now_s: float, tier: Tier = Tier.DEFAULT) -> None:
         """Count a request that waits at the worker no more: it has begun there, or is about to leave."""
-        self._note(worker_id, Change(now_s, 0, 0, -1, is_flex=tier.is_best_effort))
+        self._note(worker_id, PlacementChange(now_s, 0, 0, -1, is_flex=tier.is_best_effort))
 
     def ended(self, counted: Counted, num_output: int, now_s: float) -> None:
         """Count a request that has left its worker with so many tokens of output."""
         num_tokens, num_grown = counted.num_prompt + counted.num_output, num_output - counted.num_output
-        change = Change(now_s, -1, -num_tokens, 0, num_grown, counted.at_s, counted.is_flex)
+        change = PlacementChange(now_s, -1, -num_tokens, 0, num_grown, counted.at_s, counted.is_flex)
         self._note(counted.worker_id, change)
 
     def note_closing(self, worker_id: WorkerId, open_worker: WorkerId | None) -> None:
@@ -247,7 +247,7 @@ class ClusterState:
             return None
         return named.status.report.worker_id
 
-    def _note(self, worker_id: WorkerId, change: Change) -> None:
+    def _note(self, worker_id: WorkerId, change: PlacementChange) -> None:
         worker = self._workers.get(worker_id)
         if worker is not None:
             worker.recent.append(change)

@@ -157,10 +157,10 @@ def draw_prefix_scenario(seed: int) -> FaultScenario:
     """As `draw_scenario`, with long prompts that begin alike, and workers that bring their KV from each other."""
     random = np.random.default_rng([seed, 10])
     scenario = draw_scenario(seed)
-    documents = [random.integers(FIRST_TOKEN, VOCABULARY, int(random.integers(24, 58))) for _ in range(2)]
+    documents = [random.integers(FIRST_TOKEN, VOCABULARY, int(random.integers(24, 44))) for _ in range(2)]
 
     def ask_about(ask: Ask) -> Ask:
-        own = ask.request.prompt[: int(random.integers(1, 12))]
+        own = ask.request.prompt[: int(random.integers(1, 11))]
         document = documents[int(random.integers(2))]
         return replace(ask, request=replace(ask.request, prompt=np.concatenate([document, own])))
 

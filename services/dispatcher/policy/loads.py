@@ -39,7 +39,7 @@ class Counted:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class PlacementChange:
     """A submission, a beginning or an ending that the report may not contain."""
 
     at_s: float
@@ -109,7 +109,7 @@ def reported_loads(
 def load_since(
     report: WorkerReport,
     loads: tuple[PlacementLoad, PlacementLoad],
-    recent: Sequence[Change],
+    recent: Sequence[PlacementChange],
     reported_s: float,
     *,
     is_flex: bool,
