@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from services.worker.contract.kept_kv import NOTHING_KEPT
+from services.worker.engine.sketch import sketch_prefixes
 from services.worker.engine.stats import take_stats
 from services.worker.migration.prefix_pulls import PrefixPulls
+from services.worker.serving.reporter import SKETCH_PERIOD_S
 from shared.ids import WorkerId
 from shared.messages.fetch import FetchOutcome, FetchReason
 from shared.messages.request import PrefixSource
@@ -145,3 +147,17 @@ async def test_a_source_that_is_lost_or_has_nothing_any_more_costs_a_computation
         assert pulled(cluster.workers).get(expected, 0) >= 1
         check_nothing_is_kept(cluster.workers)
         cluster.check_idle()
+
+
+@pytest.mark.virtual_time
+async def test_a_report_tells_what_is_cached_when_it_is_made_and_keeps_it_for_two_seconds() -> None:
+    async with SimCluster(two()) as cluster:
+        await cluster.ask(crowd()[0])
+        loop = asyncio.get_running_loop()
+        worker = next(worker for worker in cluster.workers if len(worker.service.engine.blocks.index))
+        at_s, holds = loop.time() + SKETCH_PERIOD_S, sketch_prefixes(worker.service.engine)
+        assert holds is not None
+        assert worker.reporter.make_report(at_s).prefixes == holds
+        worker.service.engine.blocks.index.forget(np.arange(3000, dtype=np.int32))
+        assert worker.reporter.make_report(at_s + SKETCH_PERIOD_S / 2).prefixes == holds
+        assert worker.reporter.make_report(at_s + SKETCH_PERIOD_S).prefixes == sketch_prefixes(worker.service.engine)

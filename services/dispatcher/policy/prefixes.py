@@ -112,8 +112,9 @@ class HeldPrefixes:
         """
         if not self._workers:
             self.block_size = block_size
+        is_alike = block_size == self.block_size > 0
         try:
-            listed = None if sketch is None or block_size != self.block_size else self._listed(worker_id, sketch)
+            listed = self._listed(worker_id, sketch) if sketch is not None and is_alike else None
         except ValueError:
             listed = None
         if sketch is None or listed is None:

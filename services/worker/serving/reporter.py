@@ -219,6 +219,8 @@ class Reporter:
             return base
         stats = self._look()
         self._rates.update(now_s, stats)
+        if now_s >= self._sketched_s + SKETCH_PERIOD_S:
+            self._sketch, self._sketched_s = self._prefixes(), now_s
         numbers = {
             "num_blocks": stats.num_blocks,
             "num_used_blocks": stats.num_used_blocks,
@@ -257,8 +259,6 @@ class Reporter:
             "tokens_per_s": self._rates.tokens_per_s,
             "prefixes": self._sketch,
         }
-        if now_s >= self._sketched_s + SKETCH_PERIOD_S:
-            self._sketch, self._sketched_s = self._prefixes(), now_s
         facts = {field.name: getattr(self._facts, field.name) for field in fields(self._facts)}
         return base.model_copy(update={**facts, **numbers, **_place(self._role), **self._looks()})
 

@@ -141,3 +141,6 @@ def test_a_worker_that_says_nothing_or_nonsense_or_has_other_blocks_holds_nothin
     assert prefixes.cached(names) == {W0: 40}
     prefixes.take(W1, sketch(names, 99), 2 * BLOCK, 1.0)
     assert prefixes.cached(names) == {W0: 40}
+    prefixes.forget(W0)
+    prefixes.take(W0, sketch(names, 99), 0, 1.0)
+    assert prefixes.names_of(bytes(400), "") == ()
