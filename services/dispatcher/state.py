@@ -124,7 +124,8 @@ class ClusterState:
                 self.restarted.append(report.worker_id)
                 self.num_restarts[report.worker_id] += worker.status.report.phase is not WorkerPhase.STOPPED
             if self._asks_prefixes:
-                self.prefixes.take(report.worker_id, report.prefixes, report.block_size, now_s)
+                sketch = None if status.liveness is Liveness.DEAD else report.prefixes
+                self.prefixes.take(report.worker_id, sketch, report.block_size, now_s)
             worker.status, worker.reported_s = status, now_s - status.age_s
             while worker.recent and worker.recent[0].at_s < worker.reported_s:
                 worker.recent.popleft()

@@ -44,8 +44,10 @@ class WorkerChoice:
 
     def _source_for(self, placed: Placed, cached: CachedTokens) -> PrefixSource | None:
         """Return who has most of a prompt, if that is more than where it is placed."""
-        most, source = max(((number, worker_id) for worker_id, number in cached.items()), default=(0, placed.worker_id))
-        if most <= placed.num_cached or source in self._leases.lost_workers:
+        there = [(number, worker_id) for worker_id, number in cached.items() if number > placed.num_cached]
+        lost = self._leases.lost_workers if there else set[WorkerId]()
+        most, source = max((each for each in there if each[1] not in lost), default=(0, None))
+        if source is None:
             return None
         address = self._cluster.address_for(placed.worker_id, source)
         return None if address is None else PrefixSource(worker_id=source, address=address, num_tokens=most)
