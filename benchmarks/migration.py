@@ -269,9 +269,7 @@ async def _restart(setting: Setting, gbps: float, *, with_kv: bool) -> Restart:
             num_moved += old.service.migration.departures.num_left
             num_recomputed += old.service.engine.sharing.coming.num_recomputed
             await old.service.stop()
-            bus = cluster.broker.connect(f"{old.params.worker_id}-again")
-            cluster.workers[index] = new = SimWorker(replace(old.params, incarnation=1), bus, network=cluster.network)
-            await new.start()
+            await cluster.start_worker(replace(old.params, incarnation=1))
             await asyncio.sleep(10.0)
         for worker in cluster.workers:
             num_recomputed += worker.service.engine.sharing.coming.num_recomputed

@@ -1,7 +1,7 @@
 """Where requests go whose prompts share prefixes: placements beside each other, on the virtual clock.
 
     python -m benchmarks.prefixes [--load all] [--workers 2,4,8] [--placements least-loaded,session-affinity]
-        [--seeds 1] [--rate R] [--warm-up 90] [--duration 180] [--model qwen2.5-14b] [--gpu a800]
+        [--change none] [--seeds 1] [--rate R] [--warm-up 90] [--duration 180] [--model qwen2.5-14b] [--gpu a800]
 
 The same conversations (`sim/workload/prefixes.py`) under each placement, at a rate per worker at which `least-loaded`
 has all workers busy and nobody waits for long. A placement is one of the dispatcher's by its name, or a baseline of
@@ -11,7 +11,11 @@ this benchmark:
 - `session-affinity`: where the conversation's first turn went, which was the least loaded worker; of documents: where
   the document was first asked.
 
-Behind a name `@100` lets workers bring prefixes from each other, over links of 100 Gbps each way.
+Behind a name `@100` lets workers bring prefixes from each other, over links of 100 Gbps each way. Running requests move
+over such links in any case.
+
+After the warm-up workers may change: with `join` one more comes, empty; with `restart` each in turn is told to leave,
+at equal times until the end, and comes back empty.
 
 Figures are of the time from the warm-up to the end, when what is under way is cut off. TTFT and TPOT: of the answers
 that ended. By the workers' own counters: *hits*, the prompt tokens found in the prefix cache, of all that were looked
@@ -27,6 +31,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from itertools import count, product
 from typing import Any, Final
 
@@ -44,8 +49,8 @@ from sim.experiment.setup import BLOCK_SIZE, LINK_LATENCY_S, MAX_SEQUENCES
 from sim.names import unknown_name
 from sim.requests import SimAnswer, SimRequest
 from sim.virtual_time import run as run_virtually
-from sim.worker import SimWorkerParams
-from sim.workload.prefixes import AGENTS, CHATS, DOCUMENTS, VOCAB_SIZE, PrefixLoad, SimConversation
+from sim.worker import SimWorker, SimWorkerParams
+from sim.workload.prefixes import AGENTS, CHATS, DOCUMENTS, NEWS, VOCAB_SIZE, PrefixLoad, SimConversation
 from sim.workload.workload import F64
 
 ASKING: Final = ContextVar[SimConversation | None]("asking", default=None)
@@ -54,6 +59,10 @@ PROGRESS_S: Final = 20.0
 """Virtual seconds between two lines of progress."""
 SETTLE_S: Final = 1.0
 """Virtual seconds after the end, in which what was cut off goes away."""
+LINK_GBPS: Final = 100.0
+"""Each way, unless a placement names them."""
+DRAIN_LIMIT_S: Final = 60.0
+"""Virtual seconds in which a worker has to leave."""
 BASELINES: Final = ("round-robin", "session-affinity")
 HEAD: Final = (
     "workers",
@@ -68,6 +77,16 @@ HEAD: Final = (
     "step, ms",
     "gave way",
 )
+
+
+class Change(StrEnum):
+    """What becomes of workers after the warm-up."""
+
+    NONE = "none"
+    JOIN = "join"
+    """One more comes."""
+    RESTART = "restart"
+    """Each is restarted, one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +104,7 @@ CASES: Final = {
     "chats": PrefixCase(CHATS, 1.4, lambda conversation: conversation.index),
     "agents": PrefixCase(AGENTS, 0.8, lambda conversation: conversation.index),
     "documents": PrefixCase(DOCUMENTS, 1.2, lambda conversation: conversation.opening_index),
+    "news": PrefixCase(NEWS, 1.2, lambda conversation: conversation.opening_index),
 }
 
 
@@ -209,24 +229,38 @@ async def hold_all(
             group.create_task(hold(conversation))
 
 
-def counters(cluster: SimCluster) -> F64:
-    """Return what the workers have counted so far, [num_workers, 6].
+def counters(workers: Iterable[SimWorker]) -> F64:
+    """Return what workers have counted so far, [num_ids, 6]: those of one id together, in order of their coming.
 
     Columns: prompt tokens that were looked up, and found; generated tokens; steps, and their seconds; preemptions.
     """
-    totals = [worker.service.engine.totals for worker in cluster.workers]
-    rows = [
-        (
-            each.num_prefix_cache_queries,
-            each.num_prefix_cache_hits,
-            each.num_generated_tokens,
-            each.num_steps,
-            each.busy_s,
-            each.num_preemptions,
+    counted: dict[str, F64] = {}
+    for worker in workers:
+        totals = worker.service.engine.totals
+        row = (
+            totals.num_prefix_cache_queries,
+            totals.num_prefix_cache_hits,
+            totals.num_generated_tokens,
+            totals.num_steps,
+            totals.busy_s,
+            totals.num_preemptions,
         )
-        for each in totals
-    ]
-    return np.array(rows, dtype=np.float64)
+        name = worker.params.worker_id
+        counted[name] = np.array(row, dtype=np.float64) + counted.get(name, np.zeros(len(row)))
+    return np.array(list(counted.values()))
+
+
+async def change_workers(change: Change, cluster: SimCluster, seen: list[SimWorker], window: Window) -> None:
+    """Let workers come, or be restarted, from now to the end of the window; add each new one to those seen."""
+    if change is Change.JOIN:
+        name = f"worker-{len(cluster.workers)}"
+        seen.append(await cluster.start_worker(replace(cluster.params.workers[0], worker_id=name)))
+    elif change is Change.RESTART:
+        begun_s, pause_s = asyncio.get_running_loop().time(), (window.end_s - window.warm_up_s) / len(cluster.workers)
+        for number, worker in enumerate(tuple(cluster.workers)):
+            await asyncio.sleep(begun_s + number * pause_s - asyncio.get_running_loop().time())
+            await worker.stop(drain_limit_s=DRAIN_LIMIT_S)
+            seen.append(await cluster.start_worker(replace(worker.params, incarnation=1)))
 
 
 async def observe(
@@ -234,6 +268,7 @@ async def observe(
     conversations: Sequence[SimConversation],
     window: Window,
     on_progress: Callable[[float], None] = lambda _: None,
+    change: Change = Change.NONE,
 ) -> PrefixRun:
     """Return what a cluster's run shows.
 
@@ -242,6 +277,7 @@ async def observe(
         conversations: what is asked.
         window: which part counts.
         on_progress: called now and then with the seconds that have passed.
+        change: of its workers.
     """
     seen, loop = PrefixRun(window.end_s - window.warm_up_s), asyncio.get_running_loop()
     async with SimCluster(params) as cluster:
@@ -252,19 +288,24 @@ async def observe(
                 seen.take(answer)
 
         holding = asyncio.create_task(hold_all(cluster, conversations, on_answer))
+        workers, changing = list(cluster.workers), list[asyncio.Task[None]]()
         try:
-            before = counters(cluster)
+            before = counters(workers)
             for at_s in sorted({window.warm_up_s, *np.arange(0.0, window.end_s, PROGRESS_S).tolist(), window.end_s}):
                 await asyncio.wait([holding], timeout=began_s + at_s - loop.time())
                 on_progress(at_s)
                 if at_s == window.warm_up_s:
-                    before = counters(cluster)
-            seen.counted = counters(cluster) - before
-            if holding.done():
-                holding.result()
+                    before = counters(workers)
+                    changing.append(asyncio.create_task(change_workers(change, cluster, workers, window)))
+            after = counters(workers)
+            seen.counted = after - np.pad(before, ((0, len(after) - len(before)), (0, 0)))
+            for task in (holding, *changing):
+                if task.done():
+                    task.result()
         finally:
-            holding.cancel()
-            await asyncio.gather(holding, return_exceptions=True)
+            for task in (holding, *changing):
+                task.cancel()
+            await asyncio.gather(holding, *changing, return_exceptions=True)
         await asyncio.sleep(SETTLE_S)
         cluster.check_idle()
     return seen
@@ -279,6 +320,7 @@ class Measurement:
     instance: CatalogInstance
     window: Window
     num_seeds: int
+    change: Change = Change.NONE
 
     def run(self, num_workers: int, placement: str, seed: int) -> PrefixRun:
         """Run the conversations of a seed once."""
@@ -293,7 +335,7 @@ class Measurement:
             print(told, file=sys.stderr, flush=True)
 
         with only_from("error"):
-            return run_virtually(observe(params, conversations, self.window, progress))
+            return run_virtually(observe(params, conversations, self.window, progress, self.change))
 
     def report(self, workers: Sequence[int], placements: Sequence[str]) -> None:
         """Run all, and print a table."""
@@ -304,13 +346,15 @@ class Measurement:
             print(self.name, *rows[-1], sep="  ", file=sys.stderr, flush=True)
         window, rate = self.window, f"{self.case.rate_per_s:g} conversations/s per worker"
         seconds = f"{window.warm_up_s:g} s to {window.end_s:g} s"
-        print_table(f"{self.name}: {rate}, {self.instance.name}, {seconds}, {self.num_seeds} seeds", HEAD, rows)
+        change = "" if self.change is Change.NONE else f", {self.change}"
+        title = f"{self.name}{change}: {rate}, {self.instance.name}, {seconds}, {self.num_seeds} seeds"
+        print_table(title, HEAD, rows)
 
 
 def cluster_of(num_workers: int, instance: CatalogInstance, case: PrefixCase, placement: str) -> ClusterParams:
     """Return a cluster of equal instances that serve each request where a placement says."""
     name, _, gbps = placement.partition("@")
-    link = ModelledLink(LINK_LATENCY_S, float(gbps) * 1e9 / 8) if gbps else None
+    link = ModelledLink(LINK_LATENCY_S, float(gbps or LINK_GBPS) * 1e9 / 8)
     workers = tuple(
         SimWorkerParams(
             f"worker-{i}",
@@ -321,7 +365,7 @@ def cluster_of(num_workers: int, instance: CatalogInstance, case: PrefixCase, pl
             max_sequences=MAX_SEQUENCES,
             vocab_size=VOCAB_SIZE,
             kv_bytes_per_token=instance.kv_bytes_per_token,
-            pull_prefixes=link is not None,
+            pull_prefixes=bool(gbps),
         )
         for i in range(num_workers)
     )
@@ -355,6 +399,7 @@ def main() -> None:
     parser.add_argument("--load", choices=[*CASES, "all"], default="all")
     parser.add_argument("--workers", type=_numbers, default=[2, 4, 8], help="how many, as 2,4,8")
     parser.add_argument("--placements", type=_names, default=["least-loaded", *BASELINES], help="by name, as a,b")
+    parser.add_argument("--change", choices=list(Change), default=Change.NONE, help="of workers, after the warm-up")
     parser.add_argument("--seeds", type=int, default=1, help="how many")
     parser.add_argument("--rate", type=float, help="conversations per second and worker; the load's if nothing is said")
     parser.add_argument("--warm-up", type=float, default=90.0, help="seconds that do not count")
@@ -372,7 +417,8 @@ def main() -> None:
         if asked.load in (name, "all"):
             chosen = case if asked.rate is None else replace(case, rate_per_s=asked.rate)
             window = Window(asked.warm_up, asked.duration)
-            Measurement(name, chosen, instance, window, asked.seeds).report(asked.workers, asked.placements)
+            measurement = Measurement(name, chosen, instance, window, asked.seeds, Change(asked.change))
+            measurement.report(asked.workers, asked.placements)
 
 
 def _names(text: str) -> list[str]:

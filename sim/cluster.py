@@ -107,9 +107,7 @@ class SimCluster:
         await self._planner.start()
         await self.dispatcher.start()
         for params in self.params.workers:
-            worker = SimWorker(params, self.broker.connect(params.worker_id), network=self.network)
-            await worker.start()
-            self.workers.append(worker)
+            await self.start_worker(params)
         async with asyncio.timeout(READY_LIMIT_S):
             while self.dispatcher.sessions.cluster.num_ready < len(self.workers):
                 await asyncio.sleep(0.01)
@@ -123,6 +121,16 @@ class SimCluster:
             await worker.stop()
         await self._planner.stop()
         await self.monitor.stop()
+
+    async def start_worker(self, params: SimWorkerParams) -> SimWorker:
+        """Let a worker join, in the place of one of the same id, which has stopped."""
+        name = f"{params.worker_id}-{params.incarnation}" if params.incarnation else params.worker_id
+        worker = SimWorker(params, self.broker.connect(name), network=self.network)
+        await worker.start()
+        names = [each.params.worker_id for each in self.workers]
+        place = names.index(params.worker_id) if params.worker_id in names else len(names)
+        self.workers[place : place + 1] = [worker]
+        return worker
 
     async def ask(self, request: SimRequest) -> SimAnswer:
         """Send a request and return its whole answer.

@@ -14,8 +14,9 @@ Pure: the answers come from whoever asks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
+from math import ceil
 from typing import Final
 
 import numpy as np
@@ -100,6 +101,16 @@ class Pauses:
 
 
 @dataclass(frozen=True, slots=True)
+class News:
+    """Openings that many begin with for a while, and nobody before or after."""
+
+    share: float
+    """Of the conversations, those that begin with the newest."""
+    every_s: float
+    """Seconds from one to the next."""
+
+
+@dataclass(frozen=True, slots=True)
 class PrefixLoad:
     """A kind of conversations."""
 
@@ -119,11 +130,17 @@ class PrefixLoad:
     """Before each turn but the first."""
     max_tokens: int
     """Of a prompt and its answer together; a conversation ends before a turn that would not fit."""
+    news: News | None = None
+    """Beside the openings, or None."""
 
-    def openings(self, seed: int) -> list[I32]:
-        """Return the openings, [num_opening] token ids each, the most popular first; an empty one if there are none."""
+    def openings(self, duration_s: float, seed: int) -> list[I32]:
+        """Return the openings, [num_opening] token ids each.
+
+        The most popular first; an empty one if there are none; then those that come up within a time, in order.
+        """
         found = [np.zeros(0, dtype=np.int32)] if not self.num_openings else []
-        for index in range(self.num_openings):
+        num_news = 0 if self.news is None else ceil(duration_s / self.news.every_s)
+        for index in range(self.num_openings + num_news):
             random = np.random.default_rng((seed, _Stream.OPENINGS, index))
             found.append(_text(int(np.rint(self.opening.tokens(random.standard_normal(1)))[0]), random))
         return found
@@ -136,14 +153,16 @@ class PrefixLoad:
             duration_s: seconds in which they begin.
             seed: of all that is drawn.
         """
-        openings = self.openings(seed)
-        popularity = np.arange(1, len(openings) + 1) ** -self.zipf
+        openings, num_lasting = self.openings(duration_s, seed), max(self.num_openings, 1)
+        popularity = np.arange(1, num_lasting + 1) ** -self.zipf
         popularity /= popularity.sum()
         begins_s = poisson([(duration_s, rate_per_s)], np.random.default_rng((seed, _Stream.ARRIVALS)))
         found: list[SimConversation] = []
         for index, begin_s in enumerate(begins_s.tolist()):
             random = np.random.default_rng((seed, _Stream.CONVERSATIONS, index))
-            chosen = int(random.choice(len(openings), p=popularity))
+            chosen = int(random.choice(num_lasting, p=popularity))
+            if self.news is not None and random.random() < self.news.share:
+                chosen = num_lasting + int(begin_s / self.news.every_s)
             opening = openings[chosen]
             turns = self._turns(self.max_tokens - opening.size, random)
             found.append(SimConversation(index, begin_s, opening, chosen, turns))
@@ -211,3 +230,5 @@ DOCUMENTS: Final = PrefixLoad(
     max_tokens=36_864,
 )
 """Documents of which each is asked many times, one question at a time. Assumed: all but the lengths of documents."""
+NEWS: Final = replace(DOCUMENTS, news=News(share=0.6, every_s=15.0))
+"""The same, and most ask about the newest document. Assumed: all but the lengths of documents."""

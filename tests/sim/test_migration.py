@@ -141,11 +141,7 @@ async def test_each_worker_in_turn_is_replaced_and_nothing_is_computed_again() -
             old = cluster.workers[index]
             assert old.service.engine.table.num_sequences
             await old.stop(drain_limit_s=5.0)
-            new = SimWorker(
-                replace(old.params, incarnation=1), cluster.broker.connect(f"again-{index}"), network=cluster.network
-            )
-            await new.start()
-            cluster.workers[index] = new
+            await cluster.start_worker(replace(old.params, incarnation=1))
             await asyncio.sleep(1.0)
         check_answers(cluster, await asyncio.gather(*asked))
         assert num_recomputed(cluster.workers) == 0
@@ -495,9 +491,7 @@ async def test_requests_move_to_a_worker_that_has_come_if_their_system_says_so(s
         await asyncio.sleep(3.0)
         old = cluster.workers[0].service.engine
         is_short = old.num_demanded_blocks > 0
-        new = SimWorker(params.workers[1], cluster.broker.connect("w1"), network=cluster.network)
-        await new.start()
-        cluster.workers.append(new)
+        new = await cluster.start_worker(params.workers[1])
         await asyncio.sleep(6.0)
         num_moved = outcomes([new]).get(FetchOutcome.MOVED, 0)
         assert (num_moved > 2) == (system == "load-balance" or (system == "migrate" and is_short))

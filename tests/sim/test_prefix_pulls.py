@@ -81,6 +81,8 @@ async def test_a_prefix_comes_from_the_worker_that_has_it_and_is_computed_once_i
         assert num_hits(cluster.workers) >= (len(requests) - 1) * 3000 // BLOCK * BLOCK - 3000
         check_nothing_is_kept(cluster.workers)
         cluster.check_idle()
+        told = sorted(migration_of(worker).look().pulled_token_s for worker in cluster.workers)
+        assert told == [0.0, pytest.approx(196_608 / 12.5e9, rel=0.1)], "who has got one knows how long a token takes"
 
 
 @pytest.mark.virtual_time

@@ -88,6 +88,7 @@ def reported_loads(
         decode_cost=cost_beside_prompts(report),
         max_request_tokens=_max_request_tokens(status),
         is_closing=bool(report.migration.closing),
+        pulled_token_s=report.migration.pulled_token_s,
         next_for=next_for,
     )
     real_time = replace(

@@ -14,8 +14,9 @@ With prefixes a prompt is placed by what of it is new to a worker, times how man
 
     tokens of the prompt that it does not hold  ·  sequences there, this one included
 
-As a product it has no weight between the two: a prefix is worth a longer batch in proportion, and no more. Where nobody
-holds any of it there is nothing to weigh, and the load tells more than the batch.
+As a product it has no weight between the two: a prefix is worth a longer batch in proportion, and no more. Tokens that
+the worker would bring from another one, as that is quicker than computing them, count by the time of that. Where nobody
+holds any of the prompt there is nothing to weigh, and the load tells more than the batch.
 
 Best fit and worst fit are what packing is compared with: they fill workers that are in use, and take another one only
 if none has room. They look at memory alone; `gradient` is best fit that looks at steps and at prompts that wait as
@@ -82,6 +83,8 @@ class PlacementLoad:
     is_closing: bool = False
     """Its requests are to leave: it comes after all others that have room, or, for a rule that asks for none, that take
     requests."""
+    pulled_token_s: float = 0.0
+    """Seconds that a token of a prefix takes there to come from another worker; 0 if unknown, or none comes."""
     next_for: tuple[tuple[int, float], ...] = ()
     """Who packs by size class has it filled next by requests of so many tokens, and up to so many."""
 
@@ -140,15 +143,12 @@ def place_least_loaded(
 
     Ties: fewer sequences, then the smaller id, so that one input has one answer.
     """
-    best: tuple[bool, float, int, WorkerId] | None = None
-    for worker in workers:
-        if worker.worker_id in refused or not _can_take(worker, num_tokens):
-            continue
-        key = (worker.is_closing, _load(worker), worker.num_sequences, worker.worker_id)
-        best = key if best is None or key < best else best
-    if best is None:
+    able = _able(workers, num_tokens, refused)
+    keys = [(each.is_closing, _load(each), each.num_sequences, each.worker_id) for each in able]
+    if not keys:
         return None
-    return Placed(best[3], f"least loaded: {best[1]:.0%} of its KV memory asked for, {best[2]} sequences")
+    _, load, num_sequences, worker_id = min(keys)
+    return Placed(worker_id, f"least loaded: {load:.0%} of its KV memory asked for, {num_sequences} sequences")
 
 
 def place_prefix_aware(
@@ -158,28 +158,32 @@ def place_prefix_aware(
     num_known: int = 0,
     cached: CachedTokens = NOTHING_CACHED,
 ) -> Placed | None:
-    """Choose the worker with the least product of what it would have to compute of the prompt, and its batch.
+    """Choose the worker with the least product of what it would have to compute or bring of the prompt, and its batch.
 
     Those with room for what is known of the request come before the others. Where nobody holds any of the prompt it is
     the least loaded. Ties: the load; then who comes first among the workers.
     """
-    best: tuple[tuple[bool, bool, float, float, int], PlacementLoad] | None = None
-    for worker in workers:
-        if worker.worker_id in refused or not _can_take(worker, num_tokens):
-            continue
-        lacks_room = bool(cached) and worker.num_blocks > 0 and _free_tokens(worker) < num_known
-        product = _product(worker, num_known, cached) if cached else 0.0
-        key = (worker.is_closing, lacks_room, product, _load(worker), worker.num_sequences)
-        if best is None or key < best[0]:
-            best = key, worker
-    if best is None:
+    able, num_most = _able(workers, num_tokens, refused), max(cached.values(), default=0)
+    keys = [
+        (
+            each.is_closing,
+            bool(cached) and each.num_blocks > 0 and _free_tokens(each) < num_known,
+            _product(each, num_known, cached, num_most) if cached else 0.0,
+            _load(each),
+            each.num_sequences,
+            turn,
+        )
+        for turn, each in enumerate(able)
+    ]
+    if not keys:
         return None
-    (_, lacks_room, _, load, _), worker = best
+    _, lacks_room, _, load, num_sequences, turn = min(keys)
+    worker_id = able[turn].worker_id
     if not cached:
-        return Placed(worker.worker_id, f"nobody has any of the prompt, and it is least loaded: {load:.0%}")
-    num_cached = cached.get(worker.worker_id, 0)
-    told = f"{num_cached} of {num_known} tokens are cached there, {worker.num_sequences} sequences"
-    return Placed(worker.worker_id, told, needs_room=not lacks_room, num_cached=num_cached)
+        return Placed(worker_id, f"nobody has any of the prompt, and it is least loaded: {load:.0%}")
+    num_cached = cached.get(worker_id, 0)
+    told = f"{num_cached} of {num_known} tokens are cached there, {num_sequences} sequences"
+    return Placed(worker_id, told, needs_room=not lacks_room, num_cached=num_cached)
 
 
 def place_best_fit(
@@ -243,7 +247,7 @@ def place_by_class(
 
     If it has no room any more, or nobody has said who it is: one that has nothing to do, else as best fit.
     """
-    able = [each for each in workers if each.worker_id not in refused and _can_take(each, num_tokens)]
+    able = _able(workers, num_tokens, refused)
     for worker in able:
         is_next = any(least <= num_known < above for least, above in worker.next_for)
         if is_next and not worker.is_closing and _free_tokens(worker) >= num_known:
@@ -273,7 +277,7 @@ def _fit(
     If there is none: the first that has nothing to do and memory for it, else one that is closing and has room, else
     the least loaded.
     """
-    able = [each for each in workers if each.worker_id not in refused and _can_take(each, num_tokens)]
+    able = _able(workers, num_tokens, refused)
     fitting = [
         each
         for each in able
@@ -333,10 +337,21 @@ def _load(worker: PlacementLoad) -> float:
     return ratio + WAITING_WEIGHT * worker.waiting_s
 
 
-def _product(worker: PlacementLoad, num_known: int, cached: CachedTokens) -> float:
-    """Return a request's prefill times the batch with it; in tokens where nothing is known of their time."""
-    num_new = max(num_known - cached.get(worker.worker_id, 0), 1)
-    return num_new * (worker.token_s or 1.0) * (worker.num_sequences + 1)
+def _product(worker: PlacementLoad, num_known: int, cached: CachedTokens, num_most: int) -> float:
+    """Return a request's prefill times the batch with it; in tokens where nothing is known of their time.
+
+    What the worker does not have, and another one does (`num_most`), it computes or brings, whichever is quicker.
+    """
+    token_s, num_cached = worker.token_s or 1.0, cached.get(worker.worker_id, 0)
+    new_s = max(num_known - num_cached, 1) * token_s
+    if worker.pulled_token_s:
+        new_s = min(new_s, max(num_known - num_most, 1) * token_s + (num_most - num_cached) * worker.pulled_token_s)
+    return new_s * (worker.num_sequences + 1)
+
+
+def _able(workers: Sequence[PlacementLoad], num_tokens: int, refused: Collection[WorkerId]) -> list[PlacementLoad]:
+    """Return those that can take a request now, in their order."""
+    return [each for each in workers if each.worker_id not in refused and _can_take(each, num_tokens)]
 
 
 def _can_take(worker: PlacementLoad, num_tokens: int) -> bool:

@@ -109,6 +109,7 @@ class Migration:
             num_recomputed_tokens_total=coming.num_recomputed_tokens,
             num_recomputed_total=coming.num_recomputed,
             bytes_per_s=fetching.bytes_per_s,
+            pulled_token_s=self.pulls.token_s,
         )
 
     async def abort(self) -> None:

@@ -107,6 +107,12 @@ class PrefixPulls:
         """Return how many are under way."""
         return len(self._under_way)
 
+    @property
+    def token_s(self) -> float:
+        """Seconds in which a token comes, at the rate that is known; 0: none has come."""
+        rate = self._fetching.rate.bytes_per_s
+        return self._block_bytes / self._engine.config.block_size / rate if rate else 0.0
+
     def begin(self, row: int, source: PrefixSource | None) -> None:
         """Bring what lacks of the prompt of a row that has just come, if that pays; it is in no step meanwhile.
 

@@ -16,6 +16,7 @@ from benchmarks.prefixes import (
     BASELINES,
     CASES,
     HEAD,
+    Change,
     Window,
     cluster_of,
     counters,
@@ -44,6 +45,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "lengths": find_lengths("20x10"),
     },
     "documents": {"num_openings": 3, "opening": find_lengths("300x1").input, "lengths": find_lengths("20x10")},
+    "news": {"num_openings": 3, "opening": find_lengths("300x1").input, "lengths": find_lengths("20x10")},
 }
 """What differs from the loads' own parameters."""
 INSTANCE = find_instance("qwen2.5-14b", "a800")
@@ -68,7 +70,7 @@ class Story:
     async def _run(self, cluster_type: type[SimCluster], params: Any) -> None:
         async with cluster_type(params) as cluster:
             await hold_all(cluster, self.conversations, self._on_answer)
-            self.counted = counters(cluster)
+            self.counted = counters(cluster.workers)
             cluster.check_idle()
 
     def _place(self, *args: Any, **kwargs: Any) -> Placed | None:
@@ -197,3 +199,15 @@ def test_a_run_is_its_window_and_one_seed_has_one_output() -> None:
         assert min(run.ttft_s) > 0
     assert rows[0] == rows[1]
     assert len(rows[0]) == len(HEAD)
+
+
+@pytest.mark.parametrize(("change", "num_ids"), [(Change.JOIN, 3), (Change.RESTART, 2)])
+def test_workers_that_come_anew_count_under_their_ids(change: Change, num_ids: int) -> None:
+    """Who is restarted has counted before, and goes on counting."""
+    case = replace(CASES["chats"], load=replace(CASES["chats"].load, **SMALL["chats"]))
+    conversations = case.load.conversations(3.0, 8.0, seed=0)
+    params = cluster_of(2, INSTANCE, case, "prefix-aware@100")
+    seen = run_virtually(observe(params, conversations, Window(2.0, 8.0), change=change))
+    assert seen.counted.shape == (num_ids, 6)
+    assert (seen.counted[:, 0] > 0).all()
+    assert (seen.counted[:, 1] <= seen.counted[:, 0]).all()

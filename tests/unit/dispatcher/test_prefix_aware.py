@@ -28,6 +28,7 @@ LOADS = st.lists(
         num_sequences=st.integers(0, 12),
         num_demanded_blocks=st.integers(0, 100),
         token_s=st.sampled_from([TOKEN_S, 2 * TOKEN_S]),
+        pulled_token_s=st.sampled_from([0.0, 0.0, TOKEN_S / 8, 4 * TOKEN_S]),
         is_closing=st.sampled_from([False, False, True]),
     ),
     max_size=5,
@@ -48,8 +49,13 @@ def test_of_the_open_workers_with_room_the_one_with_the_least_product_is_chosen(
     """Whoever closes, or has no room, comes after the others; if nobody holds any of the prompt it goes by load."""
 
     def product(load: PlacementLoad) -> Fraction:
-        new = max(num_known - cached.get(load.worker_id, 0), 1)
-        return new * Fraction(load.token_s) * (load.num_sequences + 1)
+        """Computing all that is new there, or bringing what another one has of it, if that is quicker."""
+        here, most = cached.get(load.worker_id, 0), max(cached.values())
+        prefill_s = max(num_known - here, 1) * Fraction(load.token_s)
+        if load.pulled_token_s:
+            rest_s = max(num_known - most, 1) * Fraction(load.token_s)
+            prefill_s = min(prefill_s, rest_s + (most - here) * Fraction(load.pulled_token_s))
+        return prefill_s * (load.num_sequences + 1)
 
     able = [load for load in loads if load.ready and load.worker_id not in refused and load.num_sequences < 10]
     first = [load for load in able if not load.is_closing] or able
@@ -79,6 +85,17 @@ def test_a_prefix_is_worth_a_longer_batch_in_proportion_so_nobody_starves() -> N
         assert some(place_prefix_aware(loads, 1000, (), 1000, cached)).worker_id == expected
     closing = make_load("a", is_closing=True, token_s=0.1)
     assert some(place_prefix_aware([closing, make_load("b", token_s=0.1)], 1000, (), 1000, cached)).worker_id == "b"
+
+
+def test_who_brings_a_prefix_sooner_than_it_computes_it_takes_over_from_a_shorter_batch() -> None:
+    """1 000 tokens, 900 of them at `a`: another one brings them in the time of 90, and has 190 to do, not 1 000."""
+    cached = {WorkerId("a"): 900}
+    for num_sequences, gbits, expected in ((2, 10, "b"), (0, 10, "a"), (2, 0, "a"), (2, 0.5, "a"), (10, 0.5, "b")):
+        loads = [
+            make_load("a", num_sequences=num_sequences, max_sequences=99, token_s=0.1),
+            make_load("b", token_s=0.1, pulled_token_s=0.1 / gbits if gbits else 0.0),
+        ]
+        assert some(place_prefix_aware(loads, 1000, (), 1000, cached)).worker_id == expected
 
 
 @pytest.mark.parametrize("tier", [Tier.DEFAULT, Tier.FLEX])

@@ -9,10 +9,20 @@ import numpy as np
 import pytest
 
 from sim.worker import SimWorkerParams
-from sim.workload.prefixes import AGENTS, CHATS, DOCUMENTS, FIRST_TOKEN_ID, VOCAB_SIZE, PrefixLoad, SimConversation
+from sim.workload.prefixes import (
+    AGENTS,
+    CHATS,
+    DOCUMENTS,
+    FIRST_TOKEN_ID,
+    NEWS,
+    VOCAB_SIZE,
+    News,
+    PrefixLoad,
+    SimConversation,
+)
 from tests.support.sim_clusters import COST
 
-LOADS = {"chats": CHATS, "agents": AGENTS, "documents": DOCUMENTS}
+LOADS = {"chats": CHATS, "agents": AGENTS, "documents": DOCUMENTS, "news": NEWS}
 BLOCK_SIZE = 16
 every_load = pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
 
@@ -50,7 +60,7 @@ def test_a_seed_says_everything(load: PrefixLoad) -> None:
     assert not {each.turns[0].text.tobytes() for each in first} & {each.turns[0].text.tobytes() for each in other}
 
 
-@every_load
+@pytest.mark.parametrize("load", [CHATS, AGENTS, DOCUMENTS], ids=["chats", "agents", "documents"])
 def test_another_rate_changes_when_conversations_begin_and_nothing_else(load: PrefixLoad) -> None:
     few, many = some(load), some(load, rate_per_s=4.0)
     assert 0 < len(few) < len(many)
@@ -90,18 +100,28 @@ def test_a_conversation_ends_before_a_turn_that_does_not_fit() -> None:
 
 @pytest.mark.parametrize("load", [AGENTS, DOCUMENTS], ids=["agents", "documents"])
 def test_openings_are_shared_exactly_and_the_popular_ones_by_most(load: PrefixLoad) -> None:
-    found, openings = some(load, rate_per_s=16.0), load.openings(3)
+    found, openings = some(load, rate_per_s=16.0), load.openings(60.0, 3)
     assert all(np.array_equal(each.opening, openings[each.opening_index]) for each in found)
     asked = np.bincount([each.opening_index for each in found], minlength=load.num_openings)
     assert asked[0] == asked.max() > 2 * np.median(asked)
     assert len({opening[:BLOCK_SIZE].tobytes() for opening in openings}) == load.num_openings
 
 
+def test_the_newest_document_is_asked_for_by_its_share_and_by_nobody_before_or_after() -> None:
+    load = replace(NEWS, news=News(share=0.6, every_s=20.0))
+    found, openings = some(load, rate_per_s=16.0), load.openings(60.0, 3)
+    assert len(openings) == load.num_openings + 3
+    new = [each for each in found if each.opening_index >= load.num_openings]
+    assert all(each.opening_index - load.num_openings == each.begin_s // 20.0 for each in new)
+    assert len(new) / len(found) == pytest.approx(0.6, abs=0.05)
+    assert all(np.array_equal(each.opening, openings[each.opening_index]) for each in new)
+
+
 @every_load
 def test_nothing_else_is_shared(load: PrefixLoad) -> None:
     """No block of text occurs twice, wherever it begins: not in other texts, nor in openings."""
     found = some(load, rate_per_s=0.5)
-    seen = blocks_of(load.openings(3)[:8])
+    seen = blocks_of(load.openings(60.0, 3)[:8])
     for conversation in found:
         for turn in conversation.turns:
             blocks = blocks_of([turn.text])
