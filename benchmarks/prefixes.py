@@ -104,7 +104,7 @@ CASES: Final = {
     "chats": PrefixCase(CHATS, 1.4, lambda conversation: conversation.index),
     "agents": PrefixCase(AGENTS, 0.8, lambda conversation: conversation.index),
     "documents": PrefixCase(DOCUMENTS, 1.2, lambda conversation: conversation.opening_index),
-    "news": PrefixCase(NEWS, 1.2, lambda conversation: conversation.opening_index),
+    "news": PrefixCase(NEWS, 2.0, lambda conversation: conversation.opening_index),
 }
 
 
