@@ -1,7 +1,8 @@
 """Where requests go whose prompts share prefixes: placements beside each other, on the virtual clock.
 
     python -m benchmarks.prefixes [--load all] [--workers 2,4,8] [--placements least-loaded,session-affinity]
-        [--change none] [--seeds 1] [--rate R] [--warm-up 90] [--duration 180] [--model qwen2.5-14b] [--gpu a800]
+        [--dispatchers 1] [--change none] [--seeds 1] [--rate R] [--warm-up 90] [--duration 180]
+        [--model qwen2.5-14b] [--gpu a800]
 
 The same conversations (`sim/workload/prefixes.py`) under each placement, at a rate per worker at which `least-loaded`
 has all workers busy and nobody waits for long. A placement is one of the dispatcher's by its name, or a baseline of
@@ -320,6 +321,7 @@ class Measurement:
     instance: CatalogInstance
     window: Window
     num_seeds: int
+    num_dispatchers: int = 1
     change: Change = Change.NONE
 
     def run(self, num_workers: int, placement: str, seed: int) -> PrefixRun:
@@ -327,6 +329,7 @@ class Measurement:
         rate_per_s = self.case.rate_per_s * num_workers
         conversations = self.case.load.conversations(rate_per_s, self.window.end_s, seed)
         params = cluster_of(num_workers, self.instance, self.case, placement)
+        params = replace(params, num_dispatchers=self.num_dispatchers)
 
         def progress(at_s: float) -> None:
             told = (
@@ -346,8 +349,9 @@ class Measurement:
             print(self.name, *rows[-1], sep="  ", file=sys.stderr, flush=True)
         window, rate = self.window, f"{self.case.rate_per_s:g} conversations/s per worker"
         seconds = f"{window.warm_up_s:g} s to {window.end_s:g} s"
-        change = "" if self.change is Change.NONE else f", {self.change}"
-        title = f"{self.name}{change}: {rate}, {self.instance.name}, {seconds}, {self.num_seeds} seeds"
+        told = "" if self.num_dispatchers == 1 else f", {self.num_dispatchers} dispatchers"
+        told += "" if self.change is Change.NONE else f", {self.change}"
+        title = f"{self.name}{told}: {rate}, {self.instance.name}, {seconds}, {self.num_seeds} seeds"
         print_table(title, HEAD, rows)
 
 
@@ -399,6 +403,7 @@ def main() -> None:
     parser.add_argument("--load", choices=[*CASES, "all"], default="all")
     parser.add_argument("--workers", type=_numbers, default=[2, 4, 8], help="how many, as 2,4,8")
     parser.add_argument("--placements", type=_names, default=["least-loaded", *BASELINES], help="by name, as a,b")
+    parser.add_argument("--dispatchers", type=int, default=1, help="how many; requests go to them in turn")
     parser.add_argument("--change", choices=list(Change), default=Change.NONE, help="of workers, after the warm-up")
     parser.add_argument("--seeds", type=int, default=1, help="how many")
     parser.add_argument("--rate", type=float, help="conversations per second and worker; the load's if nothing is said")
@@ -417,7 +422,9 @@ def main() -> None:
         if asked.load in (name, "all"):
             chosen = case if asked.rate is None else replace(case, rate_per_s=asked.rate)
             window = Window(asked.warm_up, asked.duration)
-            measurement = Measurement(name, chosen, instance, window, asked.seeds, Change(asked.change))
+            measurement = Measurement(
+                name, chosen, instance, window, asked.seeds, asked.dispatchers, Change(asked.change)
+            )
             measurement.report(asked.workers, asked.placements)
 
 

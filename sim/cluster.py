@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, cycle
 from types import TracebackType
 from typing import Any, Self
 
@@ -53,6 +53,8 @@ class ClusterParams:
     """Of the dispatcher; each worker names its own."""
     placement: Placement | None = None
     """Which worker gets a request; None: as the system has it."""
+    num_dispatchers: int = 1
+    """Requests go to them in turn."""
     latency_s: float = LATENCY_S
     """Of every message, from sender to receiver."""
     link: ModelledLink | None = None
@@ -68,7 +70,7 @@ class ClusterParams:
 
 
 class SimCluster:
-    """Monitor, planner, workers and one dispatcher; each on a connection of its own."""
+    """Monitor, planner, workers and dispatchers; each on a connection of its own."""
 
     def __init__(self, params: ClusterParams) -> None:
         self.params = params
@@ -84,20 +86,24 @@ class SimCluster:
             self.broker.connect("planner"),
             on_failure=self._fail,
         )
+        names = ["dispatcher", *(f"dispatcher-{number}" for number in range(2, params.num_dispatchers + 1))]
+        self.dispatchers = [self._make_dispatcher(name) for name in names]
+        self.dispatcher = self.dispatchers[0]
+        self._turns = cycle(self.dispatchers)
+
+    def _make_dispatcher(self, name: str) -> DispatcherService:
         settings = DispatcherSettings(
-            instance_id="dispatcher",
+            instance_id=name,
             model=NO_FOLDER,
             served_model_name=(MODEL_NAME,),
-            system=params.system,
+            system=self.params.system,
             max_requests=MAX_REQUESTS,
             max_queued=MAX_REQUESTS,
             max_queued_flex=MAX_REQUESTS,
             flex_memory=FLEX_MEMORY_BYTES,
             queue_limit_s=QUEUE_LIMIT_S,
         )
-        self.dispatcher = DispatcherService(
-            settings, self.broker.connect("dispatcher"), self._fail, placement=params.placement
-        )
+        return DispatcherService(settings, self.broker.connect(name), self._fail, placement=self.params.placement)
 
     def _fail(self, name: str, error: BaseException) -> None:
         self.failures.append((name, error))
@@ -105,18 +111,20 @@ class SimCluster:
     async def __aenter__(self) -> Self:
         await self.monitor.start()
         await self._planner.start()
-        await self.dispatcher.start()
+        for dispatcher in self.dispatchers:
+            await dispatcher.start()
         for params in self.params.workers:
             await self.start_worker(params)
         async with asyncio.timeout(READY_LIMIT_S):
-            while self.dispatcher.sessions.cluster.num_ready < len(self.workers):
+            while min(each.sessions.cluster.num_ready for each in self.dispatchers) < len(self.workers):
                 await asyncio.sleep(0.01)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.dispatcher.stop()
+        for dispatcher in self.dispatchers:
+            await dispatcher.stop()
         for worker in self.workers:
             await worker.stop()
         await self._planner.stop()
@@ -152,7 +160,7 @@ class SimCluster:
             RequestFailedError: the first was not admitted; none is left.
         """
         answers = new_answers(request, count, asyncio.get_running_loop().time())
-        await serve_choices(self.dispatcher, answers)
+        await serve_choices(next(self._turns), answers)
         return answers
 
     async def fetch(self, name: str, source: str, target: str, attempt: int = 1, *, as_tokens: bool = False) -> Fetched:
@@ -180,8 +188,9 @@ class SimCluster:
     def check_idle(self) -> None:
         """Check that nothing of any request is left anywhere; raises AssertionError naming what is."""
         assert not self.all_failures(), f"tasks died: {self.all_failures()}"
-        assert not len(self.dispatcher.sessions.table), "the dispatcher still has sessions"
-        assert not self.dispatcher.sessions.num_queued, "the dispatcher still has requests that wait"
+        for dispatcher in self.dispatchers:
+            assert not len(dispatcher.sessions.table), "a dispatcher still has sessions"
+            assert not dispatcher.sessions.num_queued, "a dispatcher still has requests that wait"
         for worker in self.workers:
             engine, name = worker.service.engine, worker.params.worker_id
             check_engine(engine)

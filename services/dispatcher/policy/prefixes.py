@@ -1,13 +1,14 @@
 """Which worker holds how much of a prompt, by the sketches of their reports and by what was sent there.
 
     names of a prompt     0    1    2    3    4    5         below a worker's bound are 1, 3 and 4, say
-    worker a              ·    ✓    ·    ✓    –    ·         it lists 1 and 3, and not 4: it holds four blocks or five
-    worker b              ·    –                             it holds less than two
+    worker a              ·    ✓    ·    ·    –    ·         it lists 1, not 4: it holds two to four blocks, say three
+    worker b              ·    –                             it holds less than two, say none
 
-A block is of use only behind all those before it, so the first name that is missing ends what a worker holds. It counts
-up to the last name that is listed, or, beyond the bound, that was sent there some time: workers say nothing of those,
-and if they were lost meanwhile, so is likely a name that would be listed. That two names have one mark by chance, or
-that some were lost, costs a wrong choice of a worker, which computes what it does not have.
+A block is of use only behind all those before it, so the first name that is missing ends what a worker holds. That is
+at least up to the last name that is listed, or, beyond the bound, that was sent there some time: workers say nothing of
+those, and if they were lost meanwhile, so is likely a name that would be listed. Of the names between these two half
+count as held. That two names have one mark by chance, or that some were lost, costs a wrong choice of a worker, which
+computes what it does not have.
 
 Sets of workers are the bits of a number, so that a prompt is compared with all workers at a time. Only equal salts and
 tokens make equal names: of another tenant's prompts nothing is found.
@@ -207,22 +208,29 @@ class HeldPrefixes:
         bounds, silent, holders, sent = self._bounds or [], self._silent, self._holders.workers, self._sent.workers
         going = silent[-1] if silent else 0
         found: list[tuple[int, int]] = []
+        ended: list[tuple[int, int]] = []
         for num_blocks, name in enumerate(names, 1):
             mark = mark_of(name)
             says_nothing = silent[bisect_right(bounds, mark)]
             holding = holders.get(mark, 0) | sent.get(mark, 0) & says_nothing
             if hits := going & holding:
                 found.append((num_blocks, hits))
-            going &= holding | says_nothing
-            if not going:
-                break
-        counted = 0
-        cached: dict[WorkerId, int] = {}
+            if lacking := going & ~(holding | says_nothing):
+                ended.append((num_blocks - 1, lacking))
+                going &= ~lacking
+                if not going:
+                    break
+        ended.append((len(names), going))
+        least: dict[int, int] = {}
+        shown = 0
         for num_blocks, hits in reversed(found):
-            for bit in _bits(hits & ~counted):
-                cached[self._by_bit[bit]] = num_blocks * self.block_size
-            counted |= hits
-        return cached
+            least.update(dict.fromkeys(_bits(hits & ~shown), num_blocks))
+            shown |= hits
+        return {
+            self._by_bit[bit]: (least[bit] + most) // 2 * self.block_size
+            for most, ending in ended
+            for bit in _bits(ending & shown)
+        }
 
     def _sort_bounds(self) -> None:
         """Find out who says nothing of a mark: those whose bounds are not above it."""

@@ -206,7 +206,7 @@ def test_workers_that_come_anew_count_under_their_ids(change: Change, num_ids: i
     """Who is restarted has counted before, and goes on counting."""
     case = replace(CASES["chats"], load=replace(CASES["chats"].load, **SMALL["chats"]))
     conversations = case.load.conversations(3.0, 8.0, seed=0)
-    params = cluster_of(2, INSTANCE, case, "prefix-aware@100")
+    params = replace(cluster_of(2, INSTANCE, case, "prefix-aware@100"), num_dispatchers=3)
     seen = run_virtually(observe(params, conversations, Window(2.0, 8.0), change=change))
     assert seen.counted.shape == (num_ids, 6)
     assert (seen.counted[:, 0] > 0).all()

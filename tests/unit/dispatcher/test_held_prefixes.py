@@ -49,13 +49,18 @@ def test_a_sketch_lists_all_marks_below_its_bound_and_no_more_than_it_may(seed: 
 
 
 def shown(names: Sequence[RunName], held: set[RunName], bound: int) -> int:
-    """The definition: how many tokens of a prompt a worker is seen to hold."""
+    """The definition: how many tokens of a prompt a worker is taken to hold.
+
+    It is the middle between what it is seen to hold and what it may hold.
+    """
     said = [(count, name in held) for count, name in enumerate(names, 1) if mark_of(name) < bound]
-    return BLOCK * max((count for count, is_held in takewhile(lambda each: each[1], said)), default=0)
+    least = max((count for count, is_held in takewhile(lambda each: each[1], said)), default=0)
+    most = min((count - 1 for count, is_held in said if not is_held), default=len(names))
+    return (least + most) // 2 * BLOCK if least else 0
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_of_a_prompt_a_worker_holds_up_to_the_last_block_that_its_sketch_can_show(seed: int) -> None:
+def test_of_a_prompt_a_worker_holds_what_its_sketch_can_show_and_half_of_what_that_does_not_deny(seed: int) -> None:
     """Workers hold prefixes of prompts, and of some they have lost blocks in the middle."""
     rng = random.Random(seed)
     prompts, most = random_prompts(rng, 30), rng.choice([10, 60, 10_000])
@@ -114,18 +119,20 @@ def test_what_was_sent_is_remembered_beyond_the_bound_of_a_sketch_as_far_as_that
     below = [count for count, name in enumerate(names, 1) if mark_of(name) < said.bound]
     assert 3 < len(below) < 40
     prefixes.take(W0, said, BLOCK, 0.0)
-    assert prefixes.cached(names) == {W0: BLOCK * max(count for count in below if count <= 60)}
+    least, most = max(count for count in below if count <= 60), min(count for count in below if count > 60) - 1
+    assert least < 60 < most
+    assert prefixes.cached(names) == {W0: (least + most) // 2 * BLOCK}
     prefixes.sent(W0, names[:60], 0.0)
-    assert prefixes.cached(names) == {W0: 60 * BLOCK}
+    assert prefixes.cached(names) == {W0: (60 + most) // 2 * BLOCK}
     prefixes.take(W0, said, BLOCK, 2 * SENT_S)
-    assert prefixes.cached(names) == {W0: 60 * BLOCK}
+    assert prefixes.cached(names) == {W0: (60 + most) // 2 * BLOCK}
     lost = sketch([name for name in [*names[:60], *others] if name != names[below[1] - 1]], 40)
     prefixes.take(W0, lost, BLOCK, 2 * SENT_S)
     assert prefixes.cached(names) == {W0: (below[1] - 1) * BLOCK}
     monkeypatch.setattr("services.dispatcher.policy.prefixes.MAX_SENT_MARKS", 50)
     prefixes.take(W0, said, BLOCK, 2 * SENT_S)
     prefixes.sent(W0, names_of([7] * 400)[:50], 2 * SENT_S)
-    assert prefixes.cached(names) == {W0: BLOCK * max(count for count in below if count <= 60)}, "it is forgotten"
+    assert prefixes.cached(names) == {W0: (least + most) // 2 * BLOCK}, "it is forgotten"
     prefixes.forget(W0)
     assert not prefixes._holders.workers
     assert not prefixes._sent.workers
