@@ -145,7 +145,7 @@ SYSTEMS: dict[str, System] = {
         System("kunserve-andes", scheduler="andes", placement="least-loaded", drops=True, exchange=KvExchange.BY_PRICE),
         # And best effort in what all of them leave, at whole instances and in groups.
         System(
-            "kunserve-sluice", scheduler="sluice", placement="least-loaded", drops=True, exchange=KvExchange.BY_PRICE
+            "kunserve-sluice", scheduler="sluice", placement="prefix-aware", drops=True, exchange=KvExchange.BY_PRICE
         ),
     )
 }

@@ -86,7 +86,7 @@ class MigrationPart(MessagePart):
     """Rate at which requests' KV comes, while it does, by a moving average of the time of a byte; of the first request,
     what has come of it yet."""
     pulled_token_s: Annotated[float, Field(ge=0)] = 0.0
-    """Seconds that a token of a prefix takes to come from another worker at that rate; 0: none has come yet."""
+    """Seconds that a token of a prefix takes to come from another worker at that rate; 0: none has come, or may."""
 
 
 class PrefixSketch(MessagePart):

@@ -154,9 +154,13 @@ def draw_migration_scenario(seed: int) -> FaultScenario:
 
 
 def draw_prefix_scenario(seed: int) -> FaultScenario:
-    """As `draw_scenario`, with long prompts that begin alike, and workers that bring their KV from each other."""
+    """As `draw_scenario`, with long prompts that begin alike, and workers that bring their KV from each other.
+
+    Every third seed is as `draw_group_scenario` instead.
+    """
     random = np.random.default_rng([seed, 10])
-    scenario = draw_scenario(seed)
+    has_groups = seed % 3 == 2  # noqa: PLR2004
+    scenario = draw_group_scenario(seed) if has_groups else draw_scenario(seed)
     documents = [random.integers(FIRST_TOKEN, VOCABULARY, int(random.integers(24, 44))) for _ in range(2)]
 
     def ask_about(ask: Ask) -> Ask:
@@ -165,7 +169,8 @@ def draw_prefix_scenario(seed: int) -> FaultScenario:
         return replace(ask, request=replace(ask.request, prompt=np.concatenate([document, own])))
 
     asks = tuple(ask_about(ask) if random.random() < 0.9 else ask for ask in scenario.asks)
-    workers = tuple(replace(worker, system=DEFAULT_SYSTEM, prefix_caching=True) for worker in scenario.workers)
+    system = "kunserve-sluice" if has_groups else DEFAULT_SYSTEM
+    workers = tuple(replace(worker, system=system, prefix_caching=True) for worker in scenario.workers)
     link_bytes_per_s = float(np.exp(random.uniform(*np.log(PREFIX_BYTES_PER_S))))
     return replace(scenario, workers=workers, asks=asks, link_bytes_per_s=link_bytes_per_s)
 

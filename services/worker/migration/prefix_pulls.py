@@ -109,9 +109,9 @@ class PrefixPulls:
 
     @property
     def token_s(self) -> float:
-        """Seconds in which a token comes, at the rate that is known; 0: none has come."""
+        """Seconds in which a token comes, at the rate that is known; 0: none has come, or none may now."""
         rate = self._fetching.rate.bytes_per_s
-        return self._block_bytes / self._engine.config.block_size / rate if rate else 0.0
+        return self._block_bytes / self._engine.config.block_size / rate if rate and not self._refusal() else 0.0
 
     def begin(self, row: int, source: PrefixSource | None) -> None:
         """Bring what lacks of the prompt of a row that has just come, if that pays; it is in no step meanwhile.
