@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,15 +13,22 @@ from shared.prefix_names import NUM_MARKS
 
 Marks = NDArray[np.uint32]
 """[n]; see `shared.prefix_names.mark_of`."""
+NO_MARKS: Final = np.zeros(0, dtype=np.uint32)
 
 
-def sketch_of(marks: Marks, most: int = MAX_SKETCH_MARKS) -> PrefixSketch:
-    """Return the sketch of names that have these marks, in any order; so many are listed at most."""
+def sketch_of(marks: Marks, ends: Marks = NO_MARKS, most: int = MAX_SKETCH_MARKS) -> PrefixSketch:
+    """Return the sketch of names.
+
+    Args:
+        marks: of all names, in any order.
+        ends: of those that are listed in any case, fewer than `most`.
+        most: that are listed.
+    """
     bound = NUM_MARKS
     if marks.size > most:
-        smallest = np.partition(marks, most)[: most + 1]
+        smallest = np.partition(marks, most - ends.size)[: most - ends.size + 1]
         bound = int(smallest[-1])
-        marks = smallest[smallest < bound]
+        marks = np.concatenate([smallest[smallest < bound], ends])
     return PrefixSketch(bound=bound, marks=b64encode(np.unique(marks).astype("<u4").tobytes()).decode())
 
 

@@ -90,14 +90,16 @@ class MigrationPart(MessagePart):
 
 
 class PrefixSketch(MessagePart):
-    """Which prefixes a worker holds: the smallest marks of the names of its blocks (`shared.prefix_names`).
+    """Which prefixes a worker holds: marks of some names of its blocks (`shared.prefix_names`).
 
-    Names are hashes, so this is a uniform sample of them, of one size whatever is held, and the same names are in the
-    samples of all who hold them: a bottom-k sketch (Cohen and Kaplan, "Summarizing data using bottom-k sketches", PODC
-    2007). Who knows a prompt's names can tell, from those below the bound, up to about which of them a worker holds it.
+    Those below a bound are all there. Names are hashes, so this is a uniform sample of them, of one size whatever is
+    held, and the same names are in the samples of all who hold them: a bottom-k sketch (Cohen and Kaplan, "Summarizing
+    data using bottom-k sketches", PODC 2007). Who knows a prompt's names can tell, from those below the bound, up to
+    about which of them a worker holds it. Besides, it has the names where sequences ended not long ago: what goes on
+    with one of these is found to the block.
     """
 
     bound: Annotated[int, Field(ge=0, le=NUM_MARKS)] = NUM_MARKS
-    """All marks below it are listed; of larger ones nothing is said."""
+    """All marks below it are listed; of larger ones some are."""
     marks: Annotated[str, Field(max_length=16 * MAX_SKETCH_MARKS // 3 + 4)] = ""
     """Ascending, each once, as little-endian 32 bits, in base64."""

@@ -159,7 +159,7 @@ def draw_prefix_scenario(seed: int) -> FaultScenario:
     Every third seed is as `draw_group_scenario` instead.
     """
     random = np.random.default_rng([seed, 10])
-    has_groups = seed % 3 == 2  # noqa: PLR2004
+    has_groups = seed % 3 == 2
     scenario = draw_group_scenario(seed) if has_groups else draw_scenario(seed)
     documents = [random.integers(FIRST_TOKEN, VOCABULARY, int(random.integers(24, 44))) for _ in range(2)]
 

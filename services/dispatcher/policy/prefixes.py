@@ -1,14 +1,13 @@
 """Which worker holds how much of a prompt, by the sketches of their reports and by what was sent there.
 
-    names of a prompt     0    1    2    3    4    5         below a worker's bound are 1, 3 and 4, say
+    names of a prompt     0    1    2    3    4    5         below a worker's bound are 1 and 4, say
     worker a              ·    ✓    ·    ·    –    ·         it lists 1, not 4: it holds two to four blocks, say three
     worker b              ·    –                             it holds less than two, say none
 
 A block is of use only behind all those before it, so the first name that is missing ends what a worker holds. That is
-at least up to the last name that is listed, or, beyond the bound, that was sent there some time: workers say nothing of
-those, and if they were lost meanwhile, so is likely a name that would be listed. Of the names between these two half
-count as held. That two names have one mark by chance, or that some were lost, costs a wrong choice of a worker, which
-computes what it does not have.
+at least up to the last name that is listed, or was sent there just now. Of the names between these two half count as
+held. That two names have one mark by chance, or that some were lost, costs a wrong choice of a worker, which computes
+what it does not have.
 
 Sets of workers are the bits of a number, so that a prompt is compared with all workers at a time. Only equal salts and
 tokens make equal names: of another tenant's prompts nothing is found.
@@ -32,8 +31,6 @@ from shared.prefix_sketch import listed_marks
 
 SENT_S: Final = 10.0
 """For so long what was sent to a worker counts as being there, whatever its reports say: it may wait to be computed."""
-MAX_SENT_MARKS: Final = 2**18
-"""Of prompts that are remembered, at all workers together: some 40 MB."""
 MAX_NAMED_BLOCKS: Final = 4096
 """Of a prompt that are looked for at workers: naming them takes a millisecond or two. What is behind counts as new."""
 _NOTHING: Final = PrefixSketch(bound=0)
@@ -77,8 +74,6 @@ class _Held:
     """When prompts were sent not long ago, and their marks."""
     held: dict[int, int] = field(default_factory=dict)
     """How often each mark is in either."""
-    sent: dict[int, int] = field(default_factory=dict)
-    """How often each mark is in what is remembered."""
 
 
 class HeldPrefixes:
@@ -89,10 +84,7 @@ class HeldPrefixes:
         """Tokens of a block at the workers that are here; 0: there is none. Others' names are others."""
         self._workers: dict[WorkerId, _Held] = {}
         self._by_bit: dict[int, WorkerId] = {}
-        self._holders, self._sent = _Marks(), _Marks()
-        self._log: deque[tuple[_Held, list[int]]] = deque()
-        """What is remembered of what was sent."""
-        self._num_sent = 0
+        self._holders = _Marks()
         self._bounds: list[int] | None = None
         """Ascending, of all workers; None: to be sorted anew."""
         self._silent: list[int] = []
@@ -149,11 +141,8 @@ class HeldPrefixes:
         held = self._workers.pop(worker_id, None)
         if held is None:
             return
-        for marks, own in ((self._holders, held.held), (self._sent, held.sent)):
-            marks.drop(dict.fromkeys(own, 1), 1 << held.bit, list(own))
+        self._holders.drop(dict.fromkeys(held.held, 1), 1 << held.bit, list(held.held))
         del self._by_bit[held.bit]
-        self._num_sent -= sum(held.sent.values())
-        self._log = deque(each for each in self._log if each[0] is not held)
         self._bounds = None
 
     def sent(self, worker_id: WorkerId, names: Sequence[RunName], now_s: float) -> None:
@@ -163,12 +152,7 @@ class HeldPrefixes:
             return
         marks = [mark_of(name) for name in names]
         held.fresh.append((now_s, marks))
-        self._log.append((held, marks))
         self._holders.add(held.held, 1 << held.bit, marks)
-        self._sent.add(held.sent, 1 << held.bit, marks)
-        self._num_sent += len(marks)
-        while self._num_sent > MAX_SENT_MARKS:
-            self._forget_sent(*self._log.popleft())
 
     def take_back(self, worker_id: WorkerId, names: Sequence[RunName]) -> None:
         """A worker has refused a prompt that was sent to it."""
@@ -177,13 +161,6 @@ class HeldPrefixes:
         if held is not None and fresh:
             held.fresh.remove(fresh[-1])
             self._holders.drop(held.held, 1 << held.bit, marks)
-            if (held, marks) in self._log:
-                self._log.remove((held, marks))
-                self._forget_sent(held, marks)
-
-    def _forget_sent(self, held: _Held, marks: list[int]) -> None:
-        self._sent.drop(held.sent, 1 << held.bit, marks)
-        self._num_sent -= len(marks)
 
     def names_of(self, prompt: bytes, cache_salt: str) -> Sequence[RunName]:
         """Return the names of a prompt's first blocks, by which `cached` asks; none if nobody says what it holds.
@@ -205,14 +182,14 @@ class HeldPrefixes:
             return {}
         if self._bounds is None:
             self._sort_bounds()
-        bounds, silent, holders, sent = self._bounds or [], self._silent, self._holders.workers, self._sent.workers
+        bounds, silent, holders = self._bounds or [], self._silent, self._holders.workers
         going = silent[-1] if silent else 0
         found: list[tuple[int, int]] = []
         ended: list[tuple[int, int]] = []
         for num_blocks, name in enumerate(names, 1):
             mark = mark_of(name)
             says_nothing = silent[bisect_right(bounds, mark)]
-            holding = holders.get(mark, 0) | sent.get(mark, 0) & says_nothing
+            holding = holders.get(mark, 0)
             if hits := going & holding:
                 found.append((num_blocks, hits))
             if lacking := going & ~(holding | says_nothing):

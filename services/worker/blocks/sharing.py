@@ -22,6 +22,7 @@ from services.worker.blocks.kept_blocks import kept_blocks
 from services.worker.blocks.manager import BlockManager
 from services.worker.blocks.prefix_index import PrefixIndex
 from services.worker.blocks.row_names import RowNames
+from services.worker.blocks.run_ends import RunEnds
 from services.worker.contract.arrays import EMPTY_I32, I32, AnyRows
 from services.worker.contract.kept_kv import KeptKv
 from services.worker.scheduling.view import NOTHING_CACHED, CachedPrefix
@@ -55,6 +56,7 @@ class Sharing:
 
     def __init__(self, table: SequenceTable, blocks: BlockManager, names: RowNames) -> None:
         self.forks = Forks(table)
+        self.ends = RunEnds()
         self.prefix_caching = names.are_shared
         self._table = table
         self._blocks = blocks
@@ -181,6 +183,7 @@ class Sharing:
             num_full = int(self._table.num_computed[row]) // self._blocks.block_size
             if is_sound:
                 self._settle(row, chain, num_full)
+                self.ends.note(self._names.of(row, num_full))
             else:
                 self._blocks.index.forget(self._blocks.block_table[row, : self._blocks.held[row]])
             self._drop_claims(row, chain)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 import numpy as np
@@ -13,7 +13,7 @@ from services.dispatcher.policy.prefixes import SENT_S, HeldPrefixes
 from shared.ids import WorkerId
 from shared.messages.report_parts import PrefixSketch
 from shared.prefix_names import NUM_MARKS, RunName, following_names, mark_of, root_name
-from shared.prefix_sketch import listed_marks, sketch_of
+from shared.prefix_sketch import NO_MARKS, Marks, listed_marks, sketch_of
 
 BLOCK = 4
 W0, W1 = WorkerId("w0"), WorkerId("w1")
@@ -23,8 +23,12 @@ def names_of(tokens: list[int], salt: str = "") -> list[RunName]:
     return following_names(root_name(salt), np.array(tokens, dtype="<u4").tobytes(), BLOCK)
 
 
+def marks_of(names: Iterable[RunName]) -> Marks:
+    return np.array([mark_of(name) for name in names], dtype=np.uint32)
+
+
 def sketch(names: set[RunName] | list[RunName], most: int) -> PrefixSketch:
-    return sketch_of(np.array([mark_of(name) for name in names], dtype=np.uint32), most)
+    return sketch_of(marks_of(names), NO_MARKS, most)
 
 
 def random_prompts(rng: random.Random, count: int) -> list[list[int]]:
@@ -41,7 +45,7 @@ def random_prompts(rng: random.Random, count: int) -> list[list[int]]:
 def test_a_sketch_lists_all_marks_below_its_bound_and_no_more_than_it_may(seed: int) -> None:
     rng = np.random.default_rng(seed)
     marks = rng.integers(0, NUM_MARKS, rng.integers(0, 90), dtype=np.uint32)
-    made = PrefixSketch.model_validate_json(sketch_of(marks, 40).model_dump_json())
+    made = PrefixSketch.model_validate_json(sketch_of(marks, NO_MARKS, 40).model_dump_json())
     assert len(listed_marks(made)) <= 40
     assert listed_marks(made).tolist() == sorted({mark for mark in marks.tolist() if mark < made.bound})
     assert made.bound == NUM_MARKS or len(set(marks.tolist())) > 40
@@ -110,33 +114,24 @@ def test_what_was_sent_counts_for_a_while_whatever_the_worker_says_and_what_it_r
     assert not prefixes.cached(names)
 
 
-def test_what_was_sent_is_remembered_beyond_the_bound_of_a_sketch_as_far_as_that_does_not_deny_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_a_sequence_ended_is_found_beyond_the_bound_of_the_sample() -> None:
+    """Of a prompt that goes on behind it, and of none that parts before it."""
     prefixes, names = HeldPrefixes(), names_of(list(range(400)))
-    others = [names_of([number] * 400)[-1] for number in range(300)]
-    said = sketch([*names[:60], *others], 40)
+    parted = names_of([*range(200), *range(1, 201)])
+    own = {*names[:60], *(names_of([number] * 400)[-1] for number in range(300))}
+    said = sketch_of(marks_of(own), marks_of([names[59]]), 40)
     below = [count for count, name in enumerate(names, 1) if mark_of(name) < said.bound]
-    assert 3 < len(below) < 40
-    prefixes.take(W0, said, BLOCK, 0.0)
     least, most = max(count for count in below if count <= 60), min(count for count in below if count > 60) - 1
     assert least < 60 < most
+    assert mark_of(names[59]) >= said.bound
+    prefixes.take(W0, sketch(own, 40), BLOCK, 0.0)
     assert prefixes.cached(names) == {W0: (least + most) // 2 * BLOCK}
-    prefixes.sent(W0, names[:60], 0.0)
+    prefixes.take(W0, said, BLOCK, 0.0)
     assert prefixes.cached(names) == {W0: (60 + most) // 2 * BLOCK}
-    prefixes.take(W0, said, BLOCK, 2 * SENT_S)
-    assert prefixes.cached(names) == {W0: (60 + most) // 2 * BLOCK}
-    lost = sketch([name for name in [*names[:60], *others] if name != names[below[1] - 1]], 40)
-    prefixes.take(W0, lost, BLOCK, 2 * SENT_S)
-    assert prefixes.cached(names) == {W0: (below[1] - 1) * BLOCK}
-    monkeypatch.setattr("services.dispatcher.policy.prefixes.MAX_SENT_MARKS", 50)
-    prefixes.take(W0, said, BLOCK, 2 * SENT_S)
-    prefixes.sent(W0, names_of([7] * 400)[:50], 2 * SENT_S)
-    assert prefixes.cached(names) == {W0: (least + most) // 2 * BLOCK}, "it is forgotten"
+    assert prefixes.cached(parted) == {W0: shown(parted, own, said.bound)}
+    assert len(listed_marks(said)) <= 40
     prefixes.forget(W0)
     assert not prefixes._holders.workers
-    assert not prefixes._sent.workers
-    assert not prefixes._num_sent
 
 
 @pytest.mark.parametrize("said", [None, PrefixSketch(marks="no base64"), PrefixSketch(marks="AAAA")])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from services.dispatcher.policy.prefixes import HeldPrefixes
 from services.worker.blocks.prefix_index import PrefixIndex
+from services.worker.blocks.run_ends import RunEnds
 from services.worker.contract.arrays import I32
 from services.worker.contract.batch import BatchOutput
 from services.worker.engine.sketch import sketch_prefixes
@@ -17,7 +18,9 @@ from services.worker.migration.shared_prefixes import find_prefix
 from services.worker.sequences.config import NewSequence
 from services.worker.sequences.events import RowExtra
 from shared.ids import WorkerId
-from shared.prefix_names import following_names, root_name
+from shared.messages.report_parts import MAX_SKETCH_MARKS
+from shared.prefix_names import NUM_MARKS, following_names, root_name
+from shared.prefix_sketch import listed_marks
 from shared.stream_extras import TokenLogprob
 from shared.types import FinishReason
 from tests.support.engine_builders import FIRST_COME, new_sequence
@@ -127,6 +130,45 @@ def test_a_dispatcher_finds_by_the_sketch_what_the_engine_finds(num_blocks: int,
             harness.step()
     assert found > 40
     assert sketch_prefixes(make_harness(prefix_caching=False).engine) is None
+
+
+PATHS = st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=30)
+
+
+@settings(deadline=None)
+@given(PATHS, st.integers(0, 6), st.sets(st.integers(0, 30)), st.integers(1, 8))
+def test_the_newest_ends_are_those_that_nobody_went_on_from(
+    paths: list[list[int]], most: int, lost: set[int], bound: int
+) -> None:
+    """A name is a path here; who ended at an end, or went on behind it, takes its place."""
+    ends, expected = RunEnds(), list[bytes]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("services.worker.blocks.run_ends.MAX_ENDS", bound)
+        for path in paths:
+            names = [bytes(path[: end + 1]) for end in range(len(path))]
+            ends.note(names)
+            expected = [*(each for each in expected if each not in names), *names[-1:]][-bound:]
+    held = [name for number, name in enumerate(reversed(expected)) if number not in lost]
+    assert ends.newest(most, held.__contains__) == held[:most]
+
+
+def test_a_sketch_of_much_knows_where_talks_ended_and_finds_the_next_turn_to_the_block() -> None:
+    """300 talks of 9 full blocks each, of which the memory has 200; the sample lists every sixth block."""
+    harness, random = make_harness(num_blocks=1800), np.random.default_rng(0)
+    talks = [random.integers(2, 97, 36).tolist() for _ in range(300)]
+    for name, talk in enumerate(talks):
+        first_batch_of(harness, new_sequence(name, prompt=talk, max_tokens=2))
+    sketch, worker_id, held = sketch_prefixes(harness.engine), WorkerId("w0"), HeldPrefixes()
+    held.take(worker_id, sketch, 4, 0.0)
+    assert sketch is not None
+    assert len(listed_marks(sketch)) <= MAX_SKETCH_MARKS
+    assert sketch.bound < NUM_MARKS / 5
+    found = [held.cached(following_names(root_name(""), np.array(talk, dtype="<u4").tobytes(), 4)) for talk in talks]
+    assert found[-190:] == [{worker_id: 36}] * 190
+    assert found[:90] == [{}] * 90
+    before, name = harness.engine.sharing.ends.newest(1, lambda _: True), 300
+    first_batch_of(harness, new_sequence(name, prompt=[*talks[-1], *harness.stories[1299].text, 5, 5], max_tokens=4))
+    assert before[0] not in harness.engine.sharing.ends.newest(1000, lambda _: True), "it went on"
 
 
 def test_salts_and_other_beginnings_keep_sequences_apart() -> None:
