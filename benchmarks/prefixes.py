@@ -29,33 +29,28 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import count, product
-from typing import Any, Final
+from itertools import product
+from typing import Final
 
 import numpy as np
 
+from benchmarks.baseline_placements import ASKING, BASELINES, placement_of
 from benchmarks.harness import percentiles, print_table
-from services.dispatcher.policy.placement import PLACEMENTS, Placed, Placement, PlacementLoad, place_least_loaded
 from shared.errors import StartupError
-from shared.ids import WorkerId
 from shared.process.log import only_from
 from sim.catalog.instance import CatalogInstance, find_instance
 from sim.cluster import ClusterParams, SimCluster
 from sim.devices.channel import ModelledLink
 from sim.experiment.setup import BLOCK_SIZE, LINK_LATENCY_S, MAX_SEQUENCES
-from sim.names import unknown_name
 from sim.requests import SimAnswer, SimRequest
 from sim.virtual_time import run as run_virtually
 from sim.worker import SimWorker, SimWorkerParams
 from sim.workload.prefixes import AGENTS, CHATS, DOCUMENTS, NEWS, VOCAB_SIZE, PrefixLoad, SimConversation
 from sim.workload.workload import F64
 
-ASKING: Final = ContextVar[SimConversation | None]("asking", default=None)
-"""Whose turn is being placed; None: a service looks who would take what waits."""
 PROGRESS_S: Final = 20.0
 """Virtual seconds between two lines of progress."""
 SETTLE_S: Final = 1.0
@@ -64,7 +59,6 @@ LINK_GBPS: Final = 100.0
 """Each way, unless a placement names them."""
 DRAIN_LIMIT_S: Final = 60.0
 """Virtual seconds in which a worker has to leave."""
-BASELINES: Final = ("round-robin", "session-affinity")
 HEAD: Final = (
     "workers",
     "placement",
@@ -142,66 +136,6 @@ class PrefixRun:
         """[num_workers] prompt tokens that were not found in the prefix cache."""
         computed: F64 = self.counted[:, 0] - self.counted[:, 1]
         return computed
-
-
-def placement_of(name: str, affinity: Callable[[SimConversation], int]) -> Placement:
-    """Return the placement of this name, a new one each time.
-
-    Raises:
-        StartupError: there is none.
-    """
-    if name == "round-robin":
-        return _round_robin()
-    if name == "session-affinity":
-        return _session_affinity(affinity)
-    if name not in PLACEMENTS:
-        raise unknown_name("there is no placement", name, [*PLACEMENTS, *BASELINES])
-    return PLACEMENTS[name]
-
-
-def _round_robin() -> Placement:
-    turns = count()
-
-    def groups(workers: Sequence[PlacementLoad]) -> Iterator[Sequence[PlacementLoad]]:
-        first = next(turns) % max(len(workers), 1)
-        yield from ([worker] for worker in (*workers[first:], *workers[:first]))
-
-    return _first_of(groups)
-
-
-def _session_affinity(affinity: Callable[[SimConversation], int]) -> Placement:
-    homes: dict[int, WorkerId] = {}
-
-    def groups(workers: Sequence[PlacementLoad]) -> Iterator[Sequence[PlacementLoad]]:
-        conversation = ASKING.get()
-        if conversation is not None and affinity(conversation) in homes:
-            home = homes[affinity(conversation)]
-            yield [worker for worker in workers if worker.worker_id == home]
-        yield workers
-
-    def note(placed: Placed) -> None:
-        conversation = ASKING.get()
-        if conversation is not None:
-            homes.setdefault(affinity(conversation), placed.worker_id)
-
-    return _first_of(groups, note)
-
-
-def _first_of(
-    groups: Callable[[Sequence[PlacementLoad]], Iterable[Sequence[PlacementLoad]]],
-    note: Callable[[Placed], None] = lambda _: None,
-) -> Placement:
-    """Return the placement on the least loaded worker of the first group that has one which takes the request."""
-
-    def place(workers: Sequence[PlacementLoad], *args: Any, **kwargs: Any) -> Placed | None:
-        for group in groups(workers):
-            placed = place_least_loaded(group, *args, **kwargs)
-            if placed is not None:
-                note(placed)
-                return placed
-        return None
-
-    return place
 
 
 async def hold_all(

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.baseline_placements import ASKING, BASELINES, placement_of
 from benchmarks.prefixes import (
-    ASKING,
-    BASELINES,
     CASES,
     HEAD,
     Change,
@@ -23,7 +22,6 @@ from benchmarks.prefixes import (
     hold_all,
     main,
     observe,
-    placement_of,
     row_of,
 )
 from services.dispatcher.policy.placement import Placed

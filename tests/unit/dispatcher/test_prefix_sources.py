@@ -28,11 +28,16 @@ PROMPT = pack_token_ids(list(range(1, 8 * BLOCK_SIZE + 2)))
 NAMES = following_names(root_name(""), PROMPT, BLOCK_SIZE)
 
 
-def holder(name: str, num_blocks: int, liveness: Liveness, **fields: object) -> WorkerStatus:
+def holder(name: str, num_blocks: int, liveness: Liveness) -> WorkerStatus:
     """Return a worker that holds so many blocks of the prompt."""
-    sketch = sketch_of(np.array([mark_of(each) for each in NAMES[:num_blocks]], dtype=np.uint32))
-    usual = {"prefixes": sketch, "block_size": BLOCK_SIZE, "model_digest": "0", "stage_address": f"{name}:1"}
-    return make_status(name, liveness=liveness, **(usual | fields))
+    return make_status(
+        name,
+        liveness=liveness,
+        prefixes=sketch_of(np.array([mark_of(each) for each in NAMES[:num_blocks]], dtype=np.uint32)),
+        block_size=BLOCK_SIZE,
+        model_digest="0",
+        stage_address=f"{name}:1",
+    )
 
 
 @pytest.mark.parametrize(
