@@ -344,7 +344,7 @@ def _product(worker: PlacementLoad, num_known: int, cached: CachedTokens, num_mo
     """
     token_s, num_cached = worker.token_s or 1.0, cached.get(worker.worker_id, 0)
     new_s = max(num_known - num_cached, 1) * token_s
-    if worker.pulled_token_s:
+    if worker.token_s and worker.pulled_token_s:
         new_s = min(new_s, max(num_known - num_most, 1) * token_s + (num_most - num_cached) * worker.pulled_token_s)
     return new_s * (worker.num_sequences + 1)
 

@@ -27,7 +27,7 @@ LOADS = st.lists(
         ready=st.sampled_from([True, True, False]),
         num_sequences=st.integers(0, 12),
         num_demanded_blocks=st.integers(0, 100),
-        token_s=st.sampled_from([TOKEN_S, 2 * TOKEN_S]),
+        token_s=st.sampled_from([TOKEN_S, 2 * TOKEN_S, 0.0]),
         pulled_token_s=st.sampled_from([0.0, 0.0, TOKEN_S / 8, 4 * TOKEN_S]),
         is_closing=st.sampled_from([False, False, True]),
     ),
@@ -51,8 +51,8 @@ def test_of_the_open_workers_with_room_the_one_with_the_least_product_is_chosen(
     def product(load: PlacementLoad) -> Fraction:
         """Computing all that is new there, or bringing what another one has of it, if that is quicker."""
         here, most = cached.get(load.worker_id, 0), max(cached.values())
-        prefill_s = max(num_known - here, 1) * Fraction(load.token_s)
-        if load.pulled_token_s:
+        prefill_s = max(num_known - here, 1) * Fraction(load.token_s or 1)
+        if load.token_s and load.pulled_token_s:
             rest_s = max(num_known - most, 1) * Fraction(load.token_s)
             prefill_s = min(prefill_s, rest_s + (most - here) * Fraction(load.pulled_token_s))
         return prefill_s * (load.num_sequences + 1)
