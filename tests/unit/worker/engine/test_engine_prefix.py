@@ -153,21 +153,21 @@ def test_the_newest_ends_are_those_that_nobody_went_on_from(
 
 
 def test_a_sketch_of_much_knows_where_talks_ended_and_finds_the_next_turn_to_the_block() -> None:
-    """300 talks of 9 full blocks each, of which the memory has 200; the sample lists every sixth block."""
-    harness, random = make_harness(num_blocks=1800), np.random.default_rng(0)
-    talks = [random.integers(2, 97, 36).tolist() for _ in range(300)]
+    """150 talks of 9 full blocks each, of which the memory has 100; the sample lists every other block."""
+    harness, random = make_harness(num_blocks=900), np.random.default_rng(0)
+    talks = [random.integers(2, 97, 36).tolist() for _ in range(150)]
     for name, talk in enumerate(talks):
         first_batch_of(harness, new_sequence(name, prompt=talk, max_tokens=2))
     sketch, worker_id, held = sketch_prefixes(harness.engine), WorkerId("w0"), HeldPrefixes()
     held.take(worker_id, sketch, 4, 0.0)
     assert sketch is not None
     assert len(listed_marks(sketch)) <= MAX_SKETCH_MARKS
-    assert sketch.bound < NUM_MARKS / 5
+    assert sketch.bound < NUM_MARKS / 2
     found = [held.cached(following_names(root_name(""), np.array(talk, dtype="<u4").tobytes(), 4)) for talk in talks]
-    assert found[-190:] == [{worker_id: 36}] * 190
-    assert found[:90] == [{}] * 90
-    before, name = harness.engine.sharing.ends.newest(1, lambda _: True), 300
-    first_batch_of(harness, new_sequence(name, prompt=[*talks[-1], *harness.stories[1299].text, 5, 5], max_tokens=4))
+    assert found[-90:] == [{worker_id: 36}] * 90
+    assert found[:45] == [{}] * 45
+    before, name = harness.engine.sharing.ends.newest(1, lambda _: True), 150
+    first_batch_of(harness, new_sequence(name, prompt=[*talks[-1], *harness.stories[1149].text, 5, 5], max_tokens=4))
     assert before[0] not in harness.engine.sharing.ends.newest(1000, lambda _: True), "it went on"
 
 

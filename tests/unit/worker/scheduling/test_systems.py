@@ -101,9 +101,10 @@ def test_the_papers_versions_have_one_mode_of_exchange_each_and_kunserve_chooses
 
 
 @pytest.mark.parametrize("scheduler", ["andes", "sluice"])
-def test_readers_first_in_groups_is_kunserve_by_another_scheduler(scheduler: str) -> None:
+def test_readers_first_in_groups_is_kunserve_by_another_scheduler_and_its_placement(scheduler: str) -> None:
     name = f"kunserve-{scheduler}"
-    assert replace(SYSTEMS["kunserve"], name=name, scheduler=scheduler) == SYSTEMS[name]
+    placement = SYSTEMS[scheduler].placement
+    assert replace(SYSTEMS["kunserve"], name=name, scheduler=scheduler, placement=placement) == SYSTEMS[name]
 
 
 def test_the_oracle_differs_from_what_it_is_compared_with_in_memory_alone() -> None:
