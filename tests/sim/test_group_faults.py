@@ -43,7 +43,7 @@ REQUIRED = (
 )
 """Paths that the seeds together must reach."""
 
-SEEDS = (*range(30), 41, 137)
+SEEDS = (*range(30), 137, 200)
 FOUND = FaultSeeds(lambda seed: run_scenario(draw_group_scenario(seed)), SEEDS)
 
 
