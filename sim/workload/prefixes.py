@@ -6,7 +6,8 @@ when the answer before it has ended and its reader, or its tool, has had time fo
 later. Conversations begin as a Poisson process.
 
 Token ids are random, from one generator for each opening and each conversation: what two prompts share is an opening or
-their conversation, and no more. Conversation i of a seed has the same turns at every rate.
+their conversation, and no more. Conversation i of a seed has the same turns at every rate, but for what news it is
+about.
 
 Pure: the answers come from whoever asks.
 """

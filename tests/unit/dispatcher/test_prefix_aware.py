@@ -36,7 +36,7 @@ LOADS = st.lists(
 )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=400)
 @given(
     LOADS,
     st.integers(1, 900),
@@ -87,13 +87,13 @@ def test_a_prefix_is_worth_a_longer_batch_in_proportion_so_nobody_starves() -> N
     assert some(place_prefix_aware([closing, make_load("b", token_s=0.1)], 1000, (), 1000, cached)).worker_id == "b"
 
 
-def test_who_brings_a_prefix_sooner_than_it_computes_it_takes_over_from_a_shorter_batch() -> None:
+def test_who_brings_a_prefix_sooner_than_it_computes_it_takes_over_from_a_longer_batch() -> None:
     """1 000 tokens, 900 of them at `a`: another one brings them in the time of 90, and has 190 to do, not 1 000."""
     cached = {WorkerId("a"): 900}
-    for num_sequences, gbits, expected in ((2, 10, "b"), (0, 10, "a"), (2, 0, "a"), (2, 0.5, "a"), (10, 0.5, "b")):
+    for num_sequences, times, expected in ((2, 10, "b"), (0, 10, "a"), (2, 0, "a"), (2, 0.5, "a"), (10, 0.5, "b")):
         loads = [
             make_load("a", num_sequences=num_sequences, max_sequences=99, token_s=0.1),
-            make_load("b", token_s=0.1, pulled_token_s=0.1 / gbits if gbits else 0.0),
+            make_load("b", token_s=0.1, pulled_token_s=0.1 / times if times else 0.0),
         ]
         assert some(place_prefix_aware(loads, 1000, (), 1000, cached)).worker_id == expected
 

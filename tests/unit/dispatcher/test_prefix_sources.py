@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,14 +58,9 @@ def test_it_is_who_has_most_of_those_that_are_there(lost: str, dead: str, expect
     blocks = {"w0": 1, "w1": 8, "w2": 4}
     alive = {name: Liveness.DEAD if name == dead else Liveness.ALIVE for name in blocks}
     state.apply(make_view(*(holder(name, number, alive[name]) for name, number in blocks.items())), 0.0)
-    leases = SimpleNamespace(lost_workers={WorkerId(lost)})
-    choice = WorkerChoice(
-        SimpleNamespace(),  # type: ignore[arg-type]  # nobody is called
-        state,
-        leases,  # type: ignore[arg-type]  # only asked who is lost
-        lambda *_: Placed(WorkerId("w0"), "the first", num_cached=BLOCK_SIZE),
-        SimpleNamespace(),  # type: ignore[arg-type]  # nobody waits
-    )
+    others: Any = SimpleNamespace(lost_workers={WorkerId(lost)})
+    placed = Placed(WorkerId("w0"), "the first", num_cached=BLOCK_SIZE)
+    choice = WorkerChoice(others, state, others, lambda *_: placed, others)
     request = NewRequest(RequestId("r"), PROMPT, SamplingParams(max_tokens=10), arrival_s=0.0, limit_s=60.0)
     prefix = some(choice.find(Session(request, StreamId(1), GapHistogram()), set())).prefix
     assert (prefix and (prefix.worker_id, prefix.num_tokens)) == (expected and (expected[0], expected[1] * BLOCK_SIZE))
