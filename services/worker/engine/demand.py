@@ -1,9 +1,10 @@
 """Who asks for KV memory that is not there, as reports say it, and by what a worker counts as short of it.
 
-Under a policy that takes who waits in order of arrival everybody does who waits, but for best effort if that gives way.
-One that reorders lets rows wait while their readers have text. A row with *slack* asks for nothing: it is best effort
-that gives way, or its reader has text for longer than `SLACK_S` and than its KV takes to be there again, or nobody
-reads it. If it runs, others may have its blocks.
+Under a policy that takes who waits in order of arrival everybody does who waits, but for best effort if that gives way,
+and for whom it has held up: who shared steps with it would be further on without it, or gone. He is counted again once
+`HELD_UP_TIMES` as long has passed without it. One that reorders lets rows wait while their readers have text. A row
+with *slack* asks for nothing: it is best effort that gives way, or its reader has text for longer than `SLACK_S` and
+than its KV takes to be there again, or nobody reads it. If it runs, others may have its blocks.
 
     parked, in order    slack · slack · late · slack · late        the head of the line is the first that is late
     blocks              free │ of rows with slack │ of others      short: those who are late do not fit the first two
@@ -25,6 +26,8 @@ from shared.api_keys import Tier
 
 SLACK_S: Final = 1.0
 """As far as the monitor looks ahead (`throttling.py`): who has text for longer is not short within that time."""
+HELD_UP_TIMES: Final = 4
+"""Lower: sooner is memory taken to be short because best effort has slowed the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +123,21 @@ def _have_slack(engine: Engine, rows: I32, there: I32) -> Bool:
     """
     table, cost = engine.table, engine.cost.now
     if not engine.reorders:
-        last: Bool = table.tier[rows] == Tier.FLEX
-        return last
+        is_best_effort: Bool = table.tier[rows] == Tier.FLEX
+        return is_best_effort | _are_held_up(engine, rows)
     slack_s = qoe_columns.slack_s(table, rows, engine.noted_s)
     if cost is not None:
         missing = (table.num_known[rows] - there).astype(np.float64)
         slack_s = slack_s - cost.token_s * missing - cost.a_s * missing * (there + (missing + 1) / 2)
     found: Bool = np.isnan(table.qoe_speed[rows]) | (slack_s > SLACK_S)
     return found
+
+
+def _are_held_up(engine: Engine, rows: I32) -> Bool:
+    """Return [n] which rows were there for so long while best effort was in steps that it may be why they still are."""
+    last_s = engine.beside_best_effort_s
+    held_up: Bool = HELD_UP_TIMES * (last_s - engine.table.arrival_s[rows]) > engine.noted_s - last_s
+    return held_up
 
 
 def _num_blocks(engine: Engine, rows: I32) -> I32:

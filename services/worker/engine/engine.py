@@ -42,11 +42,13 @@ from services.worker.sequences.events import NO_EVENTS, RowExtra, StepEvents
 from services.worker.sequences.logprob_log import LogprobLog
 from services.worker.sequences.table import Hold, SequenceTable, Status
 from services.worker.sequences.token_log import TokenLog
+from shared.api_keys import Tier
 from shared.types import FinishReason
 
 # arrays without a dimension: an operation of a short array with one takes half as long as with a scalar
 _RUNNING = np.array(Status.RUNNING, dtype=np.uint8)
 _ONE = np.array(1, dtype=np.int32)
+_FLEX = np.array(Tier.FLEX, dtype=np.uint8)
 
 
 class Engine:
@@ -102,6 +104,8 @@ class Engine:
         self._scheduler = scheduler
         self.reorders, self.best_effort_gives_way = scheduler.reorders, scheduler.best_effort_gives_way
         """See there."""
+        self.beside_best_effort_s = -np.inf
+        """When best effort was last in a step."""
         self.limits = _limits(config)
         """Of one step."""
         self._next_step_id = 0
@@ -329,6 +333,8 @@ class Engine:
         start = table.num_computed[rows] if is_retry else self.flights.begins(rows)
         end = start + num_tokens
         table.last_step[rows] = self._next_step_id
+        if self.best_effort_gives_way and np.count_nonzero(table.tier[rows] == _FLEX):
+            self.beside_best_effort_s = self.noted_s
         admits, drops = self._transitions.take_news()
         owner = ("copies", self._next_step_id)
         delta, copies = self.blocks.extend(rows, end, owner, self._viewing.decoding), self.blocks.take_copies()

@@ -4,8 +4,8 @@
     parked     others, as they came │ best effort      the first of the others that does not fit has best effort give
                                                        way; none of it comes in while one of them does not fit
 
-While others need more than half of the memory best effort sits out steps, with what KV it has, and none of it comes in:
-it would slow their steps, so that they stay longer, with their KV, and come to need all of it.
+While others need more than a quarter of the memory best effort sits out steps, with what KV it has, and none of it
+comes in: it would slow their steps, so that they stay longer, with their KV, and come to need all of it.
 
 Without best effort it is as if this were not here. Nobody of it grows old here: it ends when others leave room.
 """
@@ -21,7 +21,7 @@ from services.worker.scheduling.plan import StepPlan
 from services.worker.scheduling.view import EMPTY_ROWS, I32, Bool, SchedulerView
 from shared.api_keys import Tier
 
-MOST_NEEDED: Final = 0.5
+MOST_NEEDED: Final = 0.25
 """Of the memory, by others, beside whom best effort is in steps. Higher leaves it more, and others slower steps."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.demand import SLACK_S, count_queued_for_memory, take_demand
+from services.worker.engine.demand import HELD_UP_TIMES, SLACK_S, count_queued_for_memory, take_demand
 from services.worker.engine.engine import Engine
 from services.worker.engine.stats import take_stats
 from shared.api_keys import Tier
 from shared.cost import CostModel
 from shared.types import ReaderTarget
-from tests.support.engine_builders import make_engine, new_sequence
+from tests.support.engine_builders import engine_config, make_engine, new_sequence
+from tests.support.engine_harness import EngineHarness
 
 COST = CostModel(g0_s=0.0, b0_s=0.05, g1_s=0.0, b1_s=0.05, d_s=0.0, a_s=0.0)
 """Every token of a prompt takes 50 ms."""
@@ -28,8 +30,10 @@ PROMPTS = st.lists(
 """Where a sequence is, tokens of its prompt, seconds of text that its reader has beyond what it takes to be back."""
 
 
-def placed(engine: Engine, rows: list[tuple[str, int, float, bool]]) -> list[tuple[str, int, bool, int, int]]:
-    """Have sequences in an engine that is at `NOW_S`.
+def placed(
+    engine: Engine, rows: list[tuple[str, int, float, bool]], arrivals_s: Sequence[float] = ()
+) -> list[tuple[str, int, bool, int, int]]:
+    """Have sequences in an engine that is at `NOW_S`; when they came, in order, or all of them at 0.
 
     Return of each where it is, its blocks, its slack, those held, and those that others may have.
     """
@@ -37,6 +41,8 @@ def placed(engine: Engine, rows: list[tuple[str, int, float, bool]]) -> list[tup
     engine.noted_s = NOW_S
     for name, (place, num_prompt, text_s, is_read) in enumerate(rows):
         new = new_sequence(name, prompt=[name + 2] * num_prompt, arrival_s=0.0, qoe=ReaderTarget(ttft_s=1))
+        if arrivals_s:
+            new = replace(new, arrival_s=arrivals_s[name])
         if not is_read:
             new = replace(new, tier=Tier.FLEX)
         row = engine.registry.add(new)
@@ -87,15 +93,23 @@ def test_only_rows_without_slack_ask_for_memory_and_those_with_slack_lend_theirs
 
 
 @pytest.mark.parametrize("scheduler", ["chunked-flex-last", "lookahead"])
-@settings(max_examples=40)
-@given(PROMPTS)
-def test_who_keeps_to_the_order_of_arrival_counts_everybody_but_best_effort_that_gives_way(
-    scheduler: str, rows: list[tuple[str, int, float, bool]]
+@settings(max_examples=100)
+@given(PROMPTS, st.lists(st.floats(0, NOW_S), min_size=8, max_size=8), st.just(-np.inf) | st.floats(0, NOW_S))
+def test_who_keeps_to_the_order_of_arrival_counts_all_others_but_whom_best_effort_has_held_up(
+    scheduler: str, rows: list[tuple[str, int, float, bool]], arrivals_s: list[float], beside_s: float
 ) -> None:
-    """Whose blocks others may have, whatever text they have; if the first of them does not fit all of them wait."""
-    engine = make_engine(scheduler, num_blocks=NUM_BLOCKS, cost=COST)
-    found = [(*each, is_read) for each, (*_, is_read) in zip(placed(engine, rows), rows, strict=True)]
-    lent = sum(held for *_, held, _, is_read in found if not is_read)
+    """Whose blocks others may have, whatever text they have; if the first who counts does not fit all of them wait.
+
+    Best effort was in a step at `beside_s` for the last time.
+    """
+    engine, arrivals_s = make_engine(scheduler, num_blocks=NUM_BLOCKS, cost=COST), sorted(arrivals_s)
+    engine.beside_best_effort_s = beside_s
+    counts = [
+        is_read and HELD_UP_TIMES * (beside_s - came_s) <= NOW_S - beside_s
+        for (*_, is_read), came_s in zip(rows, arrivals_s, strict=False)
+    ]
+    found = [(*each, does) for each, does in zip(placed(engine, rows, arrivals_s), counts, strict=True)]
+    lent = sum(held for *_, held, _, does in found if not does)
     line = [each for place in ("gave way", "waits") for each in found if each[0] == place and each[-1]]
     lacks = [num_blocks - held for _, num_blocks, _, held, *_ in line]
     num_running = len(engine.table.running)
@@ -105,6 +119,22 @@ def test_who_keeps_to_the_order_of_arrival_counts_everybody_but_best_effort_that
     assert demand.num_slack_blocks == lent
     assert demand.num_queued == count_queued_for_memory(engine)
     assert demand.num_queued == min(len(lacks) * is_short, engine.config.max_batch_rows - num_running)
+
+
+@pytest.mark.parametrize("scheduler", ["chunked-flex-last", "lookahead"])
+def test_a_step_with_best_effort_holds_up_who_is_there(scheduler: str) -> None:
+    """A document alone; with a chat; and with one more, who needs so much that the document is in no step."""
+    harness = EngineHarness(make_engine(scheduler, num_blocks=NUM_BLOCKS, config=engine_config(max_batch_tokens=128)))
+    steps: list[tuple[float, float]] = []
+    for stream, (num_prompt, tier) in enumerate([(4, Tier.FLEX), (4, Tier.DEFAULT), (60, Tier.DEFAULT)]):
+        new = new_sequence(stream, prompt=[stream + 2] * num_prompt, max_tokens=20, arrival_s=harness.now_s)
+        harness.add(replace(new, tier=tier))
+        for _ in range(2):
+            asked_s = harness.now_s
+            harness.stepped()
+            steps.append((asked_s, harness.engine.beside_best_effort_s))
+    assert [beside_s == asked_s for asked_s, beside_s in steps] == [True] * 4 + [False] * 2
+    assert take_demand(harness.engine).num_slack_blocks == 4, "the document's and the first chat's, two each"
 
 
 @pytest.mark.parametrize("scheduler", ["fcfs", "chunked", "round-robin"])
