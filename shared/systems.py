@@ -141,9 +141,7 @@ SYSTEMS: dict[str, System] = {
         ),
         # As version 2 has it.
         System("kunserve-v2", scheduler="lookahead", placement="least-loaded", drops=True),
-        # Both: who has text gives way first, and parameters only once readers without text lack memory.
-        System("kunserve-andes", scheduler="andes", placement="least-loaded", drops=True, exchange=KvExchange.BY_PRICE),
-        # And best effort in what all of them leave, at whole instances and in groups.
+        # With `sluice`: who has text gives way first, and parameters only once readers without text lack memory.
         System(
             "kunserve-sluice", scheduler="sluice", placement="prefix-aware", drops=True, exchange=KvExchange.BY_PRICE
         ),

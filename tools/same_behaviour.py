@@ -58,7 +58,7 @@ _SYSTEMS: Final = (
     "fcfs,fcfs-chunked,migrate,load-balance,best-fit,worst-fit,gradient,pack,mell,mell-printed,"
     "fcfs-pp,round-robin,swap,andes,lqsf,sluice,tokenflow,"
     "bros,bros-whole,bros-recompute,bros-rr,andes-unlimited,"
-    "kunserve,kunserve-v1,kunserve-v2,kunserve-andes,kunserve-sluice,oracle"
+    "kunserve,kunserve-v1,kunserve-v2,kunserve-sluice,oracle"
 )
 _DEMO: Final = ("--scenario", "burst-demo", "--duration", "110")
 _WINDOW: Final = ("--scenario", "kunserve-v2-restore", "--upscale", "15", "--duration", "75")

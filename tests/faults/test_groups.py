@@ -116,7 +116,7 @@ async def there_and_back(
 @pytest.mark.parametrize(
     ("seed", "system"),
     first_of(
-        [(4, "kunserve-sluice"), (0, "kunserve"), (1, "kunserve"), (2, "kunserve"), (3, "kunserve-andes")], in_ci=1
+        [(4, "kunserve-sluice"), (0, "kunserve"), (1, "kunserve"), (2, "kunserve"), (3, "kunserve-sluice")], in_ci=1
     ),
 )
 async def test_texts_are_those_of_an_undisturbed_run_through_drops_and_restores(

@@ -252,7 +252,7 @@ def test_deterministic_text_in_a_group_does_not_depend_on_which_readers_give_way
     shape, rng = CheckpointShape(seed=5, weight_std=0.03, num_layers=4), random.Random(1)
     folder, _ = stored_checkpoint(shape)
     speeds = cycle((3.0, 8.0, 19.0))
-    with dropping_cluster(folder, "kunserve-andes", host_memory) as running:
+    with dropping_cluster(folder, "kunserve-sluice", host_memory) as running:
         work = [
             partial(
                 complete,
@@ -276,7 +276,7 @@ def test_deterministic_text_in_a_group_does_not_depend_on_which_readers_give_way
 
 
 @pytest.mark.timeout(360)
-@pytest.mark.parametrize("system", first_of(["kunserve", "kunserve-andes"], in_ci=1))
+@pytest.mark.parametrize("system", first_of(["kunserve", "kunserve-sluice"], in_ci=1))
 def test_text_is_the_same_by_way_of_the_host_and_through_groups_that_form_break_and_dissolve(system: str) -> None:
     """Groups by hand, one of whose workers is killed while it is in one, and comes back."""
     shape, rng = CheckpointShape(seed=5, weight_std=0.03, num_layers=4), random.Random(1)

@@ -84,7 +84,7 @@ async def test_tiers_go_along_when_a_group_forms_and_when_it_dissolves() -> None
         rows = np.flatnonzero(table.status).tolist()
         return {(table.sequence(row).key[0].partition("-")[0], int(table.tier[row])) for row in rows}
 
-    async with SimCluster(group_params(system="kunserve-andes", num_pages=1000)) as cluster:
+    async with SimCluster(group_params(system="kunserve-sluice", num_pages=1000)) as cluster:
         await asyncio.sleep(1.0)
         urgent = [replace(each, request_id=f"urgent-{i}", tier=Tier.PRIORITY) for i, each in enumerate(people(2))]
         asked = [replace(each, num_output=250) for each in (*documents(4), *people(2), *urgent)]
@@ -106,7 +106,7 @@ async def test_tiers_go_along_when_a_group_forms_and_when_it_dissolves() -> None
 async def test_a_group_is_restored_although_documents_fill_what_it_has_dropped(by: str) -> None:
     """Whole instances have 168 blocks together, the group 210, and documents want all of them."""
     params = group_params(
-        system="kunserve-andes", num_pages=1000, planner={"restore_by": by, "restore_hold_s": 1.0, "ahead_wait_s": 1.0}
+        system="kunserve-sluice", num_pages=1000, planner={"restore_by": by, "restore_hold_s": 1.0, "ahead_wait_s": 1.0}
     )
     async with SimCluster(params) as cluster:
         events = await hear_events(cluster.broker.connect("watch"))

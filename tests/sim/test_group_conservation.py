@@ -102,7 +102,7 @@ def test_parameters_and_kv_and_free_pages_are_the_budget_at_every_instant(seed: 
 
 
 def with_readers_first(seed: int) -> Counter[str]:
-    return live_through(seed, ("kunserve-andes", "kunserve-sluice")[seed % 2])
+    return live_through(seed, "kunserve-sluice")
 
 
 @pytest.mark.long

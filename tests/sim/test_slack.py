@@ -43,13 +43,13 @@ async def serve(system: str, count: int, **reader: float) -> tuple[int, int, int
 
 async def test_nothing_is_dropped_for_rows_whose_readers_have_text() -> None:
     """16 requests need 288 of 168 blocks; who gives way has text, since each decodes faster than its reader reads."""
-    preemptions, throttled, plans = await serve("kunserve-andes", 16, speed_tokens_per_s=SLOW)
+    preemptions, throttled, plans = await serve("kunserve-sluice", 16, speed_tokens_per_s=SLOW)
     assert preemptions > 0, "memory was short"
     assert (throttled, plans) == (0, 0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("system", "count", "speed"), [("kunserve", 16, SLOW), ("kunserve-andes", 60, FAST)])
+@pytest.mark.parametrize(("system", "count", "speed"), [("kunserve", 16, SLOW), ("kunserve-sluice", 60, FAST)])
 async def test_readers_who_wait_for_memory_make_it_drop(system: str, count: int, speed: float) -> None:
     """KunServe's own scheduler takes who comes first; and of 60 fast readers some wait for their first token."""
     _, throttled, plans = await serve(system, count, speed_tokens_per_s=speed)
@@ -59,6 +59,6 @@ async def test_readers_who_wait_for_memory_make_it_drop(system: str, count: int,
 
 @pytest.mark.slow
 async def test_what_nobody_reads_makes_nobody_drop() -> None:
-    preemptions, throttled, plans = await serve("kunserve-andes", 24)
+    preemptions, throttled, plans = await serve("kunserve-sluice", 24)
     assert preemptions > 0, "memory was short"
     assert (throttled, plans) == (0, 0)

@@ -27,7 +27,7 @@ from tests.support.loading import close_loaded
 
 UNLIMITED = ["oracle", "andes-unlimited"]
 VERSIONS = ["kunserve", "kunserve-v1", "kunserve-v2"]
-KUNSERVE = [*VERSIONS, "kunserve-andes", "kunserve-sluice"]
+KUNSERVE = [*VERSIONS, "kunserve-sluice"]
 
 
 def settings(system: str, **changes: Any) -> WorkerSettings:
@@ -61,7 +61,6 @@ def test_systems_have_names_and_schedulers() -> None:
         "kunserve",
         "kunserve-v1",
         "kunserve-v2",
-        "kunserve-andes",
         "kunserve-sluice",
     }
     assert all(name == system.name for name, system in SYSTEMS.items())
