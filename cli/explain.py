@@ -30,6 +30,8 @@ def explain(*, code: str | None, as_json: bool) -> int:
     if code is not None and code not in known:
         near = get_close_matches(code, known, cutoff=0.5)
         hint = f"Did you mean {' or '.join(near)}? " if near else ""
+        if re.fullmatch(r"[1-5]\d\d", code):
+            hint = "Several errors share a status; the answer's `code` says which one it is. "
         raise CommandError(f"no error is called '{code[:80]}'", f"{hint}`sluice explain` lists them all", REFUSED)
     chosen = known if code is None else {code: known[code]}
     if as_json:

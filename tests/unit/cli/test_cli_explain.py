@@ -35,6 +35,7 @@ def test_of_an_unknown_name_the_nearest_are_named(refusal: Refusal) -> None:
     said = refusal("explain", "to_many_connection")
     assert said.startswith("sluice: no error is called 'to_many_connection'. Did you mean too_many_connections")
     assert "Did you mean" not in refusal("explain", "zzzzzz")
+    assert "the answer's `code` says which one it is" in refusal("explain", "429")
 
 
 def test_a_failure_that_has_a_section_ends_with_where_it_is(refusal: Refusal, tmp_path: Path) -> None:
