@@ -6,7 +6,8 @@ Either of two rules, by worker, in blocks:
     queued    a request has been queued for lack of KV memory
 
 Demand is what is in process and the head of the queue, not the whole queue; and no sequence whose reader has text for
-longer than h, where the worker's policy lets such ones wait. The rates are averages over past reports, in which a
+longer than h, where the worker's policy lets such ones wait, nor whom best effort has held up: their memory counts in
+the rates alone, so that it is no rise when they are counted again. The rates are averages over past reports, in which a
 change counts less the longer ago it was.
 
     demand ──────╱ capacity + r · h
@@ -56,7 +57,7 @@ class _Watch:
     role: tuple[Incarnation, int, tuple[int, int]]
     sequence_number: int
     at_s: float
-    demand: int
+    followed: int
     capacity: int
     has_rates: bool = False
     demand_rate: float = 0.0
@@ -105,7 +106,7 @@ class ThrottlingDetector:
         watch = self._watches.get(report.worker_id)
         is_same = watch is not None and watch.role == _role(report)
         if watch is None or not is_same or report.sequence_number <= watch.sequence_number:
-            watch = _Watch(_role(report), report.sequence_number, now_s, _demand(report), report.num_blocks)
+            watch = _Watch(_role(report), report.sequence_number, now_s, _followed(report), report.num_blocks)
             self._watches[report.worker_id] = watch
         else:
             self._follow(watch, report, now_s)
@@ -116,12 +117,12 @@ class ThrottlingDetector:
         watch.sequence_number = report.sequence_number
         if elapsed_s <= 0 or elapsed_s < MIN_GAP_S - ROUNDING_S:
             return  # two reports at once: what has changed between them counts with the next one
-        demand, capacity = _demand(report), report.num_blocks
+        followed, capacity = _followed(report), report.num_blocks
         weight = 1 - 0.5 ** (elapsed_s / HALF_LIFE_S) if watch.has_rates else 1.0
         watch.has_rates = True
-        watch.demand_rate += weight * ((demand - watch.demand) / elapsed_s - watch.demand_rate)
+        watch.demand_rate += weight * ((followed - watch.followed) / elapsed_s - watch.demand_rate)
         watch.capacity_rate += weight * ((capacity - watch.capacity) / elapsed_s - watch.capacity_rate)
-        watch.at_s, watch.demand, watch.capacity = now_s, demand, capacity
+        watch.at_s, watch.followed, watch.capacity = now_s, followed, capacity
 
     def _judge(self, watch: _Watch, report: WorkerReport, epoch: int) -> str | None:
         demand, capacity, horizon_s = _demand(report), report.num_blocks, self._horizon_s
@@ -153,3 +154,8 @@ def _role(report: WorkerReport) -> tuple[Incarnation, int, tuple[int, int]]:
 def _demand(report: WorkerReport) -> int:
     """Return what is in process and the head of the queue, in blocks."""
     return max(report.num_used_blocks - report.num_slack_blocks, 0) + report.num_head_blocks
+
+
+def _followed(report: WorkerReport) -> int:
+    """Return whose growth makes the rate of demand, in blocks."""
+    return _demand(report) + report.num_held_up_blocks
