@@ -75,6 +75,36 @@ async def test_a_backlog_of_documents_drops_nothing_and_asks_for_nobody(system: 
     assert not reasons(events, "instances_wanted")
 
 
+async def drops_of(rate: float, seed: int, *, is_beside: bool) -> int:
+    """Return how often 120 people, so many a second, make layers be dropped, alone or beside documents."""
+    rng = np.random.default_rng(seed)
+    gaps_s, asked = rng.exponential(1 / rate, 120), []
+    for i in range(120):
+        prompt = rng.integers(300, 30_000, int(rng.integers(16, 64)))
+        asked.append(SimRequest(f"chat-{i}", prompt, int(rng.integers(40, 160)), seed=i, qoe=READER))
+    async with SimCluster(group_params(system="kunserve", num_pages=1000)) as cluster:
+        events = await hear_events(cluster.broker.connect("watch"))
+        await asyncio.sleep(1.0)
+        reading = asyncio.create_task(ask_all(cluster, documents())) if is_beside else None
+        await asyncio.sleep(1.0)
+        chatting = []
+        for gap_s, each in zip(gaps_s, asked, strict=True):
+            await asyncio.sleep(gap_s)
+            chatting.append(asyncio.create_task(cluster.ask(each)))
+        await asyncio.gather(*chatting)
+        if reading is not None:
+            reading.cancel()
+        return len(reasons(events, "plan_done"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rate", "seed"), [(8, 2), (8, 11), (9, 4), (9, 9)])
+async def test_people_whom_documents_slow_do_not_make_it_drop(rate: float, seed: int) -> None:
+    """At their rate people need up to 80 of 84 blocks of a worker alone, and more beside documents."""
+    assert await drops_of(rate, seed, is_beside=False) == 0
+    assert await drops_of(rate, seed, is_beside=True) == 0
+
+
 async def test_tiers_go_along_when_a_group_forms_and_when_it_dissolves() -> None:
     """Requests of three tiers run at two workers, then at the leader, then at both again."""
     tiers = {"doc": Tier.FLEX, "chat": Tier.DEFAULT, "urgent": Tier.PRIORITY}
