@@ -48,7 +48,6 @@ from shared.types import FinishReason
 # arrays without a dimension: an operation of a short array with one takes half as long as with a scalar
 _RUNNING = np.array(Status.RUNNING, dtype=np.uint8)
 _ONE = np.array(1, dtype=np.int32)
-_FLEX = np.array(Tier.FLEX, dtype=np.uint8)
 
 
 class Engine:
@@ -333,7 +332,7 @@ class Engine:
         start = table.num_computed[rows] if is_retry else self.flights.begins(rows)
         end = start + num_tokens
         table.last_step[rows] = self._next_step_id
-        if self.best_effort_gives_way and np.count_nonzero(table.tier[rows] == _FLEX):
+        if self.best_effort_gives_way and np.count_nonzero(table.tier[rows] == Tier.FLEX):
             self.beside_best_effort_s = self.noted_s
         admits, drops = self._transitions.take_news()
         owner = ("copies", self._next_step_id)
