@@ -24,7 +24,7 @@ from shared.version import VERSION
 from tests.support.fake_services import DRIVER, ROOT, write_fake_services
 from tests.support.processes import child_of, wait_until
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 
 class Place:
