@@ -182,9 +182,9 @@ class WorkerReport(ProcessFacts, ControlMessage):
     those that run. Leaves out the same ones."""
     num_slack_blocks: int = 0
     """Of the used blocks, those of sequences whose readers have text for longer than a second, if the worker's policy
-    lets such ones give way; they are no demand. Nor are those of best effort that gives way, and of whom it held up."""
-    num_held_up_blocks: int = 0
-    """Of these, the blocks of whom best effort has held up; no demand yet, but what of them becomes one is no rise."""
+    lets such ones give way; they are no demand. Nor are those of best effort that gives way, and of whom it slowed."""
+    num_slowed_blocks: int = 0
+    """Of these, the blocks of whom best effort has slowed; no demand yet, but what of them becomes one is no rise."""
     num_slack_demanded_blocks: int = 0
     """Of the demanded blocks, those of such sequences."""
     slack_rows: Annotated[tuple[SlackCount, ...], Field(max_length=8)] = ()

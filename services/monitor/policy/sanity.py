@@ -34,7 +34,7 @@ _COUNTS = (
     "num_head_blocks",
     "num_queued_for_memory",
     "num_slack_blocks",
-    "num_held_up_blocks",
+    "num_slowed_blocks",
     "num_slack_demanded_blocks",
     "num_coming_blocks",
     "num_host_blocks",

@@ -6,7 +6,7 @@ Either of two rules, by worker, in blocks:
     queued    a request has been queued for lack of KV memory
 
 Demand is what is in process and the head of the queue, not the whole queue; and no sequence whose reader has text for
-longer than h, where the worker's policy lets such ones wait, nor whom best effort has held up: their memory counts in
+longer than h, where the worker's policy lets such ones wait, nor whom best effort has slowed: their memory counts in
 the rates alone, so that it is no rise when they are counted again. The rates are averages over past reports, in which a
 change counts less the longer ago it was.
 
@@ -158,4 +158,4 @@ def _demand(report: WorkerReport) -> int:
 
 def _followed(report: WorkerReport) -> int:
     """Return whose growth makes the rate of demand, in blocks."""
-    return _demand(report) + report.num_held_up_blocks
+    return _demand(report) + report.num_slowed_blocks

@@ -1,8 +1,8 @@
 """Who asks for KV memory that is not there, as reports say it, and by what a worker counts as short of it.
 
 Under a policy that takes who waits in order of arrival everybody does who waits, but for best effort if that gives way,
-and for whom it has held up: who shared steps with it would be further on without it, or gone. He is counted again once
-`HELD_UP_TIMES` as long has passed without it. One that reorders lets rows wait while their readers have text. A row
+and for whom it has slowed: who shared steps with it would be further on without it, or gone. He is counted again once
+`SLOWED_TIMES` as long has passed without it. One that reorders lets rows wait while their readers have text. A row
 with *slack* asks for nothing: it is best effort that gives way, or its reader has text for longer than `SLACK_S` and
 than its KV takes to be there again, or nobody reads it. If it runs, others may have its blocks.
 
@@ -27,7 +27,7 @@ from shared.api_keys import Tier
 
 SLACK_S: Final = 1.0
 """As far as the monitor looks ahead (`throttling.py`): who has text for longer is not short within that time."""
-HELD_UP_TIMES: Final = 4
+SLOWED_TIMES: Final = 4
 """Lower: sooner is memory taken to be short because best effort has slowed the others."""
 
 
@@ -39,7 +39,7 @@ class KvDemand:
     """See `EngineStats`; so the others."""
     num_queued: int = 0
     num_slack_blocks: int = 0
-    num_held_up_blocks: int = 0
+    num_slowed_blocks: int = 0
     num_slack_demanded_blocks: int = 0
 
 
@@ -141,7 +141,7 @@ def _have_slack(engine: Engine, rows: I32, there: I32) -> Bool:
     """
     table, cost = engine.table, engine.cost.now
     if not engine.reorders:
-        return _is_best_effort(engine, rows) | _are_held_up(engine, rows)
+        return _is_best_effort(engine, rows) | _are_slowed(engine, rows)
     slack_s = qoe_columns.slack_s(table, rows, engine.noted_s)
     if cost is not None:
         missing = (table.num_known[rows] - there).astype(np.float64)
@@ -150,11 +150,11 @@ def _have_slack(engine: Engine, rows: I32, there: I32) -> Bool:
     return found
 
 
-def _are_held_up(engine: Engine, rows: I32) -> Bool:
+def _are_slowed(engine: Engine, rows: I32) -> Bool:
     """Return [n] which rows were there for so long while best effort was in steps that it may be why they still are."""
     last_s = engine.beside_best_effort_s
-    held_up: Bool = HELD_UP_TIMES * (last_s - engine.table.arrival_s[rows]) > engine.noted_s - last_s
-    return held_up
+    slowed: Bool = SLOWED_TIMES * (last_s - engine.table.arrival_s[rows]) > engine.noted_s - last_s
+    return slowed
 
 
 def _num_blocks(engine: Engine, rows: I32) -> I32:

@@ -58,8 +58,8 @@ class EngineStats:
     num_slack_blocks: int
     """Of the used blocks, those of sequences that run and have slack: others may have them. 0 unless best effort
     gives way."""
-    num_held_up_blocks: int
-    """Of these, those of others than best effort that it has held up (`demand.py`)."""
+    num_slowed_blocks: int
+    """Of these, those of others than best effort that it has slowed (`demand.py`)."""
     num_slack_demanded_blocks: int
     """Of the demanded blocks, those that sequences with slack need. 0 unless best effort gives way."""
     max_waiting: int
@@ -99,7 +99,7 @@ def take_stats(engine: Engine, pace: StepPace = StepPace.STEPPING) -> EngineStat
         num_head_blocks=demand.num_head_blocks,
         num_queued_for_memory=demand.num_queued,
         num_slack_blocks=demand.num_slack_blocks,
-        num_held_up_blocks=demand.num_held_up_blocks,
+        num_slowed_blocks=demand.num_slowed_blocks,
         num_slack_demanded_blocks=demand.num_slack_demanded_blocks,
         max_waiting=most_waiting(engine),
         num_coming_blocks=len(engine.sharing.coming),

@@ -229,7 +229,7 @@ class Reporter:
             "num_head_blocks": stats.num_head_blocks,
             "num_queued_for_memory": stats.num_queued_for_memory,
             "num_slack_blocks": stats.num_slack_blocks,
-            "num_held_up_blocks": stats.num_held_up_blocks,
+            "num_slowed_blocks": stats.num_slowed_blocks,
             "num_slack_demanded_blocks": stats.num_slack_demanded_blocks,
             "max_waiting": stats.max_waiting,
             "best_effort": stats.best_effort,

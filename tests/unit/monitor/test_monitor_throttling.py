@@ -69,19 +69,17 @@ def test_rows_with_slack_are_no_demand(used: int, slack: int, head: int, growth:
 @given(
     start=st.integers(0, 100),
     slope=st.integers(-20, 20),
-    held_up=st.lists(st.integers(0, 100), min_size=6, max_size=6),
+    slowed=st.lists(st.integers(0, 100), min_size=6, max_size=6),
 )
-def test_who_was_held_up_is_no_demand_and_no_rise_when_counted_again(
-    start: int, slope: int, held_up: list[int]
-) -> None:
+def test_who_was_slowed_is_no_demand_and_no_rise_when_counted_again(start: int, slope: int, slowed: list[int]) -> None:
     """On a straight line of all that is held, whoever of it counts at each moment."""
     source = Source()
-    for tick, most in enumerate(held_up):
+    for tick, most in enumerate(slowed):
         used = min(max(start + slope * tick, 0), 200)
         if used in (0, 200):
             return  # the line has bent
         num = min(most, used)
-        source.say(0.5 * tick, used, num_slack_blocks=num, num_held_up_blocks=num, blocks=200)
+        source.say(0.5 * tick, used, num_slack_blocks=num, num_slowed_blocks=num, blocks=200)
         assert source.is_throttled() == (used - num + 2 * slope * (tick > 0) > 200)
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.demand import HELD_UP_TIMES, SLACK_S, count_queued_for_memory, take_demand
+from services.worker.engine.demand import SLACK_S, SLOWED_TIMES, count_queued_for_memory, take_demand
 from services.worker.engine.engine import Engine
 from services.worker.engine.stats import take_stats
 from shared.api_keys import Tier
@@ -95,7 +95,7 @@ def test_only_rows_without_slack_ask_for_memory_and_those_with_slack_lend_theirs
 @pytest.mark.parametrize("scheduler", ["chunked-flex-last", "lookahead"])
 @settings(max_examples=100)
 @given(PROMPTS, st.lists(st.floats(0, NOW_S), min_size=8, max_size=8), st.just(-np.inf) | st.floats(0, NOW_S))
-def test_who_keeps_to_the_order_of_arrival_counts_all_others_but_whom_best_effort_has_held_up(
+def test_who_keeps_to_the_order_of_arrival_counts_all_others_but_whom_best_effort_has_slowed(
     scheduler: str, rows: list[tuple[str, int, float, bool]], arrivals_s: list[float], beside_s: float
 ) -> None:
     """Whose blocks others may have, whatever text they have; if the first who counts does not fit all of them wait.
@@ -105,7 +105,7 @@ def test_who_keeps_to_the_order_of_arrival_counts_all_others_but_whom_best_effor
     engine, arrivals_s = make_engine(scheduler, num_blocks=NUM_BLOCKS, cost=COST), sorted(arrivals_s)
     engine.beside_best_effort_s = beside_s
     counts = [
-        is_read and HELD_UP_TIMES * (beside_s - came_s) <= NOW_S - beside_s
+        is_read and SLOWED_TIMES * (beside_s - came_s) <= NOW_S - beside_s
         for (*_, is_read), came_s in zip(rows, arrivals_s, strict=False)
     ]
     found = [(*each, does) for each, does in zip(placed(engine, rows, arrivals_s), counts, strict=True)]
@@ -118,13 +118,13 @@ def test_who_keeps_to_the_order_of_arrival_counts_all_others_but_whom_best_effor
     assert demand.num_head_blocks == (lacks[0] if lacks else 0)
     assert demand.num_slack_blocks == lent
     best_effort = sum(held for (*_, held, _, _), (*_, is_read) in zip(found, rows, strict=True) if not is_read)
-    assert demand.num_held_up_blocks == lent - best_effort
+    assert demand.num_slowed_blocks == lent - best_effort
     assert demand.num_queued == count_queued_for_memory(engine)
     assert demand.num_queued == min(len(lacks) * is_short, engine.config.max_batch_rows - num_running)
 
 
 @pytest.mark.parametrize("scheduler", ["chunked-flex-last", "lookahead"])
-def test_a_step_with_best_effort_holds_up_who_is_there(scheduler: str) -> None:
+def test_a_step_with_best_effort_slows_who_is_there(scheduler: str) -> None:
     """A document alone; with a chat; and with one more, who needs so much that the document is in no step."""
     harness = EngineHarness(make_engine(scheduler, num_blocks=NUM_BLOCKS, config=engine_config(max_batch_tokens=128)))
     steps: list[tuple[float, float]] = []
