@@ -105,6 +105,22 @@ async def test_people_whom_documents_slow_do_not_make_it_drop(rate: float, seed:
     assert await drops_of(rate, seed, is_beside=True) == 0
 
 
+@pytest.mark.long
+@pytest.mark.timeout(900)
+async def test_at_the_edge_layers_are_dropped_no_more_often_beside_documents() -> None:
+    """A drop more or less is a matter of who comes to which worker; below the edge there is none for documents."""
+    runs = {
+        (rate, seed): [await drops_of(rate, seed, is_beside=is_beside) > 0 for is_beside in (False, True)]
+        for rate in (7, 8, 9, 11, 12, 13)
+        for seed in range(12)
+    }
+    only_beside = [run for run, (alone, beside) in runs.items() if beside and not alone]
+    only_alone = [run for run, (alone, beside) in runs.items() if alone and not beside]
+    print(f"{len(runs)} runs; only beside: {only_beside}; only alone: {only_alone}")
+    assert all(rate > 9 for rate, _ in only_beside)
+    assert len(only_beside) <= len(only_alone)
+
+
 async def test_tiers_go_along_when_a_group_forms_and_when_it_dissolves() -> None:
     """Requests of three tiers run at two workers, then at the leader, then at both again."""
     tiers = {"doc": Tier.FLEX, "chat": Tier.DEFAULT, "urgent": Tier.PRIORITY}
