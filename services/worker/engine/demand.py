@@ -14,7 +14,6 @@ Best effort has slack for ever, so whatever of it runs, waits or has given way p
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -39,7 +38,6 @@ class KvDemand:
     """See `EngineStats`; so the others."""
     num_queued: int = 0
     num_slack_blocks: int = 0
-    num_slowed_blocks: int = 0
     num_slack_demanded_blocks: int = 0
 
 
@@ -50,12 +48,10 @@ def take_demand(engine: Engine) -> KvDemand:
     parked, slack = _parked(engine)
     late, idle = parked[~slack], parked[slack]
     asked = _num_blocks(engine, idle) - engine.table.held_blocks[idle]
-    num_slack = _num_slack_blocks(engine)
     return KvDemand(
         _head_blocks_of(engine, late),
         count_queued_for_memory(engine),
-        num_slack,
-        0 if engine.reorders else num_slack - _num_freeable(engine, _is_best_effort),
+        _num_slack_blocks(engine),
         min(int(np.maximum(asked, 0).sum()), engine.num_demanded_blocks),
     )
 
@@ -110,25 +106,11 @@ def _parked(engine: Engine) -> tuple[I32, Bool]:
 
 def _num_slack_blocks(engine: Engine) -> int:
     """Return the blocks that are free once all rows with slack that run, or gave way and hold some, lose their KV."""
-    return _num_freeable(engine, _run_with_slack)
-
-
-def _num_freeable(engine: Engine, which: Callable[[Engine, I32], Bool]) -> int:
-    """Return the blocks that are free once all such rows that run, or gave way and hold some, lose their KV."""
     table = engine.table
     holding = table.preempted.view[table.held_blocks[table.preempted.view] > 0]
     rows: I32 = np.concatenate([table.running.view, holding])
-    chosen = rows[which(engine, rows)]
-    return int(engine.sharing.freeable(chosen).sum()) if chosen.size else 0
-
-
-def _run_with_slack(engine: Engine, rows: I32) -> Bool:
-    return _have_slack(engine, rows, np.zeros(rows.size, dtype=np.int32))
-
-
-def _is_best_effort(engine: Engine, rows: I32) -> Bool:
-    found: Bool = engine.table.tier[rows] == Tier.FLEX
-    return found
+    idle = rows[_have_slack(engine, rows, np.zeros(rows.size, dtype=np.int32))]
+    return int(engine.sharing.freeable(idle).sum()) if idle.size else 0
 
 
 def _have_slack(engine: Engine, rows: I32, there: I32) -> Bool:
@@ -141,7 +123,8 @@ def _have_slack(engine: Engine, rows: I32, there: I32) -> Bool:
     """
     table, cost = engine.table, engine.cost.now
     if not engine.reorders:
-        return _is_best_effort(engine, rows) | _are_slowed(engine, rows)
+        last: Bool = table.tier[rows] == Tier.FLEX
+        return last | _are_slowed(engine, rows)
     slack_s = qoe_columns.slack_s(table, rows, engine.noted_s)
     if cost is not None:
         missing = (table.num_known[rows] - there).astype(np.float64)

@@ -86,7 +86,8 @@ def take_stats(engine: Engine, pace: StepPace = StepPace.STEPPING) -> EngineStat
     """
     table, demand, host = engine.table, take_demand(engine), None if engine.swapping is None else engine.swapping.host
     used, demanded = count_blocks(engine)
-    num_running = len(table.running)
+    num_running, best_effort = len(table.running), count_best_effort(engine, most_parked(engine))
+    num_slowed = 0 if engine.reorders else max(demand.num_slack_blocks - best_effort.num_used_blocks, 0)
     return EngineStats(
         num_running=num_running,
         num_runnable=_num_runnable(engine.table, pace),
@@ -99,14 +100,14 @@ def take_stats(engine: Engine, pace: StepPace = StepPace.STEPPING) -> EngineStat
         num_head_blocks=demand.num_head_blocks,
         num_queued_for_memory=demand.num_queued,
         num_slack_blocks=demand.num_slack_blocks,
-        num_slowed_blocks=demand.num_slowed_blocks,
+        num_slowed_blocks=num_slowed,
         num_slack_demanded_blocks=demand.num_slack_demanded_blocks,
         max_waiting=most_waiting(engine),
         num_coming_blocks=len(engine.sharing.coming),
         num_host_blocks=0 if host is None else host.num_usable,
         num_used_host_blocks=0 if host is None else host.num_used,
         tiers=_by_tier(table),
-        best_effort=count_best_effort(engine, most_parked(engine)),
+        best_effort=best_effort,
         totals=replace(engine.totals),
     )
 

@@ -118,7 +118,7 @@ def test_who_keeps_to_the_order_of_arrival_counts_all_others_but_whom_best_effor
     assert demand.num_head_blocks == (lacks[0] if lacks else 0)
     assert demand.num_slack_blocks == lent
     best_effort = sum(held for (*_, held, _, _), (*_, is_read) in zip(found, rows, strict=True) if not is_read)
-    assert demand.num_slowed_blocks == lent - best_effort
+    assert take_stats(engine).num_slowed_blocks == lent - best_effort
     assert demand.num_queued == count_queued_for_memory(engine)
     assert demand.num_queued == min(len(lacks) * is_short, engine.config.max_batch_rows - num_running)
 
